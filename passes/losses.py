@@ -87,7 +87,7 @@ def size_of_cases(program: Program, outputs: tuple[fx.Node, ...]) -> tuple[str |
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     conventional = case_size(program.graph, outputs)
     if (dim := program.options.batch_dim) is not None:
-        return said_by_user(dim, inputs, outputs, conventional), f"batch_dim={dim}"
+        return said_by_user(dim, inputs, conventional), f"batch_dim={dim}"
     in_inputs = {size for node in inputs for size in symbolic_sizes(node) if size}
     told: dict[str, str] = {}
     for layer, size in program.told_cases:
@@ -115,7 +115,7 @@ def size_of_cases(program: Program, outputs: tuple[fx.Node, ...]) -> tuple[str |
     return size, layer
 
 
-def said_by_user(dim: int, inputs: list[fx.Node], outputs: tuple[fx.Node, ...], conventional: str | None) -> str | None:
+def said_by_user(dim: int, inputs: list[fx.Node], conventional: str | None) -> str | None:
     """The size of dimension `dim` of the first input that has it. Raises RegistrationError if none has."""
     shapes = [symbolic_sizes(node) for node in inputs if symbolic_sizes(node)]
     long_enough = [sizes for sizes in shapes if len(sizes) > dim]

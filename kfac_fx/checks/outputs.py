@@ -175,7 +175,7 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
     if not recorder.whole or (program.cases is not None and program.cases_reason != CONVENTION):
         return
     _, outputs = recorder.outputs({}, values)
-    axes = with_sizes(recorder) if program.cases is not None else without_sizes(recorder, values, outputs)
+    axes = with_sizes(recorder) if program.cases is not None else without_sizes(values, outputs)
     if axes is None or not mixes_cases(recorder, values, outputs, axes[0]):
         return
     for other in axes[1:]:
@@ -206,16 +206,14 @@ def with_sizes(recorder: Recorder) -> list[Axis] | None:
     return axes if len(axes) > 1 and axes[0].inputs[0][1] == 0 else None
 
 
-def without_sizes(recorder: Recorder, values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis] | None:
+def without_sizes(values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis] | None:
     """The first two dimensions of the first input, if an output has two of these sizes."""
     first = next((n for n, value in enumerate(values) if isinstance(value, Tensor) and value.dim() > 1), None)
     if first is None:
         return None
     shape = values[first].shape
-    if not any(out.shape[:2] == shape[:2] for out in outputs):
-        return None
     both = [n for n, out in enumerate(outputs) if out.shape[:2] == shape[:2]]
-    return [Axis([(first, dim)], [(n, dim) for n in both]) for dim in (0, 1)]
+    return [Axis([(first, dim)], [(n, dim) for n in both]) for dim in (0, 1)] if both else None
 
 
 @torch.no_grad()

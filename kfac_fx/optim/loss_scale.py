@@ -10,7 +10,7 @@ with label smoothing, there is no warning.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -229,11 +229,9 @@ def without_targets(watched: Watched) -> list[str]:
 
     Over the classes of a case the gradient of every cross entropy sums to zero, with any targets, weights, smoothing.
     """
-    leaves, weighted = watched.losses()
     lines = []
-    for _, _, loss in weighted:
-        gradient = gradient_behind(loss.inputs, leaves, watched.arrived()) if isinstance(loss, Categorical) else None
-        if gradient is not None and bool(gradient.isfinite().all()) and rest_of_classes(gradient) > NO_CLASSES:
+    for loss, gradient in categorical_gradients(watched):
+        if bool(gradient.isfinite().all()) and rest_of_classes(gradient) > NO_CLASSES:
             lines.append(
                 f"the trained loss fits no targets of the registered {type(loss).__name__} loss: the outputs "
                 f"{list(loss.inputs.shape)} have gradients that do not sum to zero over the classes, so the loss takes "
@@ -242,6 +240,16 @@ def without_targets(watched: Watched) -> list[str]:
                 'module, whose outputs are the logits. If it is a squared error, write loss="mse".'
             )
     return lines
+
+
+def categorical_gradients(watched: Watched) -> Iterator[tuple[Categorical, Tensor]]:
+    """The Categorical losses whose inputs have a gradient of the trained loss, with these gradients."""
+    leaves, weighted = watched.losses()
+    for _, _, loss in weighted:
+        if isinstance(loss, Categorical):
+            gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
+            if gradient is not None:
+                yield loss, gradient
 
 
 def rest_of_classes(gradient: Tensor) -> float:
@@ -258,11 +266,9 @@ def misplaced_classes(watched: Watched) -> list[str]:
 
     Over the axis of its classes the gradient of a cross entropy sums to zero, for all targets and weights.
     """
-    leaves, weighted = watched.losses()
     lines = []
-    for _, _, loss in weighted:
-        gradient = gradient_behind(loss.inputs, leaves, watched.arrived()) if isinstance(loss, Categorical) else None
-        axis = None if gradient is None else axis_of_classes(gradient)
+    for loss, gradient in categorical_gradients(watched):
+        axis = axis_of_classes(gradient)
         if axis is not None:
             name, shape, place = type(loss).__name__, list(loss.inputs.shape), "the last"
             spec = watched.recorder.loss

@@ -11,7 +11,7 @@ waits. Two more messages carry the gradient and the numbers of the parameter gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ class StandIn(JoinHook):
         args, kwargs = self.call
         with torch.enable_grad():
             outputs = self.net(*args, **kwargs)
-            torch.stack([leaf.sum() for leaf in trained_from(pytree.tree_leaves(outputs))]).sum().backward()
+            tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum().backward()
         self.standing_in = True
         try:
             self.step()
@@ -113,11 +114,6 @@ class StandIn(JoinHook):
                 group[key].fill_(value)
             else:
                 group[key] = value
-
-
-def trained_from(leaves: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the outputs that a backward can start from."""
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def refuse_in_join(options: KFACOptions, sharded: bool) -> None:

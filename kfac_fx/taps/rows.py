@@ -43,10 +43,6 @@ def input_lag(later: Rows, earlier: Rows) -> Tensor:
     return cross(*(homogeneous(rows).expand(rows.d.shape[0], -1, -1, -1) for rows in (later, earlier)))
 
 
-def gradient_lag(later: Rows, earlier: Rows) -> Tensor:
-    return cross(later.d, earlier.d)
-
-
 def pairs(later: Rows, earlier: Rows) -> Tensor:
     if later.mask is None or earlier.mask is None:
         return later.d.new_full((), later.d.shape[0] * later.d.shape[1])
@@ -55,7 +51,7 @@ def pairs(later: Rows, earlier: Rows) -> Tensor:
 
 LAGGED = {
     "A1": Lagged(lambda matrix: (matrix[0], matrix[2], matrix[2]), input_lag),
-    "G1": Lagged(lambda matrix: (matrix[0], matrix[1], matrix[1]), gradient_lag),
+    "G1": Lagged(lambda matrix: (matrix[0], matrix[1], matrix[1]), lambda later, earlier: cross(later.d, earlier.d)),
     "pairs": Lagged(lambda matrix: (), pairs),
 }
 
