@@ -327,6 +327,7 @@ class FisherEstimator(BlockDiagonalFisher):
         optional(a_weight, "decay", decay)
         if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
             raise wrong_value("accept", accept, "be a 0-dim tensor of torch.bool")
+        self.newcomers = frozenset()
         usable = self.usable()
         if not self._pending.sums and not self._pending.paused:
             return True

@@ -185,3 +185,18 @@ def test_a_recurrent_layer_counts_as_its_kernel_in_the_training_step() -> None:
     optimizer.step()
     costs = costs_of(optimizer)
     assert costs.check > costs.training  # two forwards of the graph, in which every step has its operations
+
+
+def test_steps_without_statistics_have_no_inverses_but_the_early_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first factors of a block call for inverses once, and not in every step until the next statistics."""
+    net = compile(nn.Linear(3, 2), loss="categorical")
+    opt = KFAC(net, lr=0.1, damping=0.1, momentum_type="regular", cov_update_every=30, invert_every=30)
+    inverted: list[int] = []
+    decompose = opt.estimator.decompose
+    monkeypatch.setattr(opt.estimator, "decompose", lambda keys: inverted.append(opt.counter) or decompose(keys))
+    x, y = torch.randn(8, 3), torch.randint(2, (8,))
+    for _ in range(31):
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+    assert inverted == [0, 1, 2, 5, 10, 20, 30]
