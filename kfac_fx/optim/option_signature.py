@@ -16,6 +16,8 @@ from kfac_fx.optim.rules import FirstOrder
 from kfac_fx.passes.errors import nearest
 from kfac_fx.values import not_negative, number, optional
 
+OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... in the place of betas."}  # of other optimizers
+
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
@@ -91,7 +93,7 @@ def takes(
         def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
             unknown = [name for name in kwargs if name not in written.parameters]
             if unknown:
-                near = "".join(nearest(name, written.parameters) for name in unknown)
+                near = "".join(OTHER_NAMES.get(name) or nearest(name, written.parameters) for name in unknown)
                 names = ", ".join(map(repr, unknown))
                 raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {names}.{near}")
             init(self, options(*args, **kwargs))

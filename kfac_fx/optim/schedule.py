@@ -266,7 +266,7 @@ class Schedule:
         if self.overhead <= options.allowed:
             return [f"{cost}, at most the stated {options.allowed:.0%}"]
         longest = f"statistics every {LONGEST_INTERVALS.statistics} and checks every {LONGEST_INTERVALS.checks} steps"
-        return [f"{cost}, and not the stated {options.allowed:.0%}, because the longest intervals chosen are {longest}"]
+        return [f"{cost}, above the stated {options.allowed:.0%}: no longer intervals are chosen than {longest}"]
 
     @property
     def adapting(self) -> bool:
