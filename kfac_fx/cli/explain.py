@@ -320,7 +320,10 @@ def missing_output(pattern: Pattern, place: fx.Node) -> str:
     if all(node.target != place.target for node in operations(pattern.root)):
         spelling = f", in a form torch.ops.{place.target}" if isinstance(place.target, OpOverload) else ""
         return f"its form has no operation {op_name(place)}{spelling}"
-    return f"its form ends with the operation {op_name(pattern.root)}, which does not follow here"
+    last = op_name(pattern.root)
+    if next(outputs(pattern, place), None) is not None:
+        return f"its form has other operations between this one and its last, {last}"
+    return f"its form ends with the operation {last}, which does not follow here"
 
 
 def condition(binding: Binding, form: Form) -> str:

@@ -121,6 +121,19 @@ def test_a_declared_layer_says_which_operation_its_form_ends_with() -> None:
     assert near.condition == "its form ends with the operation narrow, which does not follow here"
 
 
+def test_a_declared_layer_says_that_operations_before_its_last_one_differ() -> None:
+    class Curved(Weighted):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.logaddexp(x, self.weight).exp().tanh()
+
+    @declared
+    def curved(x, *, weight):  # type: ignore[no-untyped-def]
+        return torch.logaddexp(x, weight).sin().tanh()
+
+    near = at(Curved(), "logaddexp", curved)["curved"]
+    assert near.condition == "its form has other operations between this one and its last, tanh"
+
+
 def test_a_declared_layer_says_which_operation_its_form_lacks() -> None:
     @declared
     def other(x, *, weight):  # type: ignore[no-untyped-def]
