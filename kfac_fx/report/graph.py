@@ -5,7 +5,7 @@ The graph leads from parameters, or pieces of them, to uses and on to Fisher blo
     "stem.weight" --parameter--> "use conv2d" --block--> ("stem.weight", "stem.bias")
 
 Uses are also connected along the data of the model. Operations between uses are nodes only if data of different origin
-meets there.
+meets there, or if they read a parameter with a generic block, which has no uses; they lead to this block.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def add_data(program: Program, graph: networkx.DiGraph) -> None:
     """Add the edges along the data, and the operations where data meets."""
     uses = {use.output: use.nodes for registration in program.registrations for use in registration.uses}
     inside = {node for nodes in uses.values() for node in nodes}
+    generic = {name: block.parameters for block in program.registrations if block.generic for name in block.owners}
     origin: dict[fx.Node, str | None] = {}  # of the data in a node: the last node of `graph` on its way
     for node in program.graph.nodes:
         entered = sorted(uses.get(node, [node]))
@@ -59,11 +60,14 @@ def add_data(program: Program, graph: networkx.DiGraph) -> None:
             operand for inner in entered for operand in inner.all_input_nodes if operand not in uses.get(node, ())
         ]
         origins = list(dict.fromkeys(key for operand in operands if (key := origin.get(operand)) is not None))
+        read = [str(operand.target) for operand in operands if operand.op == "get_attr" and operand.target in generic]
         if node in uses:
             key = f"use {node.name}"
-        elif len(origins) > 1 and node not in inside:
+        elif (len(origins) > 1 or read) and node not in inside and node.op != "output":
             key = f"operation {node.name}"
-            graph.add_node(key, kind="operation", label=op_name(node))
+            graph.add_node(key, kind="operation", label=op_name(node), line=source_line(node))
+            graph.add_edges_from([(name, key) for name in read], kind="parameter")
+            graph.add_edges_from([(key, generic[name]) for name in read], kind="block")
         else:
             origin[node] = origins[0] if origins else None
             continue

@@ -279,18 +279,18 @@ def of_kind(graph: networkx.DiGraph, kind: str) -> Iterator[tuple[Any, dict[str,
 
 
 def blocks_of(graph: networkx.DiGraph, node: Any, numbers: Mapping[Any, int]) -> list[int]:
-    """The numbers of the blocks that a use is in; an operation is in none."""
+    """The numbers of the blocks that a use is in, or whose parameters an operation reads."""
     return [numbers[block] for block in graph.successors(node) if block in numbers]
 
 
 def label(graph: networkx.DiGraph, node: Any, numbers: Mapping[Any, int]) -> str:
-    """`"3 linear  head.weight, head.bias"` for a use, the name of an operation."""
+    """`"3 linear  head.weight, head.bias"` for a use, `"exp: 4 generic  scale"` for an operation."""
     data = graph.nodes[node]
-    if data["kind"] == "operation":
-        return str(data["label"])
     blocks = [block for block in graph.successors(node) if block in numbers]
-    parts = (f"{numbers[block]} {graph.nodes[block]['layer']}  {', '.join(block)}" for block in blocks)
-    return "; ".join(parts) or str(data["label"])
+    parts = "; ".join(f"{numbers[block]} {graph.nodes[block]['layer']}  {', '.join(block)}" for block in blocks)
+    if not parts:
+        return str(data["label"])
+    return parts if data["kind"] == "use" else f"{data['label']}: {parts}"
 
 
 def node_text(

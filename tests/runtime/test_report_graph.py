@@ -32,10 +32,13 @@ DOT = r"""digraph kfac_fx {
   u3 [label="linear_2"];
   n0 [shape=plaintext, label="add"];
   n1 [shape=plaintext, label="add"];
+  n2 [shape=plaintext, label="exp"];
+  n3 [shape=plaintext, label="mul"];
   r0 -> u0 [style=dashed, arrowhead=none];
   r1 -> u1 [style=dashed, arrowhead=none];
   r1 -> u2 [style=dashed, arrowhead=none];
   r1 -> u3 [style=dashed, arrowhead=none];
+  r2 -> n2 [style=dashed, arrowhead=none];
   u0 -> u1;
   u0 -> u2;
   u0 -> u3;
@@ -43,6 +46,8 @@ DOT = r"""digraph kfac_fx {
   u2 -> n0;
   n0 -> n1;
   u3 -> n1;
+  n1 -> n3;
+  n2 -> n3;
 }
 """  # noqa: E501
 
@@ -78,9 +83,11 @@ def test_the_graph_leads_from_parameters_through_uses_to_blocks(program: Program
     assert of_kind(graph, "block") == [registration.parameters for registration in program.registrations]
 
 
-def test_generic_parameters_lead_to_their_block_and_unused_ones_nowhere(program: Program) -> None:
+def test_generic_parameters_and_what_reads_them_lead_to_their_block_and_unused_ones_nowhere(program: Program) -> None:
     graph = Report(program).to_networkx()
-    assert list(graph.successors("temperature")) == [("temperature",)] and graph.nodes[("temperature",)]["generic"]
+    block = ("temperature",)
+    assert list(graph.successors("temperature")) == [block, "operation exp"] and graph.nodes[block]["generic"]
+    assert graph.edges["operation exp", block]["kind"] == "block"
     graph = Report(program.but(registrations=program.registrations[:-1], unused=("temperature",))).to_networkx()
     assert graph.degree("temperature") == 0
 
