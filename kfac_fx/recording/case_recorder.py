@@ -173,16 +173,15 @@ class CaseRecorder:
                 backward(source, consume, keep=not last)
         return Counts(examples, rows)
 
-    def set_meeting_apart(
-        self, values: Any, loss_rows: Callable[[Any, tuple[Tensor, ...]], LossRows], measured: bool
-    ) -> None:
-        """Let registrations whose cases meet be apart; looked for in the first batch of more than one example."""
+    def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], measured: bool) -> None:
+        """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells."""
         if measured in self.compared or self.recorder.emitted.examples(values) < 2:
             return
-        self.compared.add(measured)
         parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
-        for key in keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows):
-            self.apart.setdefault(key, "cases meet between it and the loss")
+        meeting = keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows)
+        if meeting is not None:
+            self.compared.add(measured)
+            self.apart = dict.fromkeys(meeting, "cases meet between it and the loss") | self.apart
 
     def slots(
         self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward

@@ -98,8 +98,8 @@ def keys_that_meet(
     buffers: dict[str, Tensor],
     values: Any,
     loss_rows: Callable[[Any, tuple[Tensor, ...]], LossRows],
-) -> frozenset[Key]:
-    """The registrations with cases that the losses of several examples reach.
+) -> frozenset[Key] | None:
+    """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
     It runs one forward, and two backwards for every bit of the number of examples. The host waits. Registrations with
     uses that do not depend on the batch are left out, because their gradients are of all examples.
@@ -116,11 +116,13 @@ def keys_that_meet(
     }
     meeting: set[Key] = set()
     if not taps:
-        return frozenset(meeting)
+        return frozenset()
     with emitted.isolated():
         live = {name: revealing(unsharded(value.detach())).requires_grad_() for name, value in parameters.items()}
         probes = row_probes(emitted.program.registrations, taps, next(iter(live.values())))
         of_loss = loss_rows(*emitted.run(live, buffers, values, probes, compiled=False))
+        if any(bool(output.isnan().any()) for output in of_loss.outputs):
+            return None
         leaves = [probe for by_name in probes for probe in by_name.values()]
 
         def cases_of(cotangents: Cotangents) -> dict[tuple[Key, int], Tensor]:

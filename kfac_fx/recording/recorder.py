@@ -282,8 +282,8 @@ class Recorder:
         return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
 
     def meeting_cases(self, values: Any, targets: Any) -> frozenset[Key]:
-        """The registrations whose cases meet; looked for in the first batch of more than one example. Blocks of the
-        gradients of cases are among them, if the loss has another number of rows than the batch has examples."""
+        """The registrations whose cases meet; looked for in the first batch of several examples without NaN. Blocks of
+        the gradients of cases are among them, if the loss has another number of rows than the batch has examples."""
         examples = self.emitted.examples(values)
         if self.meeting is None and examples > 1:
             emitted = collecting(self.emitted)
@@ -298,7 +298,7 @@ class Recorder:
 
             parameters, buffers = self.live_parameters(), self.copied_buffers()
             self.meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows)
-            if uneven:
+            if self.meeting is not None and uneven:
                 of_cases = (r for r in self.registrations if not (r.generic or r.structure.kronecker))
                 self.meeting |= {registration.parameters for registration in of_cases}
         return self.meeting or frozenset()
