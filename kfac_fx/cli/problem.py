@@ -41,6 +41,8 @@ DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch
 NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction in the place of ids
 WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
 LOSS_HINT = "\nHere: --loss categorical, or, if forward computes its loss from labels, --input labels=2,16:int64:1000."
+NOT_STRICT = "strict=False"  # our words where `--strict` refuses a parameter
+STRICT_HINT = "\nHere: leave --strict out, or name a declared layer with --layer FILE:NAME."
 ARGUMENTS_HINT = " Write the model's arguments as --arg NAME=VALUE."
 
 
@@ -75,7 +77,9 @@ class Problem:
 
 def failure(error: Exception) -> CommandError:
     """The error as one of the command, with what to write on the command line."""
-    hint = WHOLE_NUMBERS if NOT_LONG in str(error) else LOSS_HINT if isinstance(error, kfac_fx.LossError) else ""
+    hints = {NOT_LONG: WHOLE_NUMBERS, NOT_STRICT: STRICT_HINT}
+    by_words = (hint for words, hint in hints.items() if words in str(error))
+    hint = next(by_words, LOSS_HINT if isinstance(error, kfac_fx.LossError) else "")
     return CommandError(f"{type(error).__name__}: {error}{hint}", status=1)
 
 

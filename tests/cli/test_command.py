@@ -116,6 +116,7 @@ def test_bench_shows_every_method_and_a_schedule(capsys: pytest.CaptureFixture[s
 def test_strict_fails_for_a_generic_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "report", "cli_models:Lonely", "--input", "4,5", "--strict")
     assert status == 1 and "no structured Fisher block" in err
+    assert err.rstrip().endswith("Here: leave --strict out, or name a declared layer with --layer FILE:NAME.")
 
 
 def test_a_wrong_loss_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
