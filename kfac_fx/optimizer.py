@@ -45,10 +45,10 @@ class KFAC(Optimizer, Joinable):
        what Δ is:
        "eigen_moments", the default: Δ is Adam's in the eigenbasis of the Fisher blocks, times 0.02 (see
        `kfac_fx.optim.eigen_moments`). Every few steps the exact Fisher of the batch scales it, and steps that made the
-       batch's loss rise are undone (see `kfac_fx.optim.bounded`). It needs no number and no closure;
+       batch's loss rise are undone (see `kfac_fx.optim.step_checks`). It needs no number and no closure;
        "adaptive": Δ = α P m, with m the averaged gradient. Every few steps the exact Fisher of the batch gives α, and
        the change of the batch's loss adapts the damping. A step, or the steps since the last check, that made this loss
-       rise by more than half of it are undone. It needs no number and no closure (see `kfac_fx.optim.adaptive`);
+       rise by more than half of it are undone. It needs no number and no closure (see `kfac_fx.optim.step_checks`);
        "regular": v <- momentum v + P g, Δ = v;
        "adam": v <- momentum v + g, Δ = P v;
        "qmodel": Δ is the step along P g and the previous Δ that minimizes the exact quadratic model of the batch

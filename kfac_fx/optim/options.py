@@ -308,12 +308,12 @@ class KFACOptions:
 
     @property
     def bound(self) -> float:
-        """c of "eigen_moments", see `kfac_fx.optim.bounded`."""
+        """c of "eigen_moments", see `kfac_fx.optim.step_checks`."""
         return self.norm_constraint or BOUND
 
     @functools.cached_property
     def adaptive(self) -> bool:
-        """Whether step size and damping are found by checks now and then; see `kfac_fx.optim.adaptive`."""
+        """Whether step size and damping are found by checks now and then; see `kfac_fx.optim.step_checks`."""
         return self.kind == "adaptive"
 
     @functools.cached_property

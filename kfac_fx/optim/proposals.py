@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bounded import RATE
 from kfac_fx.optim.curvature import LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.eigen_moments import adam_in_bases
 from kfac_fx.optim.groups import FlatParameters, Proposal, propose_by_momentum
@@ -24,6 +23,7 @@ from kfac_fx.optim.rules import (
     grafted,
     is_finite,
 )
+from kfac_fx.optim.step_checks import RATE
 from kfac_fx.optim.step_state import StepState
 
 

@@ -20,7 +20,7 @@ loss rise, which only a check undoes. Where an interval is cut to this, the othe
 few operations, whose training step is short beside all else, the overhead is then larger than stated.
 
 The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
-(`kfac_fx.optim.bounded`), the next one comes after twice as many intervals as the last one did, at most
+(`kfac_fx.optim.step_checks`), the next one comes after twice as many intervals as the last one did, at most
 `MOST_INTERVALS`, and after no more than half of the steps so far, because a training changes fast in its first steps;
 after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
 was calm when the next one may be due, so that it hardly waits.

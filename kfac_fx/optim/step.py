@@ -22,9 +22,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.in_place import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
-from kfac_fx.optim.adaptive import more_damping, move
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.bounded import move_bounded
 from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
@@ -38,7 +36,7 @@ from kfac_fx.optim.proposals import (
     step_bound,
 )
 from kfac_fx.optim.schedule import Schedule, StepCosts
-from kfac_fx.optim.step_checks import Check, revert
+from kfac_fx.optim.step_checks import Check, more_damping, move_adaptive, move_bounded, revert
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -278,7 +276,7 @@ def update(
         precondition, decay = preconditioner(state, in_blocks, state.multiply_inverse), state.options.momentum
         assert decay is not None, "bug in kfac_fx: averaged gradients without a weight of the past"
         may_move = ok
-        ok, change, rho = move(
+        ok, change, rho = move_adaptive(
             state.size, state.damping, state.options.damping_rule, decay, in_blocks, precondition, ok, check
         )
         keep_check(state, check, change, rho, may_move)

@@ -1,9 +1,50 @@
-"""Checks of the steps of "adaptive" and "eigen_moments" with the loss h of a batch (`kfac_fx.optim.batch_loss`).
+"""The steps of "adaptive" and "eigen_moments": their length is checked now and then, and bad ones are undone.
 
-A check returns to the parameters of the last check if h, on the present batch, has since then risen by more than is
-tolerated. The averaged gradient is forgotten, and the steps become shorter.
+A *check*, at the first three steps and then every `damping_adaptation_interval` steps, computes on the step's batch,
+with its exact Fisher F (one product with the Jacobian) and its loss h (`kfac_fx.optim.batch_loss`):
+
+    r, by which steps are divided until the next check
+    θ <- θ at the last check    if h has risen by more than is tolerated since then, on the present batch: the averaged
+                                gradient m is forgotten, and r grows
+    θ <- θ before the step      if h has risen by more than is tolerated in the step
 
 All decisions are made on the device. All state is in `StepState` and in the optimizer's state by parameter.
+
+**"adaptive"**, K-FAC along an averaged gradient:
+
+    m = the mean of the gradients with weights β^age        d = P m, P the damped inverse
+    θ <- θ - lr α d                                         α = min(1, 1 / r)
+    r <- max(ρ, √(r ρ)) with ρ = <d, (F + λ I) d> / <m, d>  1 / ρ is the best step along d (Martens & Grosse 2015,
+                                                            section 6.4); r follows at once where it grows
+    λ <- λ ω^steps or λ / ω^steps                           by the change of h over the predicted change (section 6.5);
+                                                            λ falls only while α > `LEAST_STEP`: from there on less
+                                                            damping is only a shorter step. λ grows where steps are
+                                                            undone
+
+A rise by `RISE` of h is tolerated; since the last check, if it was on the same batch, by `RISE` max(1, h), or by
+`RISE_AGAIN` h if that is less. Between two checks the Fisher norm of a step, as the blocks estimate it, is at most
+`GROWTH` times that of the last check, so that a wrong step size cannot run away. At a check the squared exact Fisher
+norm is at most max(1, h).
+
+**"eigen_moments"**, Adam's steps in the eigenbasis (`kfac_fx.optim.eigen_moments`), scaled by the exact Fisher:
+
+    θ <- θ - lr a d / r         d: Adam's step in the eigenbasis; a = `RATE`
+    r <- max(t, √(r t), 0.95 min(1, r))
+    t = max(lr ρ, min(1, max(√ρ, 1/3)))
+                                ρ = a √(<d, F d> / (c max(1, h))), with c the `norm_constraint`. The squared Fisher norm
+                                of the step is twice the Kullback-Leibler divergence between the predictions before and
+                                after it. It is at most c max(1, h), as r >= lr ρ. A step that is far below this bound
+                                gets longer, half of the way to it on a logarithmic scale, and at most three times; this
+                                does not depend on lr, so that it leaves a schedule alone
+
+A rise by `RISE` max(1, h) is tolerated, or by `RISE_AGAIN` h if that is less. A check is *calm* if it undid nothing and
+lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The check after a calm one may come later
+(`kfac_fx.optim.schedule`).
+
+Adam's rate alone suits many networks, but not deep ones without skips and norms: there the steps of all layers add up,
+the loss is far from its quadratic model, and the bound is what makes training possible. The step along d that minimizes
+the quadratic model is no substitute: it is several times too short, because directions of large curvature, along which
+Adam's steps may oscillate, decide it.
 """
 
 from __future__ import annotations
@@ -17,6 +58,7 @@ from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
 from kfac_fx.optim.groups import FlatParameters, Proposal
+from kfac_fx.optim.rules import DampingRule, Product
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
@@ -134,3 +176,113 @@ def take(
     kept = ok & ~(change > rise) & change.isfinite()
     go_back(flat, here, ok & ~kept)
     return kept, change
+
+
+# --- "adaptive" -------------------------------------------------------------------------------------------------------
+
+GROWTH = 1.5
+LEAST_STEP = 0.05
+
+
+def more_damping(damping: Tensor, rule: DampingRule, check: Check, risen: Tensor) -> None:
+    """Raise λ where the steps since the last check were undone."""
+    damping.mul_(torch.where(risen, rule.decay ** (-2 * check.steps), 1.0))
+
+
+def move_adaptive(
+    size: StepSize,
+    damping: Tensor,
+    rule: DampingRule,
+    decay: float,
+    flat: FlatParameters,
+    precondition: Product,
+    ok: Tensor,
+    check: Check | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step. decay: β. Returns (whether it was made, the predicted change, actual over predicted change): NaN without
+    a check."""
+    velocity = decay * flat.state["velocity"] + (1 - decay) * flat.g
+    weight = decay * size.weight + (1 - decay)
+    average = velocity / weight
+    direction = precondition(average)
+    slope = flat.inner(average, direction).clamp(min=torch.finfo(weight.dtype).tiny)
+    nothing = torch.full_like(slope, torch.nan)
+    if check is None:
+        step = (1 / size.ratio).clamp(max=1.0)
+        step = step * (GROWTH * (size.norm / (step.square() * slope)).sqrt()).clamp(max=1.0)
+        displacement = flat.displacement(step * direction)
+        ok = ok & flat.is_finite(displacement)
+        flat.commit(Proposal(displacement, {"velocity": velocity}), ok)
+        size.store(ok, weight=weight)
+        return ok, nothing, nothing
+    fisher, of_outputs, before = check.batch.along(check.parameters, flat.everywhere(direction))
+    now = (fisher + damping * flat.inner(direction, direction)) / slope
+    ratio = torch.maximum(now, (size.ratio * now).sqrt())
+    step = (1 / ratio).clamp(max=1.0)
+    longest = check.value.clamp(min=1.0)
+    step = step * (longest / (step.square() * fisher)).sqrt().clamp(max=1.0)
+    displacement = flat.displacement(step * direction)
+    ok = ok & flat.is_finite(displacement) & fisher.isfinite()
+    if flat.one_scale:
+        curvature, linear = (flat.lr * step).square() * fisher, -flat.lr * step * of_outputs
+    else:  # weight decay, or groups with learning rates of their own: the move is no multiple of the direction
+        curvature, linear, _ = check.batch.along(check.parameters, flat.everywhere(displacement))
+    linear = linear if check.batch.observed else flat.inner(flat.g, displacement)
+    predicted = linear + 0.5 * curvature
+    proposal = Proposal(displacement, {"velocity": velocity})
+    kept, change = take(flat, proposal, check, before, linear, RISE * check.value.abs(), ok)
+    rho = change / predicted
+    falls = torch.where(predicted < 0, rho > rule.decrease_above, change < 0) & (1 / ratio > LEAST_STEP)
+    grows = ~falls & ~(rho >= rule.increase_below) & ~((predicted >= 0) & (change < 0))
+    factor = rule.decay**check.steps
+    adapted = damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
+    damping.copy_(torch.where(ok, adapted.clamp(min=rule.min_damping), damping))
+    ratio = torch.where(kept, ratio, 2 * ratio)
+    size.store(ok, ratio=ratio, norm=step.square() * slope, value=check.value, weight=weight)
+    return kept, predicted, rho
+
+
+# --- "eigen_moments" --------------------------------------------------------------------------------------------------
+
+RATE = 0.02
+STRETCH = 3.0  # the largest multiple of Adam's step
+CALM = 0.4  # of the bound, for the norm of a step
+FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
+
+
+def move_bounded(
+    size: StepSize, flat: FlatParameters, proposal: Proposal, bound: float, ok: Tensor, check: Check | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the proposed step divided by r.
+
+    Args:
+        bound: c.
+
+    Returns (whether it was made, the predicted change, actual over predicted change): NaN without a check.
+    """
+    last = torch.where(size.ratio > 0, size.ratio, 1.0)
+    if check is None:
+        move = proposal.move / last
+        ok = ok & flat.is_finite(move)
+        flat.commit(Proposal(move, proposal.state), ok)
+        nothing = torch.full_like(size.ratio, torch.nan)
+        return ok, nothing, nothing
+    fisher, slope, before = check.batch.along(check.parameters, flat.everywhere(proposal.move))
+    longest = bound * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
+    norm = (fisher / longest).sqrt()
+    ratio = next_divisor(last, norm, flat.largest_lr)
+    move = proposal.move / ratio
+    ok = ok & flat.is_finite(move) & fisher.isfinite()
+    linear = slope / ratio if check.batch.observed else flat.inner(flat.g, move)
+    predicted = linear + 0.5 * fisher / ratio.square()
+    kept, change = take(flat, Proposal(move, proposal.state), check, before, linear, tolerated(check.value), ok)
+    size.store(ok, ratio=torch.where(kept, ratio, 2 * ratio), value=check.value)
+    size.calm.copy_(kept & (norm <= CALM * ratio))
+    return kept, predicted, change / predicted
+
+
+def next_divisor(last: Tensor, norm: Tensor, lr: Tensor) -> Tensor:
+    """r; all are 0-dim. last: r at the last check. norm: lr ρ."""
+    rho = norm / lr.clamp(min=torch.finfo(norm.dtype).tiny)
+    target = torch.maximum(norm, rho.sqrt().clamp(min=1 / STRETCH, max=1.0))
+    return torch.stack([target, (last * target).sqrt(), FALL * last.clamp(max=1.0)]).amax(0)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
 from kfac_fx.optim.step_checks import tolerated
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
+from tests.runtime.test_step_checks_adaptive import step, theta
 
 KINDS = ("adaptive", "eigen_moments")
 
@@ -23,19 +24,6 @@ def made(kind: str, **options: Any) -> tuple[Any, KFAC]:
     net = compile(mlp(), loss="categorical")
     intervals = {"damping_adaptation_interval": 4, "cov_update_every": 10, "invert_every": 20}
     return net, KFAC(net, momentum_type=kind, **{"seed": 0, **intervals, **options})
-
-
-def step(net: Any, opt: KFAC, number: int) -> Tensor:
-    x, y = batch(number)
-    opt.zero_grad()
-    loss = F.cross_entropy(net(x), y)
-    loss.backward()
-    opt.step()
-    return loss.detach()
-
-
-def theta(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
 def test_rises_are_tolerated_up_to_a_half_and_with_noise_up_to_a_half_or_ninefold() -> None:

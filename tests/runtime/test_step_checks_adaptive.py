@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.adaptive import GROWTH, LEAST_STEP
+from kfac_fx.optim.step_checks import GROWTH, LEAST_STEP
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 

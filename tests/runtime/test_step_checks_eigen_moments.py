@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.bounded import FALL, RATE, STRETCH, next_divisor
+from kfac_fx.optim.step_checks import FALL, RATE, STRETCH, next_divisor
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
-from tests.runtime.test_adaptive import Curved, fisher, step, theta
+from tests.runtime.test_step_checks_adaptive import Curved, fisher, step, theta
 
 
 def made(**options: Any) -> tuple[Any, KFAC]:
