@@ -27,7 +27,10 @@ from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.loss_scale import scale_of_caller
-from kfac_fx.optim.proposals import (
+from kfac_fx.optim.schedule import Schedule, StepCosts
+from kfac_fx.optim.step_checks import Check, more_damping, move_adaptive, move_bounded, revert
+from kfac_fx.optim.step_state import (
+    StepState,
     preconditioner,
     predicted_change,
     propose,
@@ -35,9 +38,6 @@ from kfac_fx.optim.proposals import (
     set_estimator_damping,
     step_bound,
 )
-from kfac_fx.optim.schedule import Schedule, StepCosts
-from kfac_fx.optim.step_checks import Check, more_damping, move_adaptive, move_bounded, revert
-from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.devices import RandomState

@@ -19,7 +19,6 @@ FOLDERS = (*OF_MODULES, "errors", "whole")
 
 ELSEWHERE = {
     "kfac_fx.recording.emitted_submodules": "test_recording_emitted.py runs both, which have one protocol",
-    "kfac_fx.optim.proposals": "test_step.py takes whole steps on one problem, whose parts these are",
 }
 
 

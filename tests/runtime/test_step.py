@@ -16,7 +16,6 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.forwards import MicroBatches
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optim.proposals import exact_products, preconditioner
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step import (
     Losses,
@@ -26,7 +25,7 @@ from kfac_fx.optim.step import (
     take_step,
     update,
 )
-from kfac_fx.optim.step_state import StepState
+from kfac_fx.optim.step_state import StepState, exact_products, preconditioner
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 

@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical
-from kfac_fx.optim.proposals import exact_products
+from kfac_fx.optim.step_state import exact_products
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 
 Sums = dict[tuple[tuple[str, ...], str], Tensor]
