@@ -17,6 +17,7 @@ from kfac_fx.checks.proof import prove
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import (
+    SEE_THAT_IT_RUNS,
     AmbiguousRegistrationError,
     ModelChangedError,
     RegistrationError,
@@ -32,7 +33,6 @@ from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture, trace_model
-from kfac_fx.passes.tracing.watch import SEE_THAT_IT_RUNS
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, emitted_division, number_of_examples
 from kfac_fx.recording.frames import UncapturedCall

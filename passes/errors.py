@@ -4,17 +4,30 @@ calls.
 Errors that were caught: which of them must go on, and what to say of the others.
 
 Where one way fails there may be another, with its reason in the report. It is no way out of three things: memory
-that is gone, a device that failed, and a bug of ours.
+that is gone, a device that failed, and a bug of ours. A capture that fails says at which line of the user's code.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import io
+import linecache
+import logging
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
+from torch import nn
+
+from .torch_private import LOGGERS
+
+OWN_FOLDER = str(Path(__file__).parents[1])  # the compiler
 
 
 class RegistrationError(ValueError):
@@ -149,3 +162,61 @@ def out_of_memory(error: Exception) -> bool:
 def first_line(error: Exception) -> str:
     """The error in one line: its own first, or its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --- captures that fail -----------------------------------------------------------------------------------------------
+
+
+# Words of torch's errors about branches on values of tensors.
+VALUE_ERRORS = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
+SEE_THAT_IT_RUNS = (
+    "See that the model runs on these inputs. If it does, write this line with other tensor operations, or compile the "
+    "parts of the model that torch.export accepts."
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch prints nothing about a failed capture; the error that follows says it."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    printed = io.StringIO()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def untraceable(model: nn.Module, error: Exception) -> str:
+    """The text of an error: what failed, the innermost module, and the innermost line that is not torch's own."""
+    line, source = "", ""
+    path, frame = None, error.__traceback__
+    while frame is not None:
+        owner = first_argument(frame.tb_frame)
+        named = next((name for name, module in model.named_modules() if module is owner), None)
+        path = named if named is not None else path
+        file = frame.tb_frame.f_code.co_filename
+        if path is not None and not any(part in file for part in ("/torch/", OWN_FOLDER, "contextlib.py", "<")):
+            line = f" ({file.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
+            source = linecache.getline(file, frame.tb_lineno).strip()
+        frame = frame.tb_next
+    place = "" if path is None else f"; torch gave up in {path or type(model).__name__}{line}"
+    shown = "".join(f"  {text}\n" for text in (source, f"{type(error).__name__}: {first_line(error)}") if text)
+    if any(word in str(error) for word in VALUE_ERRORS):
+        advice = (
+            "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
+            "torch.where."
+        )
+    else:
+        advice = SEE_THAT_IT_RUNS
+    return f"{type(model).__name__} could not be captured as a graph{place}:\n{shown}{advice}"
+
+
+def first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if frame.f_code.co_argcount and names else None

@@ -9,17 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from .approximations import APPROXIMATIONS, Approximation
+from .errors import OWN_FOLDER
 from .matrix import Layout, MatrixForm
 from .parametrization import Parametrization, Transposed, Value
 from .pieces import ParameterExpr, Piece
-
-OWN_FOLDER = str(Path(__file__).parents[1])  # the compiler
 
 
 def where(node: fx.Node) -> str:

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from .errors import UntraceableError, fatal
+from .errors import UntraceableError, fatal, quiet, untraceable
 from .graphs.edit import attribute, holder
 from .graphs.operations import op_name
 from .ir import Options, Program
 from .torch_private import ASSERT, ASSERT_IS_NONE, FORWARD_MODE, GUARDS, BatchNorm, InstanceNorm, pytree
 from .tracing.derivatives import forward_mode, maps_parameters, takes_derivatives, traced_below_autograd
 from .tracing.devices import kinds
-from .tracing.effects import untouched
+from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
 from .tracing.outside import Observer, Outside
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
-from .tracing.settings import ForwardSettings
+from .tracing.settings import ForwardSettings, backward_hooks, forward_hooks
 from .tracing.signature import (
     FlatModel,
     Returned,
@@ -51,16 +51,7 @@ from .tracing.signature import (
     tensors_in,
     trained,
 )
-from .tracing.substitutes import Bags, CertainDraws, Detached, ThreadTracer
-from .tracing.watch import (
-    backward_hooks,
-    cumulative_averages,
-    custom_functions,
-    forward_hooks,
-    quiet,
-    refuse_custom,
-    untraceable,
-)
+from .tracing.substitutes import Bags, CertainDraws, Detached, ThreadTracer, custom_functions, refuse_custom
 
 IMAGE = 4  # the dimensions of a batch of images; videos have more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # a warning of torch; `untouched` notes the names, too

@@ -23,7 +23,7 @@ from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import attributes, buffers_kept, counts, parameters_kept, untouched
 from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, named_arguments, objects_kept, tensors_in
-from kfac_fx.passes.tracing.watch import custom_functions
+from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.recorder import Recorder
 
 GRADIENT_TOLERANCE = 1e-3  # relative

@@ -30,7 +30,7 @@ from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.calls import Lent, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
 from kfac_fx.passes.tracing.signature import python_random
-from kfac_fx.passes.tracing.watch import custom_functions
+from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
     ObservedLoss,
     RunOutputs,

@@ -381,7 +381,7 @@ def shapes_of(call: Call) -> Any:
 def in_short(error: UntraceableError, module: nn.Module) -> str:
     """One sentence of an error about `module`, which the note names, so that it is "it" in the sentence.
 
-    For an error by `passes.tracing.watch.untraceable` that is torch's own message, for another one its first line.
+    For an error by `passes.errors.untraceable` that is torch's own message, for another one its first line.
     """
     first, *rest = str(error).splitlines()
     _, gave_up, place = first.partition("; torch gave up in ")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import OWN_FOLDER
 from ..graphs.operations import NO_GRADIENT, draws, name_of
-from ..registration import OWN_FOLDER
 from ..torch_private import pytree, transforms
 from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
 from ..tracing.devices import autocast
 from ..tracing.effects import written_by
-from ..tracing.watch import Apply, Function, functions_applied
+from ..tracing.substitutes import Apply, Function, functions_applied
 from .reads import (
     Followed,
     InputRef,

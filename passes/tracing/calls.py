@@ -26,7 +26,7 @@ from .devices import RandomState, accelerators, autocast, same_random
 from .effects import buffers_kept, parameters_kept, untouched
 from .settings import is_torchs
 from .signature import python_random
-from .watch import custom_functions
+from .substitutes import custom_functions
 
 
 def made_by_torch(module: nn.Module) -> list[bool]:

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import fatal
-from ..torch_private import buffers_of, debug_unwrap, pytree, versions_kept
+from ..torch_private import NormBase, buffers_of, debug_unwrap, pytree, versions_kept
 from .devices import RandomState, same_random
 from .settings import TORCHS
 from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, plain
@@ -359,3 +359,18 @@ def without_a_trace(
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+def cumulative_averages(model: nn.Module) -> list[str]:
+    """Set the momentum of norms that average over all batches (momentum=None), as no graph can change it each batch.
+
+    Returns the effects that the graph therefore lacks.
+    """
+    norms = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, NormBase) and module.momentum is None
+    ]
+    for _, module in norms:
+        module.momentum = 0.0
+    return [f"averages over all batches in {path}" for path, module in norms if module.track_running_stats]

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..registration import OWN_FOLDER
+from ..errors import OWN_FOLDER
 from .holders import MISSING, Attributes, Entries, getattr_or_missing
 from .summary import LIBRARIES, Same, Walk, of_library
 

@@ -14,6 +14,8 @@ attribute, and a capture is valid for one value of it.
 
 `Bags`: bags of ids [cases, positions] have as many outputs as the ids have rows.
 
+`custom_functions`: applications of a user's autograd.Function are noted, or handed over.
+
 `checkpoints_off`: checkpoints run the function that they wrap. In the backward they would run the original forward
 again, although a graph or a recording has replaced it.
 
@@ -29,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from types import ClassMethodDescriptorType
 from typing import Any
@@ -39,7 +42,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from ..torch_private import CHECKPOINT_GENERATORS
+from ..errors import UntraceableError
+from ..torch_private import CHECKPOINT_GENERATORS, OWN_FUNCTIONS, CheckpointFunction
 
 CLASS_METHODS = (classmethod, ClassMethodDescriptorType)  # of Python and of C
 CAPTURING = threading.RLock()  # held by the thread that captures a model
@@ -179,7 +183,7 @@ def outcome(comparison: str, number: Any, draw: Tensor) -> bool | None:
 
 @contextmanager
 def checkpoints_off() -> Iterator[None]:
-    """Inside, checkpoints that are not reentrant do nothing. `watch.custom_functions` handles the others."""
+    """Inside, checkpoints that are not reentrant do nothing. `custom_functions` handles the others."""
 
     def nothing(below: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
@@ -188,6 +192,66 @@ def checkpoints_off() -> Iterator[None]:
         for name in CHECKPOINT_GENERATORS:
             stack.enter_context(replaced_in_thread(checkpoint, name, nothing))
         yield
+
+
+# --- a user's autograd.Functions --------------------------------------------------------------------------------------
+
+Function = type[torch.autograd.Function]
+Apply = Callable[..., Any]
+Exported = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@contextmanager
+def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
+    """Yields the names of the user's autograd.Functions that are applied inside; a trace would lose their backward.
+
+    Checkpoints run the function that they wrap, which has the same gradients.
+
+    exported: called instead of a Function while torch.export traces; names are not collected then.
+    """
+    seen: set[str] = set()
+
+    def apply(original: Apply, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is CheckpointFunction:
+            wrapped, _, *inputs = args
+            return wrapped(*inputs)
+        if function.__name__.startswith(OWN_FUNCTIONS):
+            return original(*args, **kwargs)
+        if exported is not None and torch.compiler.is_exporting():
+            return exported(function, args, kwargs)
+        if exported is None:
+            seen.add(function.__name__)
+        return original(*args, **kwargs)
+
+    with functions_applied(apply), checkpoints_off():
+        yield seen
+
+
+@contextmanager
+def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+    """Inside, and in this thread, applying an autograd.Function calls `apply(torch's apply, the Function, args,
+    kwargs)`."""
+
+    def instead(below: Apply, cls: Function, *args: Any, **kwargs: Any) -> Any:
+        return apply(partial(below, cls), cls, args, kwargs)
+
+    with replaced_in_thread(torch.autograd.Function, "apply", instead):
+        yield
+
+
+def refuse_custom(model: nn.Module, custom: set[str], *, exported: bool = True) -> None:
+    """Raises UntraceableError for autograd.Functions that were applied.
+
+    exported: whether the model was traced with inputs; Functions are refused then because forward takes derivatives.
+    """
+    if custom:
+        where = ", and its forward takes derivatives" if exported else ""
+        advice = "Write it" if exported else "Give kfac_fx.compile example inputs, or write it"
+        raise UntraceableError(
+            f"{type(model).__name__} uses {', '.join(sorted(custom))}, an autograd.Function with its own backward, "
+            f"which the graph would differentiate differently{where}.\n"
+            f"{advice} with ordinary operations, or register it with torch.library.custom_op and register_autograd."
+        )
 
 
 # --- `.data` ----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import GENERIC, Options
 from kfac_fx.passes.layers import LAYERS
+from tests.compiler.test_substitutes import Negated
 from tests.compiler.test_tracing_functions import Dirty
-from tests.compiler.test_watch import Negated
 
 X = torch.randn(5, 3)
 WHOLE = UntraceableError("why the whole was not captured\nadvice")

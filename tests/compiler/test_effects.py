@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.tracing.effects import counts, untouched
+from kfac_fx.passes.tracing.effects import counts, cumulative_averages, untouched
 
 
 class Memory(nn.Module):
@@ -112,3 +112,9 @@ def test_a_renamed_key_of_a_dictionary_is_put_back() -> None:
     with untouched(model):
         model.options["b"] = model.options.pop("a")
     assert model.options == {"a": value}
+
+
+def test_only_norms_that_keep_averages_average_over_all_batches() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3, momentum=None, track_running_stats=False))
+    assert cumulative_averages(model) == ["averages over all batches in 0"]
+    assert [module.momentum for module in model] == [0.0, 0.0]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import fx
 
+from kfac_fx.passes.errors import OWN_FOLDER
 from kfac_fx.passes.ir import Bound, Registration, Sampling, Use, literal_attrs, source_line, tensor_attrs, where
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.passes.parametrization import Computed, Transposed
 from kfac_fx.passes.parametrizations.gathered import Gathered
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.passes.registration import OWN_FOLDER
 
 GRAPH = fx.Graph()
 X, Y, Z = (GRAPH.placeholder(name) for name in "xyz")

@@ -1,4 +1,4 @@
-"""Substitutes while a model is traced: certain branches, checkpoints and `.data`."""
+"""Substitutes while a model is traced: certain branches, checkpoints, autograd.Functions and `.data`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.substitutes import checkpoints_off, recurrent_cell
-from kfac_fx.passes.tracing.watch import custom_functions
+from kfac_fx.passes.tracing.substitutes import checkpoints_off, custom_functions, recurrent_cell
 
 X = torch.randn(5, 3)
 
@@ -158,3 +157,27 @@ def test_what_data_is_written_through_is_no_graph() -> None:
 def test_a_step_of_a_cell_that_stands_in_has_the_shape_of_its_state() -> None:
     x, state, w, u = (torch.empty(shape, device="meta") for shape in ((7, 3), (7, 5), (20, 3), (20, 5)))
     assert [list(new.shape) for new in recurrent_cell("lstm", x, [state, state], w, u, None, None)] == [[7, 5], [7, 5]]
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def test_custom_functions_are_seen_and_still_run() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with custom_functions() as seen:
+        Negated.apply(x).sum().backward()
+    assert seen == {"Negated"}
+    assert x.grad is not None and x.grad.tolist() == [-1, -1]
+    Negated.apply(x)
+    assert seen == {"Negated"}

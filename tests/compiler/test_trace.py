@@ -14,7 +14,7 @@ from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
 from tests.compiler.test_effects import Memory
-from tests.compiler.test_watch import Branches
+from tests.compiler.test_errors_of_captures import Branches
 from tests.compiler.toy import Toy, code
 
 X = torch.randn(5, 3)
@@ -237,7 +237,8 @@ def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
     with pytest.raises(UntraceableError) as failure:
         trace_model(model, inputs)
     first, source, _, advice = str(failure.value).splitlines()
-    assert first == f"Sequential could not be captured as a graph; torch gave up in 1.0 (test_watch.py:{line}):"
+    place = f"torch gave up in 1.0 (test_errors_of_captures.py:{line})"
+    assert first == f"Sequential could not be captured as a graph; {place}:"
     assert source == "  if x.sum() > 0:"
     assert advice.startswith("Replace what depends on the values of tensors (if, while, .item(), .numpy())")
 
@@ -245,7 +246,7 @@ def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
 def test_recurrent_layers_beside_what_is_refused_are_none_of_ours() -> None:
     """They only stand for operations while torch.export traces, and are not run when that fails."""
     model = nn.Sequential(nn.LSTM(3, 2), Toy(lambda found: Branches()(found[0])))
-    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_watch.py:\d+\)"):
+    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_errors_of_captures.py:\d+\)"):
         trace_model(model, (torch.randn(4, 5, 3),))
 
 

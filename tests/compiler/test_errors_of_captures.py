@@ -1,4 +1,4 @@
-"""Effects that tracing must not leave behind, and the place where it failed."""
+"""The text of a capture that failed, and the place that it names."""
 
 from __future__ import annotations
 
@@ -9,44 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.tracing.watch import backward_hooks, cumulative_averages, custom_functions, quiet, untraceable
-
-
-class Negated(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return -grad
-
-
-def test_custom_functions_are_seen_and_still_run() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with custom_functions() as seen:
-        Negated.apply(x).sum().backward()
-    assert seen == {"Negated"}
-    assert x.grad is not None and x.grad.tolist() == [-1, -1]
-    Negated.apply(x)
-    assert seen == {"Negated"}
-
-
-def test_backward_hooks_are_named_by_module() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    assert backward_hooks(model) == []
-    model[1].register_full_backward_hook(lambda module, before, after: None)
-    assert backward_hooks(model) == ["calls the backward hooks of 1"]
-
-
-def test_only_norms_that_keep_averages_average_over_all_batches() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3, momentum=None, track_running_stats=False))
-    assert cumulative_averages(model) == ["averages over all batches in 0"]
-    assert [module.momentum for module in model] == [0.0, 0.0]
+from kfac_fx.passes.errors import quiet, untraceable
 
 
 def test_torch_is_quiet_about_a_failure_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +46,7 @@ def text(x: Tensor) -> str:
 def test_a_failure_names_module_line_and_source() -> None:
     line = Branches.forward.__code__.co_firstlineno + 2
     assert text(torch.ones(2, 2)).splitlines() == [
-        f"Sequential could not be captured as a graph; torch gave up in 1 (test_watch.py:{line}):",
+        f"Sequential could not be captured as a graph; torch gave up in 1 (test_errors_of_captures.py:{line}):",
         '  raise TypeError("symbolically traced variables cannot be used as inputs to control flow")',
         "  TypeError: symbolically traced variables cannot be used as inputs to control flow",
         "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
@@ -94,7 +57,7 @@ def test_a_failure_names_module_line_and_source() -> None:
 def test_a_failure_inside_torch_names_the_users_line() -> None:
     line = Branches.forward.__code__.co_firstlineno + 3
     first, source, said, advice = text(-torch.ones(2, 3)).splitlines()
-    assert first.endswith(f"torch gave up in 1.inner (test_watch.py:{line}):")
+    assert first.endswith(f"torch gave up in 1.inner (test_errors_of_captures.py:{line}):")
     assert source == "  y: Tensor = self.inner(x)"
     assert said.startswith("  RuntimeError: ") and "mat1 and mat2 shapes cannot be multiplied" in said
     assert advice.startswith("See that the model runs on these inputs.")
