@@ -27,13 +27,14 @@ from .graphs.edit import attribute, holder
 from .graphs.operations import op_name
 from .ir import Options, Program
 from .torch_private import ASSERT, ASSERT_IS_NONE, FORWARD_MODE, GUARDS, BatchNorm, InstanceNorm, pytree
+from .tracing.calls import backward_hooks, forward_hooks
 from .tracing.derivatives import forward_mode, maps_parameters, takes_derivatives, traced_below_autograd
 from .tracing.devices import kinds
 from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
 from .tracing.outside import Observer, Outside
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
-from .tracing.settings import ForwardSettings, backward_hooks, forward_hooks
+from .tracing.settings import ForwardSettings
 from .tracing.signature import (
     FlatModel,
     Returned,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UntraceableError
-from ..torch_private import FORWARD_HOOKS, pytree, transforms
+from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, pytree, transforms
 from .devices import RandomState, accelerators, autocast, same_random
 from .effects import buffers_kept, parameters_kept, untouched
 from .settings import is_torchs
@@ -36,6 +36,24 @@ def made_by_torch(module: nn.Module) -> list[bool]:
 
 def hooked_by_user(module: nn.Module) -> bool:
     return not all(made_by_torch(module))
+
+
+def backward_hooks(model: nn.Module) -> list[str]:
+    """The effects of backward hooks, which an emitted module would not call."""
+    return [
+        f"calls the backward hooks of {path or type(model).__name__}"
+        for path, module in model.named_modules()
+        if any(module.__dict__[name] for name in BACKWARD_HOOKS)
+    ]
+
+
+def forward_hooks(model: nn.Module) -> list[str]:
+    """The effects of the user's forward hooks. Their computations are in the graph; their other effects are not."""
+    return [
+        f"calls the forward hooks of {path or type(model).__name__}"
+        for path, module in model.named_modules()
+        if hooked_by_user(module)
+    ]
 
 
 @contextmanager

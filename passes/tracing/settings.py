@@ -158,24 +158,6 @@ def path_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def backward_hooks(model: nn.Module) -> list[str]:
-    """The effects of backward hooks, which an emitted module would not call."""
-    return [
-        f"calls the backward hooks of {path or type(model).__name__}"
-        for path, module in model.named_modules()
-        if any(module.__dict__[name] for name in BACKWARD_HOOKS)
-    ]
-
-
-def forward_hooks(model: nn.Module) -> list[str]:
-    """The effects of the user's forward hooks. Their computations are in the graph; their other effects are not."""
-    return [
-        f"calls the forward hooks of {path or type(model).__name__}"
-        for path, module in model.named_modules()
-        if any(not is_torchs(hook) for name in FORWARD_HOOKS for hook in module.__dict__[name].values())
-    ]
-
-
 def is_torchs(called: Any) -> bool:
     return bool((getattr(called, "__module__", None) or type(called).__module__).startswith("torch."))
 

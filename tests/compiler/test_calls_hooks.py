@@ -12,7 +12,13 @@ from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import weight_norm
 
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.tracing.calls import hooked_by_user, refuse_users_hooks, without_sharding_hooks, without_users_hooks
+from kfac_fx.passes.tracing.calls import (
+    backward_hooks,
+    hooked_by_user,
+    refuse_users_hooks,
+    without_sharding_hooks,
+    without_users_hooks,
+)
 
 
 def doubled(module: nn.Module, args: Any, output: Any) -> Any:
@@ -75,3 +81,10 @@ def test_hooks_of_both_kinds_on_one_module_are_refused() -> None:
         UntraceableError, match="hooks of torch and of the user, whose order a captured graph would change"
     ):
         refuse_users_hooks(spectral_norm(linear(doubled)))
+
+
+def test_backward_hooks_are_named_by_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    assert backward_hooks(model) == []
+    model[1].register_full_backward_hook(lambda module, before, after: None)
+    assert backward_hooks(model) == ["calls the backward hooks of 1"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kfac_fx.passes.tracing.outside import Outside, OutsideName
-from kfac_fx.passes.tracing.settings import ForwardSettings, backward_hooks
+from kfac_fx.passes.tracing.settings import ForwardSettings
 
 CHANGES: dict[str, Any] = {
     "a number": lambda model: setattr(model[0], "tau", 0.5),
@@ -129,10 +129,3 @@ def test_names_outside_that_read_the_same_are_all_settings(number: int) -> None:
     settings = ForwardSettings(nn.Linear(2, 2), Outside(points))
     namespaces[number]["SCALE"] = 2.0
     assert not settings.hold() and settings.changed() == [label]
-
-
-def test_backward_hooks_are_named_by_module() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    assert backward_hooks(model) == []
-    model[1].register_full_backward_hook(lambda module, before, after: None)
-    assert backward_hooks(model) == ["calls the backward hooks of 1"]
