@@ -1,9 +1,9 @@
 """Training by several processes, each with a copy of the model and a part of every batch.
 
 As in DistributedDataParallel, the gradient is the mean over processes, and so must be everything else that a step is
-computed from. Statistics are sums over cases (`factors.additive`), so those of the whole batch are the sums over
-processes, and only these are sent: a `PendingBatch` adds them up over micro-batches and processes before they enter the
-factors. From equal factors every process computes equal inverses and takes the same step.
+computed from. Statistics are sums over cases (`kfac_fx.factors.factor.additive`), so those of the whole batch are the
+sums over processes, and only these are sent: a `PendingBatch` adds them up over micro-batches and processes before they
+enter the factors. From equal factors every process computes equal inverses and takes the same step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_fx.factors.factor import packed_sums, unpacked_sums
 from kfac_fx.factors.group_kinds import DividedGroup
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import are_finite
+from kfac_fx.linalg.matrices import are_finite, pack_symmetric, unpack_symmetric
 from kfac_fx.linalg.sharded import scattered
+from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line, table
 from kfac_fx.statistics.moments import Key
 
@@ -325,3 +325,20 @@ class PendingBatch:
 def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, or zeros if `accepted`, 0-dim, is false."""
     return {name: torch.where(accepted.to(tensor.device), tensor, 0) for name, tensor in tensors.items()}
+
+
+def packed_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of `additive` as messages carry them: of symmetric matrices the elements on and above the diagonal."""
+    symmetric = symmetric_statistics(approximation)
+    return {name: pack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
+
+
+def unpacked_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `packed_sums`."""
+    symmetric = symmetric_statistics(approximation)
+    return {name: unpack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
+
+
+def symmetric_statistics(approximation: Approximation) -> set[str]:
+    sides = (side for side in (approximation.left, approximation.right) if side is not None)
+    return {side.statistic for side in sides if not side.diagonal}

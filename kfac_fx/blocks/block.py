@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.series import SeriesGroup
-from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, additive
-from kfac_fx.factors.factor_group import Vector, VectorForm
+from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, Vector, VectorForm, additive
 from kfac_fx.factors.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup, in_blocks
 from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root, dense

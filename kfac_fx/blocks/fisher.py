@@ -22,8 +22,7 @@ from kfac_fx.blocks.block import (
     without_inverse,
 )
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
-from kfac_fx.factors.factor import Failures
-from kfac_fx.factors.factor_group import Vector
+from kfac_fx.factors.factor import Failures, Vector
 from kfac_fx.factors.group_kinds import divided_forms
 from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root, dense

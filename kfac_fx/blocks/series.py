@@ -33,8 +33,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import Stack
-from kfac_fx.factors.factor_group import ALL_BLOCKS
+from kfac_fx.factors.factor import ALL_BLOCKS, Stack
 from kfac_fx.factors.stacks import BlockGroup, Roots
 from kfac_fx.linalg.matrices import (
     HERE,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.blocks.block import check_fits, check_kinds, leading
-from kfac_fx.factors.factor_group import Vector
+from kfac_fx.factors.factor import Vector
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.sharded import unsharded

@@ -1,4 +1,4 @@
-"""Factors: running averages of statistics over batches, as named tensors of a documented scale.
+"""Factors: running averages of statistics over batches, in stacks of equal blocks, and how they are damped.
 
 **Normalization.** Gradient rows are gradients of the loss summed over cases. Let N be the number of cases, and M the
 number of rows over all uses of a registration: M = N for a plain linear layer, N times the output pixels for a
@@ -16,24 +16,32 @@ number of pairs of a mean row and a summed gradient row, one per case and use (`
 Every factor is a running average of these values over batches with weights 1, decay, decay², ... It has no bias towards
 zero: after the first update it equals the value of the first batch. A batch without rows lowers c only.
 
-Sources: Martens & Grosse 2015, sections 3 and 5; Grosse & Martens 2016, equation 23, whose A and G are here divided by
-the positions; Martens, Ba & Johnson 2018, for several uses.
+**Damping.** λ is split into λ_A = π √(λ/c) and λ_G = √(λ/c) / π with the π of every group, so that c λ_A λ_G = λ. A
+block that is not a Kronecker product has one side F, which is damped by λ.
+
+Sources: Martens & Grosse 2015, sections 3, 5 and 6.3; Grosse & Martens 2016, equation 23, whose A and G are here
+divided by the positions; Martens, Ba & Johnson 2018, for several uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import Root, pack_symmetric, unpack_symmetric, unsqueeze_like
-from kfac_fx.passes.approximations import Approximation
+from kfac_fx.linalg.matrices import are_finite, mean_eigenvalue, pi_correction, unsqueeze_like
+from kfac_fx.passes.approximations import Approximation, Side
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.passes.matrix import Shape
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import Shape, alike, pack_all, stacked, unpack_all
 from kfac_fx.statistics.row_sums import whole_statistic
+
+ALL_BLOCKS = slice(None)
+A_CASE = ("positions", "pairs")  # numbers a case; the other factors are means over rows
+Vector = Mapping[str, Tensor]
 
 
 @dataclass
@@ -128,13 +136,6 @@ def kept_elsewhere(registration: str, process: int | None = None) -> str:
     )
 
 
-def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
-    if isinstance(root, str):
-        return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
-    exps = tuple(sorted({exp for exp in roots if not isinstance(exp, str)} | {root}))
-    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
-
-
 # --- from sums over rows to the values of one batch -----------------------------------------------------------------
 
 
@@ -152,23 +153,6 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
     return sums
 
 
-def packed_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The result of `additive` as messages carry it: of symmetric matrices the elements on and above the diagonal."""
-    symmetric = symmetric_statistics(approximation)
-    return {name: pack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
-
-
-def unpacked_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `packed_sums`."""
-    symmetric = symmetric_statistics(approximation)
-    return {name: unpack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
-
-
-def symmetric_statistics(approximation: Approximation) -> set[str]:
-    sides = (side for side in (approximation.left, approximation.right) if side is not None)
-    return {side.statistic for side in sides if not side.diagonal}
-
-
 def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
     """The factors of one batch for a stack of blocks, from sums [L, ...]: the division of the module's docstring."""
     left, right = approximation.left, approximation.right
@@ -183,3 +167,215 @@ def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases
         g = g.unsqueeze(1) if g.dim() == 2 else g
         return {left.factor: (g.square().sum(1) if left.diagonal else g.mT @ g) / cases}
     return {left.factor: sums[left.statistic] / cases}
+
+
+# --- a group of blocks ------------------------------------------------------------------------------------------------
+
+
+class VectorForm(Protocol):
+    """How the parameters of a registration become a matrix [g, o, i]; `MatrixForm` is one."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]: ...
+    def pack(self, tensors: Vector) -> Tensor: ...
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]: ...
+
+
+class FactorGroup:
+    """The factors of L blocks whose matrices are [g, o, i]. Every tensor has a leading dimension of blocks.
+
+    Attributes:
+        structure: the approximation.
+        left, right: the sides of the outputs and of the inputs; right is None if the blocks are not Kronecker products.
+        sides: the sides, or the parts that are decomposed in place of a side.
+        decomposed: the sides that `Inverter` decomposes.
+        factors: the stacks, by name.
+        skipped: the number of skipped updates of every block, [L].
+        updated: whether there are factors.
+        relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
+        owner: the process that keeps the factors; None: every process.
+        here: whether this process keeps them. Otherwise they are on the meta device, without memory.
+        divided: whether a process that keeps them has a part of the entries (`kfac_fx.factors.group_kinds`).
+    """
+
+    owner: int | None = None
+    here = True
+    divided = False
+    relative_damping: float | None = None
+
+    def __init__(
+        self,
+        registrations: Sequence[Registration],
+        forms: Sequence[VectorForm],
+        *,
+        damping: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.registrations, self.forms = tuple(registrations), tuple(forms)
+        self.alike = alike(forms)
+        self.shape = forms[0].shape
+        self.structure = registrations[0].structure
+        self.left, self.right = self.structure.left, self.structure.right
+        whole_sides = [side for side in (self.left, self.right) if side is not None]
+        self.sides = [part for side in whole_sides for part in self.parts(side)]
+        self.decomposed = [side for side in self.sides if not side.diagonal]
+        self.damping, self.dtype, self.device = damping, dtype, device
+        self.factors = {
+            side.factor: Stack.zeros(len(self), self.factor_shape(side), dtype, device) for side in whole_sides
+        }
+        if self.right is not None:
+            self.factors["positions"] = Stack.zeros(len(self), (), dtype, device)
+        self.skipped = torch.zeros(len(self), dtype=torch.int64, device=device)
+        self.updated = False
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        """The properties that all registrations of a group share besides matrix and sides."""
+        return None
+
+    # --- blocks of which other processes keep parts (`kfac_fx.factors.group_kinds`) -----------------------------------
+
+    @property
+    def whole_shape(self) -> tuple[int, int, int]:
+        """[g, o, i] of whole blocks."""
+        return self.shape
+
+    def check_whole(self) -> None:
+        """Raises NotRegisteredError if this process keeps a part."""
+
+    def agreed(self, flags: Tensor) -> Tensor:
+        """Whether flags of blocks are true of all their parts."""
+        return flags
+
+    def in_state(self, entry: Tensor) -> Tensor:
+        """A tensor of one block as the state has it, sharing memory: a diagonal F in the shape of the matrix."""
+        diagonal = self.right is None and self.left.diagonal and entry.dim()
+        return entry.view(self.shape) if diagonal else entry
+
+    # --- sides ------------------------------------------------------------------------------------------------------
+
+    def parts(self, side: Side) -> tuple[Side, ...]:
+        """The parts that are decomposed in place of a side."""
+        return (side,)
+
+    def factor_shape(self, side: Side) -> tuple[int, ...]:
+        return side.shape(self.shape)
+
+    def size(self, side: Side) -> int:
+        """The width d of the matrices [d, d] of a side."""
+        return side.size(self.shape)
+
+    def as_operator(self, side: Side, factor: Tensor) -> Tensor:
+        """The factor as [L, groups, d, d], or as [L, groups, d] if diagonal; F has one group of all parameters."""
+        if side.factor != "F":
+            return factor
+        return factor.flatten(1).unsqueeze(1) if side.diagonal else factor.unsqueeze(1)
+
+    # --- vectors ----------------------------------------------------------------------------------------------------
+
+    def pack(self, vector: Vector, members: slice = ALL_BLOCKS) -> Tensor:
+        """From tensors of the shapes of the parameters to [L, g, o, i] in the precision of the factors."""
+        if self.alike:
+            return pack_all(self.alike[members], vector).to(self.dtype)
+        return stacked([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
+
+    def unpack(self, matrices: Tensor, vector: Vector, members: slice = ALL_BLOCKS) -> dict[str, Tensor]:
+        """The inverse of `pack`, in the precision of `vector`."""
+        if self.alike:
+            unpacked = unpack_all(self.alike[members], matrices)
+        else:
+            pairs = zip(self.forms[members], matrices.unbind(), strict=True)
+            unpacked = {name: tensor for form, matrix in pairs for name, tensor in form.unpack(matrix).items()}
+        dtypes = {name: vector[name].dtype for name in unpacked}
+        return {n: tensor if tensor.dtype is dtypes[n] else tensor.to(dtypes[n]) for n, tensor in unpacked.items()}
+
+    # --- factors ----------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        sums: Sequence[Mapping[str, Tensor]],
+        cases: int | Tensor,
+        *,
+        decay: float,
+        weight: float = 1.0,
+        accept: Tensor | None = None,
+        members: slice = ALL_BLOCKS,
+    ) -> None:
+        """Average the sums of one batch into the factors of some of the blocks, without waiting for the device.
+
+        Sums that are not finite are skipped and counted. sums: of each block (`additive`), over `cases`
+        cases. accept: a 0-d bool tensor; if it is False, nothing changes.
+        """
+        total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
+        batch = self.batch_values(total, cases)
+        finite = self.agreed(torch.stack([are_finite(value) for value in batch.values()]).all(0))
+        accepted = finite if accept is None else finite & accept
+        averaged, anew = accepted, None
+        if "count" in total:  # a batch without rows has no mean over rows; before the first rows the mean is zero
+            anew = self.factors["positions"][members].moment * decay == 0
+            averaged = accepted & ((total["count"] > 0) | anew)
+        for name, stack in self.factors.items():
+            part = stack[members]
+            value = batch[name].view(part.moment.shape)
+            if name in A_CASE:
+                part.update(value, accepted, decay, weight)
+            else:
+                part.update(value, averaged, decay, weight, anew)
+        self.skipped[members] += ~finite
+        self.updated = True
+
+    def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+        """The factors of one batch, from sums [L, ...] of some of the blocks."""
+        return batch_values(self.structure, sums, cases)
+
+    def value(self, side: Side) -> Tensor:
+        return self.as_operator(side, self.factors[side.factor].value)
+
+    def mean_eigenvalue(self, side: Side) -> Tensor:
+        """tr C / dim C of every matrix, [L, groups], without a copy of the factor."""
+        stack = self.factors[side.factor]
+        means = mean_eigenvalue(self.as_operator(side, stack.moment), side.diagonal)
+        return means / stack.total_weight.unsqueeze(-1)
+
+    def positions(self) -> Tensor:
+        """c of every block, [L]. It is 1 for blocks without rows, whose A and G are zero, so that F + λ I is λ I."""
+        if self.right is None:
+            return torch.ones(len(self), dtype=self.dtype, device=self.device)
+        c = self.factors["positions"].value
+        return torch.where(c == 0, 1, c)
+
+    def split_damping(self) -> dict[Side, Tensor]:
+        """The damping of every matrix of every side, [L, groups] each."""
+        damping = self.damping.to(self.device, self.dtype)
+        if self.relative_damping is not None:
+            by_side = {side: self.mean_eigenvalue(side) for side in (self.left, self.right) if side is not None}
+            each = {s: torch.where(mean > 0, self.relative_damping * mean, 1) for s, mean in by_side.items()}
+            inputs_too = {} if self.right is None else dict.fromkeys(self.sides[1:], each[self.right])
+            return {**inputs_too, self.left: each[self.left]}
+        if self.right is None:
+            return {self.left: damping.expand(len(self), 1)}
+        inputs, outputs = (self.mean_eigenvalue(side) for side in (self.right, self.left))
+        pi, root = pi_correction(inputs, outputs), (damping / self.positions()).sqrt().unsqueeze(-1)
+        return {**dict.fromkeys(self.sides[1:], pi * root), self.left: root / pi}
+
+    @property
+    def cost(self) -> int:
+        """Σ d³ over all matrices [d, d] that are decomposed: the operations, up to a constant."""
+        operators = [(self.as_operator(side, self.factors[side.factor].moment), side) for side in self.decomposed]
+        return sum(operator.numel() * self.size(side) for operator, side in operators)
+
+    def check_updated(self) -> None:
+        """Raises FactorNotReady before the first update, NotRegisteredError if another process keeps the factors."""
+        if not self.updated:
+            raise FactorNotReady(
+                f"factors of {self.registrations[0]} read before their first update: "
+                "call estimator.update_covariances(inputs) first."
+            )
+        if not self.here:
+            raise NotRegisteredError(kept_elsewhere(str(self.registrations[0]), self.owner))

@@ -7,7 +7,7 @@ A block acts on the matrix W [g, o, i] of its parameters (`passes.matrix`), grou
     L⁻¹ W    = c^-½ L_G⁻¹ W L_A⁻ᵀ                 L⁻ᵀ W = c^-½ L_G⁻ᵀ W L_A⁻¹
 
 All of these are X_G W X_Aᵀ with roots X of the damped sides (`linalg.matrices.dense_roots`); c λ_A λ_G = λ
-(`kfac_fx.factors.factor_group`). A block that is not a Kronecker product has one side F, which acts on W as one column
+(`kfac_fx.factors.factor`). A block that is not a Kronecker product has one side F, which acts on W as one column
 [g·o·i] and is damped by λ.
 
 Powers other than 1 are those of the last `update_inverses`; the power 1 uses the present factors (Martens & Grosse
@@ -25,8 +25,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import Failures, NotRegisteredError, unknown_root
-from kfac_fx.factors.factor_group import ALL_BLOCKS, FactorGroup, VectorForm
+from kfac_fx.factors.factor import ALL_BLOCKS, FactorGroup, Failures, NotRegisteredError, VectorForm
 from kfac_fx.linalg.matrices import (
     HERE,
     HostCopy,
@@ -333,3 +332,10 @@ class Inverter:
                 roots[root][again] = torch.where(unsqueeze_like(use, better), better, roots[root][again])
             valid[again] |= rescued_valid
         return roots, valid
+
+
+def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
+    if isinstance(root, str):
+        return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
+    exps = tuple(sorted({exp for exp in roots if not isinstance(exp, str)} | {root}))
+    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."

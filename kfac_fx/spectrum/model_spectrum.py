@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import check_fits
 from kfac_fx.blocks.spectrum import Relative, Spectrum, System
-from kfac_fx.factors.factor_group import Vector
+from kfac_fx.factors.factor import Vector
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.vectors import joined

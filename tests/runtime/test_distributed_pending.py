@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.distributed import PendingBatch
+from kfac_fx.distributed import PendingBatch, packed_sums, unpacked_sums
+from kfac_fx.passes.approximations import APPROXIMATIONS
 
 KEY, OTHER = ("0.weight",), ("1.weight",)
 CPU = torch.device("cpu")
@@ -51,3 +53,20 @@ def test_a_copy_does_not_change_with_the_batch() -> None:
     assert torch.equal(before.sums[KEY]["A"], torch.ones(2, 2))
     assert torch.equal(before.gradients["0.weight"], torch.ones(2))
     assert batch.sums.keys() == {OTHER} and batch.paused == {OTHER}
+
+
+@pytest.mark.parametrize(
+    "approximation", ["kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "full", "diagonal"]
+)
+def test_of_symmetric_sums_alone_messages_carry_a_half(approximation: str) -> None:
+    """A diagonal has no half to spare, even if it has as many groups as elements."""
+    kind = APPROXIMATIONS[approximation]
+    sums = {"count": torch.tensor(4.0)}
+    for side in (side for side in (kind.left, kind.right) if side is not None):
+        value = torch.randn(2, 3, 3)
+        sums[side.statistic] = torch.randn(3, 3) if side.diagonal else value + value.mT
+    packed = packed_sums(kind, sums)
+    assert {name: value.shape == sums[name].shape for name, value in packed.items()} == {
+        name: name in ("count", "A_diag", "G_diag", "square") for name in sums
+    }
+    torch.testing.assert_close(unpacked_sums(kind, packed), sums)

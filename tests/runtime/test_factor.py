@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_fx.factors.factor import Factor, Stack, additive, batch_values, packed_sums, unpacked_sums
+from kfac_fx.factors.factor import Factor, Stack, additive, batch_values
 from kfac_fx.passes.approximations import APPROXIMATIONS, DIAGONAL, FULL, KRON
 from kfac_fx.passes.errors import FactorNotReady
 
@@ -126,20 +126,3 @@ def test_a_block_that_starts_anew_drops_its_past() -> None:
     for value in (2.0, 8.0):
         stack.update(torch.full((2,), value, dtype=torch.float64), both, 1.0, 1.0, anew)
     assert stack.value.tolist() == [8.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    "approximation", ["kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "full", "diagonal"]
-)
-def test_of_symmetric_sums_alone_messages_carry_a_half(approximation: str) -> None:
-    """A diagonal has no half to spare, even if it has as many groups as elements."""
-    kind = APPROXIMATIONS[approximation]
-    sums = {"count": torch.tensor(4.0)}
-    for side in (side for side in (kind.left, kind.right) if side is not None):
-        value = torch.randn(2, 3, 3)
-        sums[side.statistic] = torch.randn(3, 3) if side.diagonal else value + value.mT
-    packed = packed_sums(kind, sums)
-    assert {name: value.shape == sums[name].shape for name, value in packed.items()} == {
-        name: name in ("count", "A_diag", "G_diag", "square") for name in sums
-    }
-    torch.testing.assert_close(unpacked_sums(kind, packed), sums)
