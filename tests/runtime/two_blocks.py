@@ -17,13 +17,13 @@ FORMS = [ToyForm(MatrixForm((name, weight((3, 2), "o i -> o i")[1]), None), {nam
 PARAMETERS = {name: torch.zeros(3, 2, dtype=torch.float64) for name in NAMES}
 
 
-def group_of(approximation: str = "kron") -> tuple[BlockGroup, list[dict[str, Tensor]]]:
-    """A group of two blocks, and the sums of one batch of five cases."""
+def group_of(approximation: str = "kron", cases: int = 5) -> tuple[BlockGroup, list[dict[str, Tensor]]]:
+    """A group of two blocks, and the sums of one batch."""
     torch.manual_seed(0)
     registrations = [register(form, approximation) for form in FORMS]
     (group,) = make_groups(registrations, PARAMETERS, roots=(-1.0, "cholesky"), damping=torch.tensor(0.3))
     sums = [
-        additive(registration.structure, draw(registration, form, 5))
+        additive(registration.structure, draw(registration, form, cases))
         for registration, form in zip(registrations, FORMS, strict=True)
     ]
     return group, sums
