@@ -175,34 +175,83 @@ class MatrixForm:
         return tensors
 
 
-def alike(forms: Sequence[object]) -> tuple[MatrixForm, ...]:
-    """The forms if `pack_all` and `unpack_all` take them: of matrices, all with a bias or all without; else ()."""
-    matrices = [form for form in forms if isinstance(form, MatrixForm)]
-    kinds = {(form.weight is None, form.bias is None) for form in matrices}
-    return tuple(matrices) if len(matrices) == len(forms) and len(kinds) == 1 else ()
+@dataclass(frozen=True)
+class StackedParameters:
+    """The weights, or the biases, of forms that are alike.
+
+    Attributes:
+        common: the layout of all of them if it only reshapes, so that one reshape of their stack serves all.
+    """
+
+    names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    common: Layout | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        first = self.layouts[0]
+        reshapes = all(step.order is None for step in first.steps)
+        common = first if reshapes and all(layout == first for layout in self.layouts) else None
+        object.__setattr__(self, "common", common)
+
+    @staticmethod
+    def of(parameters: Sequence[tuple[str, Layout]]) -> StackedParameters | None:
+        """None if there are no such parameters."""
+        return StackedParameters(*zip(*parameters, strict=True)) if parameters else None
+
+    def __getitem__(self, members: slice) -> StackedParameters:
+        return StackedParameters(self.names[members], self.layouts[members])
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Parameter-shaped tensors -> [forms, *result of the layout]; what is copied, is copied for all at once."""
+        if self.common is not None:
+            stack = stacked([tensors[name] for name in self.names])
+            return stack.reshape(len(self.names), *self.common.result)
+        return stacked([layout.apply(tensors[name]) for name, layout in zip(self.names, self.layouts, strict=True)])
+
+    def unpack(self, stack: Tensor) -> dict[str, Tensor]:
+        """The inverse of `pack`, in views."""
+        if self.common is not None:
+            return dict(zip(self.names, stack.reshape(len(self.names), *self.common.shape).unbind(), strict=True))
+        each = zip(self.names, self.layouts, stack.unbind(), strict=True)
+        return {name: layout.invert(tensor) for name, layout, tensor in each}
 
 
-def pack_all(forms: Sequence[MatrixForm], tensors: Mapping[str, Tensor]) -> Tensor:
-    """`pack` of forms that are alike and have one shape: [forms, g, o, i]. A parameter costs a view; what is copied, is
-    copied for all at once."""
-    weights, biases = weights_and_biases(forms)
-    parts = [stacked([layout.apply(tensors[name]) for name, layout in weights])] if weights else []
-    if biases:
-        parts.append(stacked([layout.apply(tensors[name]) for name, layout in biases]).unsqueeze(-1))
-    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+@dataclass(frozen=True)
+class AlikeForms:
+    """Forms of matrices of one shape, all with a weight or all without, and all with a bias or all without."""
 
+    weights: StackedParameters | None
+    biases: StackedParameters | None
 
-def unpack_all(forms: Sequence[MatrixForm], matrices: Tensor) -> dict[str, Tensor]:
-    """The inverse of `pack_all`, in views."""
-    weights, biases = weights_and_biases(forms)
-    bodies = (matrices[..., :-1] if biases else matrices).unbind() if weights else ()
-    columns = matrices[..., -1].unbind() if biases else ()
-    pairs = [*zip(weights, bodies, strict=True), *zip(biases, columns, strict=True)]
-    return {name: layout.invert(matrix) for (name, layout), matrix in pairs}
+    @staticmethod
+    def of(forms: Sequence[object]) -> AlikeForms | None:
+        """None for forms that are not alike."""
+        matrices = [form for form in forms if isinstance(form, MatrixForm)]
+        kinds = {(form.weight is None, form.bias is None) for form in matrices}
+        if len(matrices) != len(forms) or len(kinds) != 1:
+            return None
+        weights = [form.weight for form in matrices if form.weight is not None]
+        biases = [form.bias for form in matrices if form.bias is not None]
+        return AlikeForms(StackedParameters.of(weights), StackedParameters.of(biases))
 
+    def __getitem__(self, members: slice) -> AlikeForms:
+        """Some of the forms."""
+        if members == slice(None):
+            return self
+        return AlikeForms(self.weights and self.weights[members], self.biases and self.biases[members])
 
-def weights_and_biases(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:
-    return [form.weight for form in forms if form.weight], [form.bias for form in forms if form.bias]
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`pack` of all forms: [forms, g, o, i]."""
+        parts = [] if self.weights is None else [self.weights.pack(tensors)]
+        if self.biases is not None:
+            parts.append(self.biases.pack(tensors).unsqueeze(-1))
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def unpack(self, matrices: Tensor) -> dict[str, Tensor]:
+        """The inverse of `pack`, in views."""
+        bodies = matrices if self.biases is None else matrices[..., :-1]
+        tensors = {} if self.weights is None else self.weights.unpack(bodies)
+        return tensors if self.biases is None else tensors | self.biases.unpack(matrices[..., -1])
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

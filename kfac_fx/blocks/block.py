@@ -220,15 +220,16 @@ def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
     lines = []
     if isinstance(vector, Mapping) and (others := [type(key).__name__ for key in vector if not isinstance(key, str)]):
         raise TypeError(f"a vector is a dict of tensors by parameter name, and has a key that is a {others[0]}")
-    for name in shapes if isinstance(vector, Mapping) else ():
-        entry: Any = vector.get(name, torch.zeros(()))
+    present = [name for name in shapes if name in vector] if isinstance(vector, Mapping) else []
+    for name in present:
+        entry: Any = vector[name]
         if entry is None:
             lines.append(f"  {name} is None: write zeros for a parameter without a gradient")
         elif not isinstance(entry, Tensor):
             lines.append(f"  {name} is a {type(entry).__name__}: write torch.as_tensor(value)")
         elif not (entry.is_floating_point() or entry.is_complex()):
             lines.append(f"  {name} is of {entry.dtype}: write tensor.float()")
-        elif entry.device.type == "meta":
+        elif entry.is_meta:
             lines.append(f"  {name} is on the meta device, and has no values")
     if lines:
         raise TypeError("\n".join(["the vector has entries that cannot be multiplied:", *lines]))

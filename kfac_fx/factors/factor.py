@@ -36,7 +36,7 @@ from kfac_fx.linalg.matrices import are_finite, mean_eigenvalue, pi_correction, 
 from kfac_fx.passes.approximations import Approximation, Side
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.matrix import Shape, alike, pack_all, stacked, unpack_all
+from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
 from kfac_fx.statistics.row_sums import whole_statistic
 
 ALL_BLOCKS = slice(None)
@@ -215,7 +215,7 @@ class FactorGroup:
         device: torch.device,
     ) -> None:
         self.registrations, self.forms = tuple(registrations), tuple(forms)
-        self.alike = alike(forms)
+        self.alike = AlikeForms.of(forms)
         self.shape = forms[0].shape
         self.structure = registrations[0].structure
         self.left, self.right = self.structure.left, self.structure.right
@@ -281,14 +281,14 @@ class FactorGroup:
 
     def pack(self, vector: Vector, members: slice = ALL_BLOCKS) -> Tensor:
         """From tensors of the shapes of the parameters to [L, g, o, i] in the precision of the factors."""
-        if self.alike:
-            return pack_all(self.alike[members], vector).to(self.dtype)
+        if self.alike is not None:
+            return self.alike[members].pack(vector).to(self.dtype)
         return stacked([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
 
     def unpack(self, matrices: Tensor, vector: Vector, members: slice = ALL_BLOCKS) -> dict[str, Tensor]:
         """The inverse of `pack`, in the precision of `vector`."""
-        if self.alike:
-            unpacked = unpack_all(self.alike[members], matrices)
+        if self.alike is not None:
+            unpacked = self.alike[members].unpack(matrices)
         else:
             pairs = zip(self.forms[members], matrices.unbind(), strict=True)
             unpacked = {name: tensor for form, matrix in pairs for name, tensor in form.unpack(matrix).items()}

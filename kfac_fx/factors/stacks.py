@@ -46,7 +46,7 @@ from kfac_fx.linalg.matrices import (
 from kfac_fx.passes.approximations import Side
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.matrix import alike
+from kfac_fx.passes.matrix import AlikeForms
 
 Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
 
@@ -235,7 +235,7 @@ class BlockGroup(FactorGroup):
         group = copy.copy(self)
         group.registrations = tuple(self.registrations[index] for index in members)
         group.forms = tuple(self.forms[index] for index in members)
-        group.alike = alike(group.forms)
+        group.alike = AlikeForms.of(group.forms)
         group.factors, group.roots, group.extras = {}, {}, {}
         return group
 

@@ -29,12 +29,14 @@ class Flat:
 
     def joined(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         """[P], in the widest of the precisions, or in `out` if it is passed. Other names are ignored."""
-        return torch.cat([tensors[name].reshape(-1) for name in self.shapes], out=out)
+        each = (tensors[name] for name in self.shapes)
+        return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in each], out=out)
 
     def parts(self, vector: Tensor) -> Tensors:
         """The inverse of `joined`: views of the vector."""
         parts = vector.split([shape.numel() for shape in self.shapes.values()])
-        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
+        pairs = zip(self.shapes.items(), parts, strict=True)  # `view` takes a tuple in half the time of a torch.Size
+        return {name: part if len(shape) == 1 else part.view(tuple(shape)) for (name, shape), part in pairs}
 
     def spread(self, scalars: Mapping[str, Tensor]) -> Tensor:
         """The factor that multiplies each tensor by its own 0-dim scalar: [P], or 0-dim if all share one scalar."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfac_fx.passes.errors import LayerError
-from kfac_fx.passes.matrix import Layout, MatrixForm, Shape, alike, pack_all, unpack_all
+from kfac_fx.passes.matrix import AlikeForms, Layout, MatrixForm, Shape
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 
@@ -144,31 +144,48 @@ def test_packing_and_unpacking_are_inverse(form: MatrixForm, parameters: tuple[s
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
-def renamed(form: MatrixForm, number: int) -> MatrixForm:
-    """The same of parameters of its own; every other one stored the other way round."""
+def renamed(form: MatrixForm, number: int, turned: bool) -> MatrixForm:
+    """The same of parameters of its own; turned: every other one is stored the other way round."""
     weight, bias = form.weight, form.bias
-    layout = Layout((6, 3, 2)).rearrange("(g o) l c -> g o (c l)", g=2) if number % 2 else WEIGHT[1]
+    layout = Layout((6, 3, 2)).rearrange("(g o) l c -> g o (c l)", g=2) if turned and number % 2 else WEIGHT[1]
     return MatrixForm(weight and (f"w{number}", layout), bias and (f"b{number}", bias[1]))
 
 
 @pytest.mark.parametrize("form", [MatrixForm(WEIGHT, BIAS), MatrixForm(WEIGHT, None), MatrixForm(None, BIAS)])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_forms_that_are_alike_are_packed_at_once(form: MatrixForm, count: int) -> None:
-    forms = [renamed(form, number) for number in range(count)]
+def test_forms_that_are_alike_are_packed_at_once(form: MatrixForm, turned: bool, count: int) -> None:
+    forms = [renamed(form, number, turned) for number in range(count)]
     tensors = {name: torch.randn(shape) for form in forms for name, shape in form.shapes.items()}
-    together = alike(forms)
-    assert list(together) == forms
+    together = AlikeForms.of(forms)
+    assert together is not None
 
-    matrices = pack_all(together, tensors)
+    for members in (slice(None), slice(count - 1, count)):
+        chosen = {name: tensors[name] for form in forms[members] for name in form.parameters}
+        matrices = together[members].pack(chosen)
+        assert torch.equal(matrices, torch.stack([form.pack(chosen) for form in forms[members]]))
+        again = together[members].unpack(matrices)
+        assert again.keys() == chosen.keys() and all(torch.equal(again[name], chosen[name]) for name in chosen)
 
-    assert torch.equal(matrices, torch.stack([form.pack(tensors) for form in forms]))
-    again = unpack_all(together, matrices)
-    assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+def test_stacks_of_equal_layouts_that_permute_are_packed_one_by_one() -> None:
+    layout = Layout((2, 3, 4)).rearrange("i g o -> g o i")
+    forms = [MatrixForm((f"w{number}", layout), None) for number in range(2)]
+    tensors = {f"w{number}": torch.randn(2, 3, 4) for number in range(2)}
+    together = AlikeForms.of(forms)
+    assert together is not None and together.weights is not None and together.weights.common is None
+
+    matrices = together.pack(tensors)
+
+    assert torch.equal(matrices, torch.stack([tensor.permute(1, 2, 0) for tensor in tensors.values()]))
+    again = together.unpack(matrices)
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
 def test_forms_with_and_without_a_bias_are_not_alike() -> None:
     form = MatrixForm(WEIGHT, BIAS)
-    assert alike([form, MatrixForm(WEIGHT, None)]) == () == alike([form, object()])
+    assert AlikeForms.of([form, MatrixForm(WEIGHT, None)]) is None
+    assert AlikeForms.of([form, object()]) is None
 
 
 def test_the_bias_is_the_last_column() -> None:
