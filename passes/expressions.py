@@ -23,26 +23,28 @@ from torch import Tensor, fx
 from .errors import fatal
 from .graphs.edit import attribute, shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of
-from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, dims_after, op_name
+from .graphs.operations import CASTS, JOINS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, computed, dims_after, op_name
 from .ir import ELEMENTS, Program
 from .parametrizations.functions import FUNCTIONS, Functions
 from .parametrizations.jacobian import small_functions
 from .parametrizations.product import MULTIPLIES, complete, product_of, reshaped, sum_of
-from .parametrizations.slices import (
-    JOINS,
-    applied_to,
-    basic,
+from .pieces import (
+    ParameterExpr,
+    Slice,
     concatenated,
     expr_of,
-    factor,
     is_one_slice,
     multiple_of,
+    narrowed_slice,
     permuted,
+    ranges,
     seen_part,
+    slice_of,
+    unallocated,
     unsqueezed,
+    view_of,
     without_data,
 )
-from .pieces import ParameterExpr, Slice, narrowed_slice, ranges, slice_of, unallocated, view_of
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
 MOVES_ELEMENTS = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
@@ -119,10 +121,10 @@ class Expressions:
         if op_name(node) in SHAPE_ONLY or not any(
             isinstance(self.values[n], ParameterExpr) for n in node.all_input_nodes
         ):
-            result = applied_to(node, without_data(node.args, self.values))
+            result = computed(node, without_data(node.args, self.values), node.kwargs)
             return None if isinstance(result, Tensor) else result
         if op_name(node) in MOVES_ELEMENTS | CASTS:
-            result = applied_to(node, without_data(node.args, self.values))
+            result = computed(node, without_data(node.args, self.values), node.kwargs)
             if isinstance(result, (list, tuple)):
                 return tuple(ParameterExpr(tuple(part.shape), ()) for part in result)
             return ParameterExpr(tuple(result.shape), ())
@@ -164,14 +166,14 @@ class Expressions:
             turned = [permuted(slice_, order) for slice_ in value.slices]
             return ParameterExpr(tuple(value.shape[d] for d in order), tuple(turned))
         if view is None and op_name(node) in PARTS and not is_one_slice(value):
-            shown = applied_to(node, (unallocated(value.shape), *rest))
+            shown = computed(node, (unallocated(value.shape), *rest), node.kwargs)
             several = isinstance(shown, (list, tuple))
             return tuple(seen_part(value, part) for part in shown) if several else seen_part(value, shown)
         return view
 
     def seen(self, node: fx.Node, slice_: Slice, rest: Any) -> ExprValue | None:
         view = view_of(slice_)
-        result = applied_to(node, (view, *rest))
+        result = computed(node, (view, *rest), node.kwargs)
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
         several = isinstance(result, (list, tuple))
@@ -239,12 +241,28 @@ class Expressions:
             return value if base.op == "get_attr" else None  # not what was written into
         if target.args[0] is not base:
             return None
-        view = applied_to(target, (unallocated(value.shape), *without_data(target.args[1:], self.values)))
+        view = computed(target, (unallocated(value.shape), *without_data(target.args[1:], self.values)), target.kwargs)
         dim, (start, stop) = next(iter(ranges(view, value.shape).items()), (0, (0, 0)))
         if start == stop:
             return None  # not one slice
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
         return ParameterExpr(value.shape, tuple(narrowed_slice(value.slices[0], dim, *places) for places in ends))
+
+
+def factor(name: str, node: fx.Node) -> float | None:
+    """The number that a product multiplies with; None for a product with something else."""
+    if name == "neg":
+        return -1.0
+    by = node.args[1]
+    if node.kwargs or not isinstance(by, (int, float)) or by == 0:
+        return None
+    return 1.0 / by if name == "div" else float(by)
+
+
+def basic(index: Any) -> bool:
+    """Whether an index makes a view."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(item is None or item is ... or isinstance(item, (int, slice, fx.Node)) for item in items)
 
 
 RULES: dict[

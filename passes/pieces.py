@@ -2,12 +2,18 @@
 
 q, kv = in_proj_weight.split([e, 2 * e])        two pieces of one parameter
 torch.cat([q_bias, zeros, v_bias])              an expression of two parameters and a constant
+1 - 0.5 * w                                     a multiple, which is the bound parameter's `scale`
+
+No values are computed: a slice of a parameter is a view of a tensor without data, whose strides say which elements it
+has.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -227,3 +233,98 @@ def constant_along(view: Tensor, shape: Shape, dim: int, axis: int) -> bool:
     above = step % (inner * shape[dim]) == 0
     below = step * size <= inner and inner % (step * size) == 0
     return size == 1 or above or below
+
+
+# --- values of a graph ------------------------------------------------------------------------------------------------
+
+
+def without_data(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Arguments with the values of their nodes; those that are tensors have shapes only.
+
+    Raises ValueError for a node whose value is not known.
+    """
+
+    def value_of(node: fx.Node) -> Any:
+        if node not in values:
+            raise ValueError(f"{node} has no value")
+        value = values[node]
+        return unallocated(value.shape) if isinstance(value, ParameterExpr) else value
+
+    return fx.map_arg(arguments, value_of)
+
+
+def is_one_slice(value: ParameterExpr) -> bool:
+    return len(value.slices) == 1 and value.slices[0].shape == value.shape and not value.products
+
+
+def expr_of(view: Tensor, slice_: Slice) -> ParameterExpr:
+    """A view of a slice. Raises ValueError where elements are repeated."""
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
+        raise ValueError
+    return ParameterExpr(tuple(view.shape), (slice_of(slice_.parameter, view, slice_.scale, slice_.through),))
+
+
+def seen_part(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
+    """The part of a value that a view of `unallocated(value.shape)` shows; None if it is no box of it."""
+    rest, box = int(view.storage_offset()), list[tuple[int, int]]()
+    dims: list[int] = []
+    for dim, step in enumerate(unallocated(value.shape).stride()):
+        start, rest = divmod(rest, step)
+        shown = len(dims) < view.dim() and view.stride(len(dims)) == step
+        box.append((start, start + int(view.shape[len(dims)]) if shown else start + 1))
+        dims += [dim] if shown else []
+    if len(dims) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
+        return None
+    slices = (cropped(slice_, tuple(box), dims) for slice_ in value.slices)
+    return ParameterExpr(tuple(view.shape), tuple(slice_ for slice_ in slices if slice_ is not None))
+
+
+def cropped(slice_: Slice, box: Box, dims: list[int]) -> Slice | None:
+    """The elements of a slice in a box, in coordinates of the box's dimensions `kept`; None if there are none."""
+    for dim, (start, stop) in enumerate(box):
+        first, last = max(start, slice_.box[dim][0]), min(stop, slice_.box[dim][1])
+        if first >= last:
+            return None
+        slice_ = narrowed_slice(slice_, dim, first, last)
+    inside = tuple((slice_.box[dim][0] - box[dim][0], slice_.box[dim][1] - box[dim][0]) for dim in dims)
+    return replace(slice_, box=inside, strides=tuple(slice_.strides[dim] for dim in dims))
+
+
+def multiple_of(value: ParameterExpr | None, by: float | None) -> ParameterExpr | None:
+    if value is None or by is None:
+        return None
+    slices = tuple(replace(slice_, scale=by * slice_.scale) for slice_ in value.slices)
+    return ParameterExpr(
+        value.shape, slices, tuple(replace(product, scale=by * product.scale) for product in value.products)
+    )
+
+
+def unsqueezed(value: ParameterExpr, dim: int) -> ParameterExpr:
+    dim = dim % (len(value.shape) + 1)
+    slices = tuple(
+        replace(
+            slice_, box=(*slice_.box[:dim], (0, 1), *slice_.box[dim:]), strides=view_of(slice_).unsqueeze(dim).stride()
+        )
+        for slice_ in value.slices
+    )
+    return ParameterExpr((*value.shape[:dim], 1, *value.shape[dim:]), slices)
+
+
+def concatenated(parts: Sequence[ParameterExpr], dim: int) -> ParameterExpr | None:
+    """Concatenated along `dim`; None where all are constants."""
+    shape, at = parts[0].shape, 0
+    dim %= len(shape)
+    slices: list[Slice] = []
+    for part in parts:
+        slices += [replace(slice_, box=moved_box(slice_.box, dim, at)) for slice_ in part.slices]
+        at += part.shape[dim]
+    return ParameterExpr((*shape[:dim], at, *shape[dim + 1 :]), tuple(slices)) if slices else None
+
+
+def permuted(slice_: Slice, order: Shape) -> Slice:
+    return replace(slice_, box=tuple(slice_.box[d] for d in order), strides=tuple(slice_.strides[d] for d in order))
+
+
+def moved_box(box: Box, dim: int, by: int) -> Box:
+    start, stop = box[dim]
+    return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])

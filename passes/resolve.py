@@ -28,8 +28,7 @@ from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, sou
 from .matrix import Layout, MatrixForm
 from .parametrization import Transposed
 from .parametrizations.jacobian import PerCase, as_per_case
-from .parametrizations.parts import reads_ids
-from .parametrizations.slices import region_of
+from .parametrizations.parts import reads_ids, region_of
 from .pieces import unallocated, viewed
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"

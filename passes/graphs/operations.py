@@ -58,6 +58,7 @@ DATA_FIRST = {  # their first argument is a layer's input: what stands there is 
 EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", TO_COPY, "contiguous", "clone", "alias"}
 PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
+JOINS = {"cat", "concat", "concatenate", "stack"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 LOOKUPS = {"embedding", "index", "index_select"}
 # Keys of a node's meta.

@@ -11,13 +11,12 @@ from torch import Tensor, fx, nn
 
 from ..graphs.edit import attribute
 from ..graphs.labels import Label, parameters_behind
-from ..graphs.operations import VIEWS, op_name
+from ..graphs.operations import VIEWS, computed, op_name
 from ..matrix import Shape
-from ..pieces import ParameterExpr, Slice, view_of
+from ..pieces import ParameterExpr, Slice, is_one_slice, view_of, without_data
 from ..torch_private import WEIGHT_NORM
 from .elementwise import DERIVATIVES, Elementwise, elementwise
 from .normalized import MAKERS, Centered, Scaled, WithGain, dim_of, laid_out, scaled_by
-from .slices import applied_to, is_one_slice, without_data
 
 FUNCTIONS = {*DERIVATIVES, "batch_norm", WEIGHT_NORM}
 SPREADS = {"var_mean", "std_mean"}
@@ -109,7 +108,7 @@ class Functions:
         """The shape of a constant. Raises ValueError if it is not known."""
         value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if value is None and all(operand in self.values for operand in node.all_input_nodes):
-            value = applied_to(node, without_data(node.args, self.values))
+            value = computed(node, without_data(node.args, self.values), node.kwargs)
         if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
             raise ValueError
         return tuple(value.shape)

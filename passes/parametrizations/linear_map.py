@@ -23,10 +23,9 @@ from torch import Tensor, fx, nn
 from ..errors import fatal
 from ..graphs.edit import attribute
 from ..graphs.labels import Label
-from ..graphs.operations import VIEWS, computed, op_name
+from ..graphs.operations import JOINS, VIEWS, computed, op_name
 from ..matrix import Shape
 from ..parametrization import Parametrization, RowPair, RowsStep, WeightExample
-from .slices import JOINS
 
 MOVES_ENTRIES = VIEWS | JOINS | {"slice", "narrow", "select", "getitem", "flip", "roll"}
 MIXES = ("interpolate", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")

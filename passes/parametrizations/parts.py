@@ -2,8 +2,9 @@
 
     linear(x, torch.cat([w, v * e]))    w at outputs 0:4, v at outputs 4:6, and e a gain of the latter
 
-Each part is a use of the same layer on a region of its matrix, see `slices`, with the functions that its parameter goes
-through, see `elementwise`. Gains of normalized weights are layers of their own.
+Each part is a use of the same layer on a region of its matrix, with the functions that its parameter goes through, see
+`elementwise`. Outputs that are a parameter's own have gradient rows of their own, inputs have rows, and groups have
+both, so each part is exact. Gains of normalized weights are layers of their own.
 
     conv1d(x, g v / |v|)          g for every filter: outputs
     conv_transpose1d(x, ...)      g for every channel of the input, as torch counts them: inputs, [1, channels, kernel]
@@ -44,9 +45,36 @@ from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, placed, side_of
 from .jacobian import PerCase
 from .normalized import WithGain
 from .product import uses_of_factors
-from .slices import Sliced
 
 NOTHING = (0, 0)
+
+
+@dataclass(frozen=True)
+class Sliced(Parametrization):
+    """The parameters of the use are a region of the layer's matrix: (start, stop) of groups, outputs and inputs."""
+
+    keeps_elements = True
+
+    region: Region
+
+    def step(self) -> RowsStep:
+        region = self.region
+        return lambda both, tensors: in_region(*both, region)
+
+
+def in_region(rows: Tensor, grad_rows: Tensor, region: Region) -> RowPair:
+    """The rows and gradient rows that belong to a part of the matrix: its groups and inputs, its groups and outputs."""
+    groups, outputs, inputs = (slice(*ends) for ends in region)
+    grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
+    if rows.is_floating_point():
+        return rows[:, :, groups, inputs] if rows.dim() == 4 else rows[..., inputs], grad_rows
+    inside = (rows >= inputs.start) & (rows < inputs.stop)
+    return torch.where(inside, rows - inputs.start, -1), grad_rows
+
+
+def region_of(use: Use) -> Region | None:
+    """The region of the layer's matrix that a use has; None if it has all of it."""
+    return next((step.region for step in use.through if isinstance(step, Sliced)), None)
 
 
 @dataclass(frozen=True)
@@ -315,5 +343,7 @@ def reads_ids(use: Use) -> bool:
 
 
 EXAMPLES = {
+    "slices": WeightExample(lambda w, v: torch.cat([w[1:], v]), {"w": (4, 4), "v": (1, 4)}),
+    "multiple": WeightExample(lambda w: 1 - 0.3 * w, {"w": (4, 4)}),
     "gain": WeightExample(lambda w, e: w * e.exp(), {"w": (4, 4), "e": (4, 1)}),
 }

@@ -30,12 +30,22 @@ from torch import Tensor, fx, nn
 
 from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
-from ..graphs.operations import PERMUTES, dims_after, op_name
+from ..graphs.operations import PERMUTES, computed, dims_after, op_name
 from ..matrix import Layout, Shape
 from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, Value, WeightExample
-from ..pieces import ParameterExpr, Partner, Piece, ProductTerm, layout_in, unallocated, view_of, viewed
+from ..pieces import (
+    ParameterExpr,
+    Partner,
+    Piece,
+    ProductTerm,
+    layout_in,
+    multiple_of,
+    unallocated,
+    view_of,
+    viewed,
+    without_data,
+)
 from ..registration import Bound, Use
-from .slices import applied_to, multiple_of, without_data
 
 LEFT, RIGHT, TIMES, KRON_LEFT, KRON_RIGHT = "left", "right", "times", "kron left", "kron right"
 KRON_KINDS = (KRON_LEFT, KRON_RIGHT)
@@ -174,7 +184,9 @@ def reshaped(node: fx.Node, value: ParameterExpr, values: Mapping[fx.Node, Any])
         return ParameterExpr(value.shape[::-1], (), tuple(map(turned, value.products)))
     if op_name(node) not in KEEPS_ORDER:
         return None
-    return ParameterExpr(tuple(applied_to(node, (unallocated(value.shape), *rest)).shape), (), value.products)
+    return ParameterExpr(
+        tuple(computed(node, (unallocated(value.shape), *rest), node.kwargs).shape), (), value.products
+    )
 
 
 def turned(product: ProductTerm) -> ProductTerm:

@@ -14,7 +14,7 @@ from kfac_fx.passes.check import check, check_registration
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import LinkError, RegistrationError
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.parametrizations.slices import region_of
+from kfac_fx.passes.parametrizations.parts import region_of
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.passes.resolve import resolve

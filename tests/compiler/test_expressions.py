@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.expressions import express
+from kfac_fx.passes.expressions import basic, express, factor
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.parametrizations.elementwise import Elementwise
 from kfac_fx.passes.parametrizations.normalized import Standardized, WeightNorm
 from kfac_fx.passes.pieces import ParameterExpr, ranges, view_of
+from tests.compiler.test_pieces_values import node
 from tests.compiler.toy import Toy, before
 
 Function = Callable[..., Any]
@@ -298,3 +299,27 @@ def test_a_part_of_a_constant_in_another_dtype_is_a_constant() -> None:
     program = express(before("express", model))
     (exprs,) = program.parameter_exprs.values()
     assert parts(program, exprs) == [(((0, 2),), "q", {0: (0, 2)}), (((4, 5),), "v", {0: (0, 1)})]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options", "by"),
+    [
+        ("neg", (), {}, -1.0),
+        ("mul", (4,), {}, 4.0),
+        ("div", (4,), {}, 0.25),
+        ("mul", (0,), {}, None),  # a constant
+        ("mul", ("a tensor",), {}, None),
+        ("div", (4,), {"rounding_mode": "floor"}, None),
+    ],
+)
+def test_the_number_that_a_product_multiplies_with(
+    name: str, arguments: tuple[Any, ...], options: dict[str, Any], by: float | None
+) -> None:
+    assert factor(name, node(getattr(torch, name), *arguments, **options)) == by
+
+
+@pytest.mark.parametrize(
+    ("index", "is_view"), [(0, True), ((slice(2), None, ...), True), ((0, [1, 2]), False), (torch.ones(2), False)]
+)
+def test_an_index_makes_a_view_or_a_copy(index: Any, is_view: bool) -> None:
+    assert basic(index) is is_view

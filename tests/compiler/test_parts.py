@@ -12,12 +12,22 @@ import torch.nn.functional as F
 from kfac_fx.passes.ir import Program, Use
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.parametrizations.elementwise import Elementwise
-from kfac_fx.passes.parametrizations.parts import Part, partial, parts_of, share_elements, taken_apart, whole_uses
-from kfac_fx.passes.parametrizations.slices import region_of
+from kfac_fx.passes.parametrizations.parts import (
+    Part,
+    Sliced,
+    in_region,
+    partial,
+    parts_of,
+    region_of,
+    share_elements,
+    taken_apart,
+    whole_uses,
+)
 from kfac_fx.passes.pieces import Piece, unallocated
 from tests.compiler.toy import Toy, before
 
 Function = Callable[..., Any]
+REGION = ((0, 2), (1, 3), (2, 5))  # of groups, outputs and inputs
 
 
 def matched(function: Function, **shapes: Shape) -> tuple[Use, Program]:
@@ -139,3 +149,20 @@ def test_a_bias_that_is_the_weight_itself_shares_its_elements(other: Part, share
 
 def test_a_part_has_fewer_elements_than_its_parameter() -> None:
     assert partial(unallocated((2, 4)), (6, 4)) and not partial(unallocated((4, 6)), (6, 4))
+
+
+def test_a_region_has_the_inputs_of_the_rows_and_the_outputs_of_the_gradient_rows() -> None:
+    rows, grad_rows = torch.randn(4, 7, 6), torch.randn(4, 7, 3)
+    part = Sliced(((0, 1), *REGION[1:])).step()((rows, grad_rows), {})
+    assert torch.equal(part[0], rows[..., 2:5]) and torch.equal(part[1], grad_rows[..., 1:3])
+
+
+def test_a_region_has_its_groups_of_both() -> None:
+    rows, grad_rows = torch.randn(4, 7, 3, 6), torch.randn(4, 7, 3, 4)
+    part = in_region(rows, grad_rows, REGION)
+    assert torch.equal(part[0], rows[:, :, :2, 2:5]) and torch.equal(part[1], grad_rows[:, :, :2, 1:3])
+
+
+def test_ids_outside_a_region_have_no_row_and_the_others_are_counted_from_its_start() -> None:
+    ids, _ = in_region(torch.tensor([[1, 2, 4, 5, -1]]), torch.zeros(1, 5, 3), REGION)
+    assert ids.tolist() == [[-1, 0, 2, -1, -1]]

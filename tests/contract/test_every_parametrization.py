@@ -27,7 +27,6 @@ from kfac_fx.passes.parametrizations import (
     normalized,
     parts,
     product,
-    slices,
 )
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 CASES = 3
-MECHANISMS = slices, elementwise, normalized, parts, product, gathered, linear_map, jacobian
+MECHANISMS = elementwise, normalized, parts, product, gathered, linear_map, jacobian
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }

@@ -13,7 +13,7 @@ from kfac_fx import ApproximationError, LayerCollection, RegistrationError
 from kfac_fx.layer_collection.find_use import Finder, in_time, listed, with_steps
 from kfac_fx.passes.ir import Use
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.parametrizations.slices import region_of
+from kfac_fx.passes.parametrizations.parts import region_of
 from tests.runtime.collections_of_toys import affine, collection
 
 N, T = 4, 7

@@ -14,7 +14,7 @@ from torch.func import functional_call, jacrev
 import kfac_fx
 from kfac_fx import LayerCollection
 from kfac_fx.passes.errors import LinkError, RegistrationError
-from kfac_fx.passes.parametrizations.slices import region_of
+from kfac_fx.passes.parametrizations.parts import region_of
 from tests.runtime.collections_of_toys import collection
 
 
