@@ -314,8 +314,17 @@ def products_are_full() -> bool:
 
 
 def full_precision_in_eager() -> AbstractContextManager[None]:
-    """`full_precision` in a backward that a compiler may trace, which does not see settings made inside."""
-    return nullcontext() if torch.compiler.is_compiling() else full_precision()
+    """`full_precision` in a backward that a compiler may trace, which does not see settings made inside. Many taps
+    enter it, so it makes no settings that are made already."""
+    return nullcontext() if torch.compiler.is_compiling() or is_full_precision() else full_precision()
+
+
+def is_full_precision() -> bool:
+    """Whether the settings are those of `full_precision`."""
+    backends = TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul
+    return all(backend.fp32_precision == "ieee" for backend in backends) and all(
+        chosen == full for _, chosen, full in older_settings(False)
+    )
 
 
 @contextmanager

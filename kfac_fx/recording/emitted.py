@@ -319,7 +319,8 @@ def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) 
 @contextmanager
 def isolated(model: nn.Module, random: bool = True) -> Iterator[None]:
     """Gradients on; torch's random streams are restored afterwards, if the run is `random`."""
-    with torch.enable_grad(), same_random(accelerators(model.parameters()), enabled=random):
+    devices = accelerators(model.parameters()) if random else ()
+    with torch.enable_grad(), same_random(devices, enabled=random):
         yield
 
 

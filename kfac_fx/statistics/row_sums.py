@@ -105,12 +105,19 @@ class Statistic:
 
     Attributes:
         shape: the shape of the sum, from matrix = (g, o, i) with the bias column, and N.
-        compute: the sum, from (rows, grad_rows, has_bias, matrix, mask=None); mask: [N, S], the rows without padding.
+        of: the sum, a new tensor. It is called without autocast.
     """
 
     name: str
     shape: Callable[[Matrix, int], Shape]
-    compute: Callable[..., Tensor]
+    of: Callable[[Rows], Tensor]
+
+    def compute(
+        self, rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None
+    ) -> Tensor:
+        """The sum over the rows of a tap; see `canonical`. mask: [N, S], the rows without padding."""
+        with torch.autocast(grad_rows.device.type, enabled=False):
+            return self.of(canonical(rows, grad_rows, bias, matrix, mask))
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -138,12 +145,8 @@ def statistic(
     """
 
     def add(function: Callable[[Rows], Tensor]) -> Statistic:
-        def compute(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None) -> Tensor:
-            with torch.autocast(grad_rows.device.type, enabled=False):
-                return function(canonical(rows, grad_rows, bias, matrix, mask))
-
         key = name or function.__name__
-        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), compute)
+        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), function)
         return table[key]
 
     return add
@@ -168,7 +171,7 @@ def row_count(rows: Rows) -> Tensor:
 
 @statistic(shape=lambda g, o, i, n: (g, i, i))
 def A(rows: Rows) -> Tensor:
-    body = torch.diag_embed(squares(rows)) if rows.ids else gram(rows.x) * rows.repeats
+    body = torch.diag_embed(squares(rows)) if rows.ids else repeated(rows, gram(rows.x))
     return scaled_by_group(rows, bordered(body, total(rows), corner(rows)) if rows.bias else body)
 
 
@@ -189,6 +192,11 @@ def G_diag(rows: Rows) -> Tensor:
     return rows.d.square().sum((0, 1))
 
 
+def repeated(rows: Rows, sums: Tensor) -> Tensor:
+    """Sums over x as sums over all cases."""
+    return sums if rows.repeats == 1 else sums * rows.repeats
+
+
 def squares(rows: Rows) -> Tensor:
     """Σ x²: [g, i] without the bias column."""
     return total(rows) if rows.ids else rows.x.square().sum((0, 1)) * rows.repeats
@@ -197,7 +205,7 @@ def squares(rows: Rows) -> Tensor:
 def total(rows: Rows) -> Tensor:
     """Σ x: [g, i] without the bias column; of ids, how often each occurs."""
     if not rows.ids:
-        return rows.x.sum((0, 1)) * rows.repeats
+        return repeated(rows, rows.x.sum((0, 1)))
     present = (rows.x >= 0).to(rows.d.dtype) * rows.repeats
     return by_id(rows.x, present.unsqueeze(-1), rows.matrix[2] - rows.bias).squeeze(-1).unsqueeze(0)
 

@@ -122,8 +122,9 @@ def sums_of(
     axis: of the cases in the output. short: makes A and the gradient rows, if no other statistic needs the rows.
     """
 
-    def of(name: str, rows: Tensor, grad_rows: Tensor, row_mask: Tensor | None) -> Tensor:
-        return named(name).compute(rows, grad_rows, bias, matrix, row_mask)
+    def of_rows(rows: Tensor, grad_rows: Tensor, row_mask: Tensor | None) -> StatisticOf:
+        all_rows = canonical(rows, grad_rows, bias, matrix, row_mask)
+        return lambda name: named(name).of(all_rows)
 
     def sums(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
         values, phases = (values, None) if sampling is None else (values[:-1], values[-1])
@@ -131,18 +132,16 @@ def sums_of(
         row_mask = row_mask if real is None else real(output_grad, row_mask)
         if short is not None and "A" in names and WITHOUT_ROWS.issuperset(names):
             moment, short_rows = short(output_grad, input)
-            return lambda name: moment if name == "A" else of(name, short_rows, short_rows, row_mask)
+            others = of_rows(short_rows, short_rows, row_mask)
+            return lambda name: moment if name == "A" else others(name)
         sampled = sample(both, sampling, phases, axis, output_grad, input, values, row_mask)
         if sampled is None:
             rows, grad_rows = both(output_grad, input, *values)
-            return lambda name: of(name, rows, grad_rows, row_mask)
+            return of_rows(rows, grad_rows, row_mask)
         fewer, fewer_mask, scale = sampled
         _, all_grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)  # the rows of all cases are not needed
-        return lambda name: (
-            of(name, fewer, fewer, fewer_mask) * scale
-            if whole_statistic(name) in SAMPLED
-            else of(name, all_grad_rows, all_grad_rows, row_mask)
-        )
+        of_inputs, others = of_rows(fewer, fewer, fewer_mask), of_rows(all_grad_rows, all_grad_rows, row_mask)
+        return lambda name: of_inputs(name) * scale if whole_statistic(name) in SAMPLED else others(name)
 
     return sums
 
@@ -156,9 +155,9 @@ def tap_function(
     cases: the index of the attribute that counts the cases that share the rows, if they do.
     """
 
-    def times(name: str, values: list[Any]) -> Any:
-        """The number of cases with the same rows; the gradient is already the sum over these cases."""
-        return values[cases] if cases is not None and whole_statistic(name) in OF_INPUTS else 1
+    def over_cases(name: str, value: Tensor, values: list[Any]) -> Tensor:
+        """A sum over all cases that share the rows; the gradient is already the sum over these cases."""
+        return value * values[cases] if cases is not None and whole_statistic(name) in OF_INPUTS else value
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Per-case gradients in the rows of their tower: they add up over the uses of a case, not over towers."""
@@ -191,10 +190,11 @@ def tap_function(
             # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
                 computed = sums(ctx.names, output_grad, input, values)
-                probe_grads = [
-                    placed(name, computed(name), shape) * times(name, values) if want else None
-                    for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
-                ]
+                with torch.autocast(output_grad.device.type, enabled=False):
+                    probe_grads = [
+                        over_cases(name, placed(name, computed(name), shape), values) if want else None
+                        for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
+                    ]
             return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
     return quick(TapFunction)

@@ -22,6 +22,7 @@ from kfac_fx.linalg.matrices import (
     diagonal_root,
     eigh,
     full_precision,
+    full_precision_in_eager,
     gram,
     mean_eigenvalue,
     pi_correction,
@@ -248,6 +249,30 @@ def test_full_precision_serves_the_older_setting(user_precision: Any) -> None:
             assert user_precision.fp32_precision == "ieee"
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
+def test_a_backward_makes_the_settings_of_full_precision_unless_they_are_made(
+    chosen: str, user_precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[str] = []
+    setting = linalg.full_precision
+    monkeypatch.setattr(linalg, "full_precision", lambda: entered.append(chosen) or setting())
+    user_precision.fp32_precision = chosen
+    with full_precision_in_eager():
+        assert user_precision.fp32_precision == "ieee"
+    assert user_precision.fp32_precision == chosen
+    assert entered == [chosen] * (chosen != "ieee")
+
+
+def test_a_backward_reads_the_older_setting(user_precision: Any) -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with full_precision_in_eager():
+            assert user_precision.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -179,6 +179,14 @@ def test_statistics_are_float32_at_least(dtype: torch.dtype, expected: torch.dty
     assert {value.dtype for value in statistics.values()} == {expected}
 
 
+def test_statistics_are_those_without_autocast() -> None:
+    registration, output, weight = registered(nn.Linear(3, 2)), torch.randn(5, 2, requires_grad=True), torch.randn(5, 2)
+    expected = through(registration, output, X[:, 0], weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        computed = through(registration, output, X[:, 0], weight)
+    assert computed.keys() == expected.keys() and all(torch.equal(computed[name], expected[name]) for name in expected)
+
+
 def test_probes_take_no_memory() -> None:
     registration = registered(nn.Linear(3, 2))
     probes = make_probes(registration, ("A", "per_case"), 5, X)
