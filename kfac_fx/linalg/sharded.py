@@ -24,12 +24,12 @@ from kfac_fx.passes.errors import RegistrationError, table
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PLAIN = (Tensor, nn.Parameter)  # the types of nearly all tensors
+USUAL_TYPES = (Tensor, nn.Parameter)  # of nearly all tensors
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor. torch's module of them is not imported only to know that there is none."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in USUAL_TYPES:
         return False
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and isinstance(tensor, dtensor)

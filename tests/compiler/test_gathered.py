@@ -80,7 +80,9 @@ def test_ids_of_gathered_inputs_are_those_of_the_table() -> None:
 
 
 def test_a_bias_beside_a_gathered_weight_is_registered_apart() -> None:
-    function = lambda x, w, b: F.linear(x, w[ORDER], b)  # noqa: E731
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(x, w[ORDER], b)
+
     program = resolve(before("resolve", Toy(function, w=(3, 4), b=(4,)), torch.randn(5, 4)))
     assert found(program) == [("linear", ("b",), 1), ("linear", ("w",), 1)]
     net = kfac_fx.compile(Toy(function, w=(3, 4), b=(4,)), (torch.randn(5, 4),), loss="normal")

@@ -77,7 +77,10 @@ def of_each(number: int, loss: Callable[[int], Tensor], parameters: dict[str, Te
 
 def of_examples(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
     """Gradients of the loss of every example, summed over its rows, from a forward of that example alone."""
-    loss = lambda n: F.cross_entropy(model(x[n : n + 1]).flatten(0, -2), y[n : n + 1].flatten(), reduction="sum")  # noqa: E731
+
+    def loss(n: int) -> Tensor:
+        return F.cross_entropy(model(x[n : n + 1]).flatten(0, -2), y[n : n + 1].flatten(), reduction="sum")
+
     return of_each(len(x), loss, dict(model.named_parameters()))
 
 

@@ -119,7 +119,10 @@ def test_a_folder_is_of_one_loss_of_one_model_on_one_set_of_batches(tmp_path: Pa
         fit_spectrum(net, batches[1:], folder=tmp_path)
     with pytest.raises(ValueError, match=rf"batches  is {len(batches)} in the folder, and {len(batches) - 1} here"):
         fit_spectrum(net, batches[:-1], folder=tmp_path)
-    twice = lambda outputs: (2.0, kfac_fx.losses.Categorical(outputs))  # noqa: E731
+
+    def twice(outputs: Tensor) -> Any:
+        return 2.0, kfac_fx.losses.Categorical(outputs)
+
     other = kfac_fx.compile(net.model, batches[0].args, loss=twice, approximations={"norm": "generic"})
     with pytest.raises(ValueError, match=r"loss  is '\w+' in the folder, and '\w+' here"):
         fit_spectrum(other, batches, folder=tmp_path)

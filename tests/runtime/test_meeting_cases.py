@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,12 @@ def test_exact_modes_are_exact_where_cases_meet(
     g = sum((d.mT @ d for _, _, d in each), torch.zeros(5, 5))
     (weight,) = [f"{name}.weight" for name, module in model.named_modules() if module is layer]
     reports = []
+
+    def loss(outputs: Any) -> Categorical:
+        return Categorical(logits_of(outputs))
+
     for approximation in ("full", None):
         asked = {} if approximation is None else {"*": approximation}
-        loss = lambda z: Categorical(logits_of(z))  # noqa: E731
         net = kfac_fx.compile(model, (x[:2],), loss=loss, approximations=asked)
         estimator = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="exact", memory=memory)
         for _ in range(2):

@@ -46,6 +46,10 @@ def flat(vector: Gradients, names: list[str], lead: int = 0) -> Tensor:
     return torch.cat([vector[name].flatten(lead) for name in names], dim=lead)
 
 
+def damped(product: NamedProduct) -> NamedProduct:
+    return lambda vector: {name: part + 1e-2 * vector[name] for name, part in product(vector).items()}
+
+
 def test_the_solution_is_that_of_the_dense_matrix() -> None:
     spectrum, product, h, names = curved()
     v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
@@ -60,8 +64,7 @@ def test_a_matrix_of_kronecker_products_takes_one_iteration() -> None:
     v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
     undamped = spectrum.at(damping=0.0).multiply
     assert spectrum.solve(v, undamped).iterations == 1
-    damped = lambda u: {name: hu + 1e-2 * u[name] for name, hu in undamped(u).items()}  # noqa: E731
-    assert conjugate_gradients(v, damped, dict, (), 1e-8, 1000).iterations > 10
+    assert conjugate_gradients(v, damped(undamped), dict, (), 1e-8, 1000).iterations > 10
 
 
 def test_bad_scales_within_blocks_take_few_iterations() -> None:
@@ -80,8 +83,7 @@ def test_bad_scales_within_blocks_take_few_iterations() -> None:
 def test_an_exponent_of_zero_is_no_preconditioner() -> None:
     spectrum, product, _, _ = curved()
     v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
-    damped = lambda u: {name: hu + 1e-2 * u[name] for name, hu in product(u).items()}  # noqa: E731
-    expected = conjugate_gradients(v, damped, dict, (), 1e-8, 1000)
+    expected = conjugate_gradients(v, damped(product), dict, (), 1e-8, 1000)
     found = spectrum.solve(v, product, iterations=1000, exponent=0.0)
     assert torch.equal(found.residuals, expected.residuals)
 

@@ -58,7 +58,10 @@ def test_checks_stay_as_frequent_where_the_interval_is_given_or_short_or_scales_
 @pytest.mark.parametrize("saved", range(3, 50, 3))
 def test_a_schedule_that_is_restored_checks_at_the_same_steps(saved: int) -> None:
     options = KFACOptions(compile(nn.Linear(3, 2), loss="categorical"))
-    calm = lambda step: step != 30  # noqa: E731
+
+    def calm(step: int) -> bool:
+        return step != 30
+
     expected, first = [*checks(Schedule(options), 90, calm)], Schedule(options)
     before = checks(first, saved, calm)
     restored = Schedule(options, saved)

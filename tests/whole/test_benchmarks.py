@@ -77,7 +77,10 @@ def test_of_parts_one_in_another_only_their_own_time_counts(monkeypatch: pytest.
 
 def test_the_floor_counts_products_of_the_cost_model() -> None:
     """One layer of i = o = 4 with a bias, N = 8: 6 N i o, N (i² + o²), 2 i o (i + o), i³ + o³."""
-    make = lambda: Problem(torch.nn.Linear(4, 4), torch.rand(8, 4), torch.randint(4, (8,)), Loss("categorical"))  # noqa: E731
+
+    def make() -> Problem:
+        return Problem(torch.nn.Linear(4, 4), torch.rand(8, 4), torch.randint(4, (8,)), Loss("categorical"))
+
     n, i, o = 8, 5, 4
     once = 2 * i * o * (i + o) + (i**3 + o**3) / 10
     train, flops = 6 * n * i * o, flops_of(make)
@@ -154,7 +157,10 @@ def test_dattri_corrects_along_the_transposed_eigenvectors() -> None:
     for pair in ("inputs", "gradients"):
         for theirs, ours in zip(getattr(peer, pair), getattr(mine, pair), strict=True):
             torch.testing.assert_close(theirs, ours)
-    loss = lambda p, x, y: torch.nn.functional.cross_entropy(torch.func.functional_call(problem.model, p, (x,)), y)  # noqa: E731
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(problem.model, parameters, (x,)), y)
+
     each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
         dict(problem.model.named_parameters()), problem.x[:, None], problem.y[:, None]
     )

@@ -73,7 +73,10 @@ def test_scores_are_those_of_a_measurement_of_complex_outputs() -> None:
     model, x = Wave(), torch.randn(N, 3)
     net = kfac_fx.compile(model, (x,), loss=registered)
     spectrum = kfac_fx.fit_spectrum(net, [x], damping=0.1)
-    phase = lambda outputs: outputs["psi"].angle() * outputs["energy"][:, 0]  # noqa: E731
+
+    def phase(outputs: dict[str, Tensor]) -> Tensor:
+        return outputs["psi"].angle() * outputs["energy"][:, 0]
+
     scores = spectrum.self_scores(x, measurement=phase)
     for n in range(N):
         model.zero_grad()

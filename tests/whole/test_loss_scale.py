@@ -26,7 +26,10 @@ X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 CLASSES, VALUES = torch.arange(8) % 4, X.repeat(1, 2)[:, :4]
 BITS = (VALUES > 0).float()
 SOME = torch.where(torch.arange(8) < 3, -100, CLASSES)
-variance: Any = lambda y: losses.NormalMeanVariance(y[:, :2], y[:, 2:].exp())  # noqa: E731
+
+
+def variance(y: Tensor) -> Any:
+    return losses.NormalMeanVariance(y[:, :2], y[:, 2:].exp())
 
 
 def penalty(model: nn.Module) -> Tensor:
@@ -403,7 +406,10 @@ def test_losses_of_a_layer_collection_are_looked_at_tower_by_tower(factor: int) 
 def test_several_losses_are_told_apart() -> None:
     model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 2)])
     model.forward = lambda x: (model[0](x), model[1](x))  # type: ignore[method-assign, assignment]
-    both = lambda y: [(1.0, losses.Categorical(y[0])), (2.0, losses.MultiBernoulli(y[1]))]  # noqa: E731
+
+    def both(y: Any) -> Any:
+        return [(1.0, losses.Categorical(y[0])), (2.0, losses.MultiBernoulli(y[1]))]
+
     net = kfac_fx.compile(model, (X,), loss=both)
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
     scores, bits = net(X)
@@ -565,10 +571,11 @@ class TwoLosses(nn.Module):
 def of_two(kind: str, trained: Callable[..., list[Tensor]], met: bool = False) -> list[str]:
     """The warnings of two steps. trained: from the two losses to those that have a backward each."""
     model: nn.Module = TwoLosses(kind == "in forward", met)
-    pairs: Any = None
-    if kind == "declared":
-        pairs = lambda outputs: [losses.Categorical(outputs[0]), (0.5, losses.Normal(outputs[1]))]  # noqa: E731
-    net = kfac_fx.compile(model, (X, CLASSES), loss=pairs)
+
+    def pairs(outputs: Any) -> Any:
+        return [losses.Categorical(outputs[0]), (0.5, losses.Normal(outputs[1]))]
+
+    net = kfac_fx.compile(model, (X, CLASSES), loss=pairs if kind == "declared" else None)
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LossScaleWarning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,9 @@ class Ensemble(nn.Module):
         self.member = [nn.Linear(3, 2, device="meta")]
 
     def forward(self, x: Tensor) -> Tensor:
-        member = lambda weight, bias: functional_call(self.member[0], {"weight": weight, "bias": bias}, (x,))  # noqa: E731
+        def member(weight: Tensor, bias: Tensor) -> Any:
+            return functional_call(self.member[0], {"weight": weight, "bias": bias}, (x,))
+
         return vmap(member)(self.weight, self.bias).tanh().mean(0)
 
 
@@ -106,9 +109,11 @@ def test_a_graph_whose_outputs_have_no_gradient_is_no_proof(monkeypatch: pytest.
     net = kfac_fx.compile(model, (torch.randn(N, 3),), loss="normal", verify=False)
     recorder = net.recorder((torch.randn(N, 3),), {})
     run = type(recorder.emitted).run
-    detached = lambda self, *args, **options: (lambda o, f: (o, tuple(t.detach() for t in f)))(  # noqa: E731
-        *run(self, *args, **options)
-    )
+
+    def detached(*args: Any, **options: Any) -> Any:
+        outputs, of_fisher = run(*args, **options)
+        return outputs, tuple(tensor.detach() for tensor in of_fisher)
+
     monkeypatch.setattr(type(recorder.emitted), "run", detached)
     verified = Capturing(model, replace(net.captures.arguments, verify=True))
     with pytest.raises(UntraceableError, match="the graph of Mapped has uses of parameters, and its outputs"):
