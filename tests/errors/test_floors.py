@@ -25,7 +25,7 @@ FLOORS = {
     "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.placement "
     "kfac_fx.estimator kfac_fx.spectrum kfac_fx.fitting",
     "training": "kfac_fx.optim kfac_fx.optimizer kfac_fx.metrics kfac_fx.plot",
-    "programs": "kfac_fx kfac_fx.demo kfac_fx.cli kfac_fx.__main__",
+    "programs": "kfac_fx kfac_fx.demo kfac_fx.demo_tasks kfac_fx.cli kfac_fx.__main__",
 }
 
 # The numerical floor knows what a registration is, and no other part of the compiler.

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kfac_fx.demo import training
-from kfac_fx.demo.tasks import METHODS, Task, tasks
-from kfac_fx.demo.training import Point, Run, draw, one_thread, train
+from kfac_fx import demo
+from kfac_fx.demo import Point, Run, draw, one_thread, train
+from kfac_fx.demo_tasks import METHODS, Task, tasks
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def test_the_threads_are_afterwards_what_they_were() -> None:
 
 
 def test_the_picture_has_a_curve_and_a_name_for_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures, new_figure = list[Any](), training.new_figure
+    figures, new_figure = list[Any](), demo.new_figure
     monkeypatch.setattr(
-        training, "new_figure", lambda *size, **sizes: (figures.append(new_figure(*size, **sizes)), figures[-1])[1]
+        demo, "new_figure", lambda *size, **sizes: (figures.append(new_figure(*size, **sizes)), figures[-1])[1]
     )
     points = Point(0, 0.0, 2.0), Point(10, 0.5, 1.5), Point(20, 1.0, 1.0)
     draw({"task": {method: Run(method, {}, points) for method in METHODS}}, tmp_path / "curves.png")

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import sweep
 from kfac_fx import cli, demo
-from kfac_fx.demo.tasks import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
+from kfac_fx.demo_tasks import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
 
 CPU = torch.device("cpu")
 

@@ -1,27 +1,38 @@
-"""One training run: the same initial model, batches and measurements for every method; and its results.
+"""`kfac-fx demo`: the reports of two models, and K-FAC without settings beside tuned SGD and AdamW on them.
 
-The results are shown as data, as a table, as a sentence, and as a picture of the training curves.
+All methods have the same initial model, batches and measurements. Their results are shown as data, as a table, as a
+sentence, and as a picture of the training curves.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
+from rich import box, progress
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.demo.tasks import METHODS, Settings, Task
+from kfac_fx.demo_tasks import METHODS, SETTINGS, Settings, Task, method_steps, tasks
 from kfac_fx.plot import INK, SOFT, new_figure, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+QUICK = 20  # --quick divides the steps by this
+LONGEST_REPORT = 12  # rows of a report that is printed whole
 
 TrainingStep = Callable[[Tensor, Tensor], None]  # of inputs and targets
 LossListener = Callable[[int, float], None]  # of step and loss
@@ -137,9 +148,6 @@ def one_thread() -> Iterator[None]:
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Runs = Mapping[str, Run]  # by method
 NONE = "-"
@@ -276,3 +284,89 @@ def limit(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
     axes.set_ylim(min(lows) - 0.1 * room, top)
     entries = [along(point) for run in runs.values() for point in run.points if point.step and point.loss <= top]
     axes.set_xlim(left=min(entries) / 1.5)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The command line. steps: of the first-order methods; None: those of each task. png, json: files to write."""
+
+    steps: int | None = None
+    quick: bool = False
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    png: Path | None = None
+    json: Path | None = None
+    progress: bool = True
+
+
+def missing_packages() -> list[str]:
+    """The packages that the demo needs and that are not installed, by their names for pip."""
+    return [package for module, package in NEEDED.items() if find_spec(module) is None]
+
+
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Runs]:
+    """Train, print the results and write the files. Returns the runs by task and method."""
+    by_task: dict[str, Runs] = {}
+    for task in tasks(options.device):
+        console.rule(f"[bold]{task.name}")
+        with one_thread():
+            by_task[task.name] = compare(task, options, console)
+    for name, runs in by_task.items():
+        console.print(results_table(name, runs))
+    if options.quick:
+        console.print(f"All methods ran, 1/{QUICK} of their steps: too few to compare them. `kfac-fx demo` takes all.")
+    else:
+        for name, runs in by_task.items():
+            console.print(verdict(name, runs), highlight=False)
+    if options.json is not None:
+        data = {name: results(runs) for name, runs in by_task.items()}
+        options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        console.print(f"wrote {options.json}", highlight=False)
+    if options.png is not None:
+        draw(by_task, options.png)
+        console.print(f"wrote {options.png}", highlight=False)
+    return by_task
+
+
+def compare(task: Task, options: DemoOptions, console: Console) -> Runs:
+    """Print the report of the task's model and train it with every method from the same start."""
+    model = task.model(options.seed)
+    net = compile_task(task, model)
+    console.print(net.report if len(net.report.rows) <= LONGEST_REPORT else net.report.headline)
+    console.print()
+    budget = options.steps or max(1, task.steps // (QUICK if options.quick else 1))
+    runs = {}
+    with bars(console, options.progress) as shown_bars:
+        for method, title in METHODS.items():
+            steps = method_steps(method, budget)
+            bar = shown_bars.add_task(title, total=steps, loss=float("nan"))
+            runs[method] = train(
+                method,
+                task,
+                model if method == "kfac" else task.model(options.seed),
+                SETTINGS[task.name][method],
+                steps=steps,
+                seed=options.seed,
+                net=net if method == "kfac" else None,
+                listener=lambda step, loss, bar=bar: shown_bars.update(bar, completed=step, loss=loss),  # type: ignore[misc]
+            )
+    return runs
+
+
+@contextmanager
+def bars(console: Console, shown: bool) -> Iterator[progress.Progress]:
+    with progress.Progress(
+        progress.TextColumn("{task.description:<6}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("loss {task.fields[loss]:#.4g}"),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=console,
+        disable=not shown,
+    ) as shown_bars:
+        yield shown_bars
