@@ -20,9 +20,10 @@ import kfac_fx
 from kfac_fx import demo
 from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
 from kfac_fx.cli.explain import explain, passes
-from kfac_fx.cli.factors import add_factors, write_factors
-from kfac_fx.cli.problem import CommandError, add_arguments, load, read, seed
+from kfac_fx.cli.problem import CommandError, add_arguments, data_of, failure, load, read, seed
 from kfac_fx.passes.errors import nearest
+from kfac_fx.spectrum.model_spectrum import CASE_KINDS
+from kfac_fx.spectrum.queries import as_batch
 
 INSTALL = """\
 bash: kfac-fx completion bash > ~/.local/share/bash-completion/completions/kfac-fx
@@ -110,6 +111,7 @@ SHELLS: dict[str, Callable[[Commands], str]] = {"bash": bash, "zsh": zsh, "fish"
 
 
 FORMATS = ("text", "json", "html", "dot")
+FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,7 +208,22 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
         epilog="example: kfac-fx factors mine.py:net --data mine.py:loader --loss categorical --case sequence "
         "--parts 4 --out factors",
     )
-    add_factors(fit)
+    fit.add_argument("model", metavar="MODEL", help="package.module:Net or path/to/file.py:Net")
+    fit.add_argument(
+        "--data",
+        required=True,
+        metavar="MODULE:CALLABLE",
+        help="a function without arguments that returns a DataLoader or a list of batches, or one of these",
+    )
+    fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder; a run resumes in its own")
+    fit.add_argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
+    fit.add_argument("--mode", default="gradients", help="the estimation mode; default: %(default)s")
+    fit.add_argument("--case", choices=CASE_KINDS, help="correct the eigenvalues, case by case")
+    fit.add_argument("--parts", type=int, default=1, help="record so many parts of the parameters, one by one")
+    fit.add_argument("--memory", type=float, metavar="GB", help="that the factors of a part may take")
+    fit.add_argument("--seed", type=seed, default=0, help="of the samples; default: %(default)s")
+    fit.add_argument("--factors", choices=FACTOR_DTYPES, help="the precision of the factors")
+    fit.add_argument("--decompositions", choices=FACTOR_DTYPES, help="the precision of the decompositions")
     fit.set_defaults(command=factors_command)
 
     show = commands.add_parser(
@@ -275,7 +292,31 @@ def completion_command(options: argparse.Namespace) -> None:
 
 
 def factors_command(options: argparse.Namespace) -> None:
-    print(write_factors(load(options.model, {}), options))
+    """Write the spectrum of a model over the user's batches into a folder. Raises CommandError."""
+    model = load(options.model, {})
+    batches = data_of(options.data)
+    first = next(iter(batches), None)
+    if first is None:
+        raise CommandError(f"{options.data} has no batches", status=1)
+    try:
+        batch = as_batch(first)
+        net = kfac_fx.compile(model, batch.args, batch.kwargs, loss=options.loss)
+        spectrum = kfac_fx.fit_spectrum(
+            net,
+            batches,
+            mode=options.mode,
+            case=options.case,
+            parts=options.parts,
+            memory=None if options.memory is None else int(options.memory * 1e9),
+            folder=options.out,
+            seed=options.seed,
+            factor_dtype=FACTOR_DTYPES.get(options.factors),
+            dtype=FACTOR_DTYPES.get(options.decompositions),
+        )
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise failure(error) from error
+    numbers = sum(shape.numel() for shape in spectrum.shapes.values())
+    print(f"{options.out}: {len(spectrum.keys)} blocks of {numbers:,} parameters")
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------

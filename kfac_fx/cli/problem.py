@@ -1,4 +1,4 @@
-"""The model, its example inputs and its declarations, as the command line names them.
+"""The model, its example inputs, its data and its declarations, as the command line names them.
 
     package.module:Net    a class, a function or a module of an installed package, or of the working folder
     path/to/file.py:Net   the same of a file
@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -179,6 +179,22 @@ def declared_layer(spec: str) -> Layer:
     if not isinstance(layer, Layer):
         raise CommandError(f"--layer {spec}: write file.py:name, the name of a function below @kfac_fx.layer(...)")
     return layer
+
+
+def data_of(spec: str) -> Iterable[Any]:
+    """The batches that `--data` names. Raises CommandError."""
+    path, colon, name = spec.rpartition(":")
+    if not (colon and path and name):
+        raise CommandError(f"{spec!r} names no data: write it as package.module:callable or file.py:callable")
+    data = named_object(path, name)
+    if callable(data):
+        try:
+            data = data()
+        except Exception as error:
+            raise CommandError(f"{spec}() failed: {type(error).__name__}: {error}", status=1) from error
+    if not isinstance(data, Iterable) or iter(data) is data:
+        raise CommandError(f"{spec} is of type {type(data).__name__}, not a DataLoader or a list", status=1)
+    return data
 
 
 def named_object(path: str, name: str) -> Any:
