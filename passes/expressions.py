@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from torch import Tensor, fx
 
 from .errors import fatal
 from .graphs.edit import attribute, shares_memory
-from .graphs.labels import Label, ancestors, differentiated, labels_of
+from .graphs.labels import Label, ancestors, differentiated, labels_of, parameters_behind
 from .graphs.operations import CASTS, JOINS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, computed, dims_after, op_name
 from .ir import ELEMENTS, Program
-from .parametrizations.functions import FUNCTIONS, Functions
+from .matrix import Shape
+from .parametrizations.elementwise import DERIVATIVES, Elementwise, elementwise
 from .parametrizations.jacobian import small_functions
+from .parametrizations.normalized import MAKERS, Centered, Scaled, WithGain, dim_of, is_mean, laid_out, scaled_by
 from .parametrizations.product import MULTIPLIES, complete, product_of, reshaped, sum_of
 from .pieces import (
     ParameterExpr,
@@ -45,9 +48,11 @@ from .pieces import (
     view_of,
     without_data,
 )
+from .torch_private import WEIGHT_NORM
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
 MOVES_ELEMENTS = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
+FUNCTIONS = {*DERIVATIVES, "batch_norm", WEIGHT_NORM}
 WRITES = {"zero_", "fill_", "copy_"}
 ExprValue = Any  # a ParameterExpr, a tuple of them, or a number
 
@@ -86,13 +91,12 @@ def is_part(slice_: Slice, program: Program) -> bool:
 
 
 class Expressions:
-    """The expressions of a graph. known: the value of every node that has one."""
+    """The expressions of a graph. values: by node, of those that have one."""
 
     def __init__(self, program: Program) -> None:
         self.root = program.root
         self.label = labels_of(program)
         self.values: dict[fx.Node, ExprValue] = {}
-        self.functions = Functions(self.root, self.label, self.values)
         for node in program.graph.nodes:
             value = self.value(node)
             if value is not None:
@@ -182,13 +186,10 @@ class Expressions:
     def multiple(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
         return multiple_of(value, factor(op_name(node), node))
 
-    def function(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
-        return self.functions.of(node, operand, value)
-
     def summed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ExprValue | None:
         other: Any = node.args[1]
         if op_name(node) == "sub" and isinstance(other, fx.Node):
-            without = self.functions.centered(node, operand, other)
+            without = self.centered(node, operand, other)
             if without is not None:
                 return without
         total = sum_of(node, value, self.values.get(other))
@@ -196,7 +197,7 @@ class Expressions:
 
     def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
         """The product of a weight and a factor for its slices, or of matrices."""
-        scaled_weight = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
+        scaled_weight = self.scaled(node, left, right) if op_name(node) in ("mul", "div") else None
         return scaled_weight or product_of(
             node, [self.operand(side, of_parameters=True) for side in (left, right)], self.root
         )
@@ -214,7 +215,7 @@ class Expressions:
             return self.values[node]  # type: ignore[no-any-return]
         if not isinstance(node, fx.Node) or self.label[node] not in ((Label.CONST, Label.PURE)[: 1 + of_parameters]):
             raise ValueError
-        return ParameterExpr(self.functions.shape_of(node), ())
+        return ParameterExpr(self.shape_of(node), ())
 
     def shifted(self, operand: Any, constant: Any, sign: float) -> ExprValue | None:
         """A multiple of the operand and a constant that makes no new elements."""
@@ -224,7 +225,7 @@ class Expressions:
         if isinstance(constant, fx.Node):
             if self.label[constant] is not Label.CONST:
                 return None
-            if torch.broadcast_shapes(value.shape, self.functions.shape_of(constant)) != value.shape:
+            if torch.broadcast_shapes(value.shape, self.shape_of(constant)) != value.shape:
                 return None
         return multiple_of(value, sign)
 
@@ -247,6 +248,93 @@ class Expressions:
             return None  # not one slice
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
         return ParameterExpr(value.shape, tuple(narrowed_slice(value.slices[0], dim, *places) for places in ends))
+
+    # --- functions of every element, or of every slice along a dimension ----------------------------------------------
+
+    def function(
+        self, node: fx.Node, operand: fx.Node, value: ParameterExpr, other: Shape | None = None
+    ) -> ParameterExpr | None:
+        """The value of a function of every element of `value`, or of every slice along a dimension.
+
+        other: the shape of what `value` is multiplied with or divided by, if that does not depend on the parameter.
+        """
+        (slice_,) = value.slices
+        name, plain = op_name(node), value
+        if other is None and name in ("mul", "div") and [type(step) for step in slice_.through] == [Centered]:
+            plain = ParameterExpr(value.shape, (replace(slice_, through=()),))
+        layout = laid_out(plain, self.whole_shape(slice_))
+        multiple = name in MAKERS and (slice_.scale != 1.0 or plain.slices[0].through)
+        if layout is None or multiple:
+            return None
+        make = MAKERS.get(name, elementwise)
+        step = make(node, operand, layout) if other is None else scaled_by(node, operand, layout, other)
+        if isinstance(step, WithGain):
+            step = replace(step, gain=self.gain(step))
+        return None if step is None else ParameterExpr(value.shape, (replace(slice_, through=(*slice_.through, step)),))
+
+    def gain(self, step: WithGain) -> Slice | None:
+        """The parameter that slices are multiplied by, if it is a whole one in its own order."""
+        value = None if step.factor is None else self.values.get(step.factor)
+        if step.factor is None or not isinstance(value, ParameterExpr) or not is_one_slice(value):
+            return None
+        slice_, shape = value.slices[0], self.whole_shape(value.slices[0])
+        layout = laid_out(value, shape)
+        if isinstance(step, Scaled) and step.divides and layout is not None:
+            slice_ = replace(slice_, through=(*slice_.through, Elementwise(step.factor, layout, "reciprocal")))
+        plain, size = all(isinstance(function, Elementwise) for function in slice_.through), math.prod(shape)
+        return slice_ if plain and view_of(slice_).is_contiguous() and math.prod(slice_.shape) == size else None
+
+    def whole_shape(self, slice_: Slice) -> Shape:
+        """The shape of the slice's parameter."""
+        return tuple(attribute(self.root, slice_.parameter).shape)
+
+    def scaled(self, node: fx.Node, left: fx.Node, right: fx.Node) -> ParameterExpr | None:
+        """The product of a weight and a factor, which may be another parameter or a number of the weight's own."""
+        pairs = ((left, right), (right, left)) if op_name(node) == "mul" else ((left, right),)
+        for operand, by in pairs:
+            value, shape = self.values.get(operand), self.sizes(by)
+            if not isinstance(value, ParameterExpr) or len(value.slices) != 1 or self.label[by].activation:
+                continue
+            behind, parameter = parameters_behind(by, self.label), {value.slices[0].parameter}
+            if behind == parameter:
+                scaled = self.function(node, operand, value)
+                if scaled is not None or op_name(node) == "div":
+                    return scaled
+            scaled = None if shape is None or behind & parameter else self.function(node, operand, value, shape)
+            if scaled is not None:
+                return scaled
+        return None
+
+    def centered(self, node: fx.Node, operand: fx.Node, mean: fx.Node) -> ParameterExpr | None:
+        """A weight without the mean of each of its filters."""
+        value, shape = self.values.get(operand), self.sizes(mean)
+        if not isinstance(value, ParameterExpr) or not is_one_slice(value) or shape is None or node.kwargs:
+            return None
+        (slice_,) = value.slices
+        layout = laid_out(value, self.whole_shape(slice_))
+        if layout is None or slice_.through or slice_.scale != 1.0 or dim_of(shape, layout) != 0:
+            return None
+        if not is_mean(mean, slice_, self.values):
+            return None
+        return ParameterExpr(value.shape, (replace(slice_, through=(Centered(operand, layout, 0),)),))
+
+    def sizes(self, node: fx.Node) -> Shape | None:
+        value = self.values.get(node)
+        if isinstance(value, ParameterExpr):
+            return value.shape
+        try:
+            return self.shape_of(node)
+        except ValueError:
+            return None
+
+    def shape_of(self, node: fx.Node) -> Shape:
+        """The shape of a constant. Raises ValueError if it is not known."""
+        value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if value is None and all(operand in self.values for operand in node.all_input_nodes):
+            value = computed(node, without_data(node.args, self.values), node.kwargs)
+        if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+            raise ValueError
+        return tuple(value.shape)
 
 
 def factor(name: str, node: fx.Node) -> float | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..graphs.operations import EXPANDS, op_name
+from ..graphs.operations import EXPANDS, VIEWS, op_name
 from ..matrix import Layout, Shape
 from ..parametrization import NodeValues, RowPair, RowsStep, WeightExample
 from ..pieces import ParameterExpr, Piece, Slice, is_one_slice, layout_in, unallocated, view_of, viewed
@@ -37,6 +37,7 @@ from .elementwise import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
 
 PROJECTION = "its filters are normalized: without the projection of their gradients that this makes"
 CHANGE = "it is divided by a function of itself: without the change of that, which is of rank one"
+SPREADS = {"var_mean", "std_mean"}
 OTHERWISE = -1  # in the place of a dimension
 
 
@@ -292,6 +293,60 @@ def reordered(layout: Layout) -> bool:
     """Whether the elements are in another order than in the parameter."""
     view = viewed(layout, unallocated(layout.shape))
     return view is None or not view.is_contiguous()
+
+
+# --- means of filters, whichever way they are written: v.mean((1, 2, 3), keepdim=True), v.flatten(1).mean(1), ... -----
+
+
+def is_mean(node: fx.Node, weight: Slice, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a node is the mean of a whole parameter over all dimensions but the first.
+
+    weight: all of the parameter. values: of the expressions in the graph.
+    """
+    left = dimensions_left(node, weight, values)
+    return left is not None and filters_only(left)
+
+
+def dimensions_left(node: fx.Node, weight: Slice, values: Mapping[fx.Node, Any]) -> list[bool] | None:
+    """For each dimension of the parameter, or of its filters [o, ...], whether it is not averaged yet.
+
+    None for a node that is no mean of the parameter.
+    """
+    value = values.get(node)
+    if isinstance(value, ParameterExpr):
+        if not is_one_slice(value):
+            return None
+        (slice_,) = value.slices
+        entire = view_of(slice_).is_contiguous() and math.prod(slice_.shape) == math.prod(weight.shape)
+        same = slice_.parameter == weight.parameter and slice_.scale == 1.0 and not slice_.through
+        return [True] * len(value.shape) if entire and same else None
+    name, source = op_name(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name == "getitem" and node.args[1] == 1 and op_name(source) in SPREADS:
+        return averaged(source, weight, values)
+    if name == "mean":
+        return averaged(node, weight, values)
+    left = dimensions_left(source, weight, values) if name in VIEWS else None
+    return [True] if left is not None and filters_only(left) else None
+
+
+def averaged(node: fx.Node, weight: Slice, values: Mapping[fx.Node, Any]) -> list[bool] | None:
+    """The same after the mean that a node takes."""
+    source: Any = node.args[0]
+    left = dimensions_left(source, weight, values)
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if left is None or dims is None:
+        return None
+    over = {dim % len(left) for dim in ([dims] if isinstance(dims, int) else dims)}
+    if 0 in over:
+        return None  # a mean over filters: what is left of it would be taken for a number of each filter
+    keepdim = node.kwargs.get("keepdim", len(node.args) > 2 and node.args[-1] is True)
+    return [remains and n not in over for n, remains in enumerate(left) if keepdim or n not in over]
+
+
+def filters_only(left: list[bool]) -> bool:
+    return left[:1] == [True] and not any(left[1:])
 
 
 MAKERS = {"batch_norm": standardized, WEIGHT_NORM: weight_norm, "div": own_number, "mul": own_number}

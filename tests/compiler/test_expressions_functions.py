@@ -13,8 +13,14 @@ from torch import Tensor
 from kfac_fx.passes.expressions import Expressions
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.parametrizations.elementwise import Elementwise
-from kfac_fx.passes.parametrizations.functions import dimensions_left, filters_only, is_mean
-from kfac_fx.passes.parametrizations.normalized import Centered, Scaled, WithGain
+from kfac_fx.passes.parametrizations.normalized import (
+    Centered,
+    Scaled,
+    WithGain,
+    dimensions_left,
+    filters_only,
+    is_mean,
+)
 from kfac_fx.passes.pieces import ParameterExpr, Slice, unallocated
 from kfac_fx.passes.pieces import slice_of as all_of
 from tests.compiler.toy import Toy, before
