@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -19,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
-from kfac_fx.report.graph import block_graph, dot, printable
 from kfac_fx.report.page import Contents, TableCell, fragment, page
-from kfac_fx.report.rows import ReportRow, casts, factor_dtype, memory_text, rows
+from kfac_fx.report.rows import ReportRow, block_graph, casts, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
 
 if TYPE_CHECKING:
@@ -329,3 +329,49 @@ def wrap(text: str) -> list[str]:
 
 def ascii_only(text: str) -> str:
     return printable(text).encode("ascii", "backslashreplace").decode("ascii")
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, so that a name with escapes changes no terminal."""
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+# --- Graphviz' language -----------------------------------------------------------------------------------------------
+
+STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
+    "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
+    "use": ("u", ""),
+    "operation": ("n", "shape=plaintext, "),
+}
+GENERIC_STYLE = "shape=box, style=dashed, "
+
+
+def dot(graph: networkx.DiGraph) -> str:
+    """The blocks, uses and operations of a `block_graph` in Graphviz' language.
+
+    A box is a block. A dashed line leads from a block to each of its uses, an arrow along the data.
+    """
+    names: dict[Any, str] = {}
+    lines = ["digraph kfac_fx {", "  rankdir=TB;", '  node [fontname="Helvetica", fontsize=10];']
+    for kind in STYLES:
+        for number, key in enumerate(key for key, data in graph.nodes(data=True) if data["kind"] == kind):
+            names[key] = f"{STYLES[kind][0]}{number}"
+    for key, name in names.items():
+        data = graph.nodes[key]
+        style = GENERIC_STYLE if data.get("generic") else STYLES[data["kind"]][1]
+        lines.append(f"  {name} [{style}label={quote(data['label'])}];")
+    for target, name in names.items():
+        for source in (source for source in graph.predecessors(target) if source in names):
+            block = graph.edges[source, target]["kind"] == "block"
+            lines.append(
+                f"  {name} -> {names[source]} [style=dashed, arrowhead=none];"
+                if block
+                else f"  {names[source]} -> {name};"
+            )
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def quote(text: str) -> str:
+    """The text as a string of Graphviz."""
+    escaped = printable(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

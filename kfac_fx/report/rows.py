@@ -1,24 +1,36 @@
-"""The rows of the report: one registration each, in numbers and in words; and a sentence for every fallback."""
+"""The content of the report: a row for every registration, in numbers and in words; sentences for fallbacks; a graph.
+
+The graph, of networkx, leads from parameters, or pieces of them, to uses and on to Fisher blocks:
+
+    "stem.weight" --parameter--> "use conv2d" --block--> ("stem.weight", "stem.bias")
+
+Uses are also connected along the data of the model. Operations between uses are nodes only if data of different origin
+meets there, or if they read a parameter with a generic block, which has no uses; they lead to this block.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from kfac_fx.capturing import CompileArguments
 from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
-from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.ir import Program, Registration, source_line
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import block_width
 from kfac_fx.passes.registration import where
 from kfac_fx.recording.case_recorder import CaseRecorder
 from kfac_fx.recording.recorder import Recorder
+
+if TYPE_CHECKING:
+    import networkx
 
 Shapes = dict[str, tuple[int, ...]]
 CASTS_TO = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}  # by name, without an argument
@@ -177,7 +189,7 @@ def casts(program: Program) -> list[str]:
     lines = []
     for node in program.graph.nodes:
         source = node
-        while source.op != "get_attr" and op_name(source) in VIEWS and isinstance(source.args[0], torch.fx.Node):
+        while source.op != "get_attr" and op_name(source) in VIEWS and isinstance(source.args[0], fx.Node):
             source = source.args[0]
         name = program.owner(str(source.target))
         if op_name(node) not in CASTS or source.op != "get_attr" or name not in program.parameters:
@@ -260,3 +272,57 @@ def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
     told = " ".join([*reasons, *map(str, program.dropped)])
     mine = [name for name, layer in layers.items() if LAYERS.get(name) is not layer and not layer.parts]
     return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+def block_graph(program: Program, rows: Sequence[ReportRow]) -> networkx.DiGraph:
+    """The graph of `Report.to_networkx`."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    for name, parameter in program.parameters.items():
+        graph.add_node(name, kind="parameter", label=name, shape=tuple(parameter.shape))
+    for number, (registration, row) in enumerate(zip(program.registrations, rows, strict=True)):
+        block, label = registration.parameters, f"{number}  {row.layer}\n{row.names}\n{row.block}: {row.factors_text}"
+        graph.add_node(block, kind="block", label=label, generic=row.generic, **row.to_dict())
+        for piece in registration.pieces:
+            graph.add_node(piece.name, kind="piece", label=piece.name, shape=program.shapes[piece.name])
+            graph.add_edge(piece.parameter, piece.name, kind="piece")
+        for use in registration.uses:
+            line, key = source_line(use.output), f"use {use.output.name}"  # registrations that were split share it
+            graph.add_node(key, kind="use", label="\n".join(filter(None, (use.output.name, line))), line=line)
+            graph.add_edges_from([(name, key) for name in sorted(use.parameter_set)], kind="parameter")
+            graph.add_edge(key, block, kind="block")
+        if registration.generic:
+            graph.add_edges_from([(name, block) for name in block], kind="block")
+    add_data(program, graph)
+    return graph
+
+
+def add_data(program: Program, graph: networkx.DiGraph) -> None:
+    """Add the edges along the data, and the operations where data meets."""
+    uses = {use.output: use.nodes for registration in program.registrations for use in registration.uses}
+    inside = {node for nodes in uses.values() for node in nodes}
+    generic = {name: block.parameters for block in program.registrations if block.generic for name in block.owners}
+    origin: dict[fx.Node, str | None] = {}  # of the data in a node: the last node of `graph` on its way
+    for node in program.graph.nodes:
+        entered = sorted(uses.get(node, [node]))
+        operands = [
+            operand for inner in entered for operand in inner.all_input_nodes if operand not in uses.get(node, ())
+        ]
+        origins = list(dict.fromkeys(key for operand in operands if (key := origin.get(operand)) is not None))
+        read = [str(operand.target) for operand in operands if operand.op == "get_attr" and operand.target in generic]
+        if node in uses:
+            key = f"use {node.name}"
+        elif (len(origins) > 1 or read) and node not in inside and node.op != "output":
+            key = f"operation {node.name}"
+            graph.add_node(key, kind="operation", label=op_name(node), line=source_line(node))
+            graph.add_edges_from([(name, key) for name in read], kind="parameter")
+            graph.add_edges_from([(key, generic[name]) for name in read], kind="block")
+        else:
+            origin[node] = origins[0] if origins else None
+            continue
+        graph.add_edges_from([(source, key) for source in origins], kind="data")
+        origin[node] = key
