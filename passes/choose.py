@@ -24,7 +24,7 @@ from .approximations import (
 from .errors import ApproximationError, table
 from .graphs.operations import VIEWS, op_name
 from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs, where
-from .layers import Layer
+from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 
 FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
@@ -254,6 +254,11 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
 
 def declared_generic(program: Program, use: Use) -> bool:
     return GENERIC in requested(program, use.parameter_set, use.layer)
+
+
+def declared_by_user(program: Program, use: Use) -> bool:
+    """Whether its layer is declared by the user."""
+    return program.layers[use.layer] is not LAYERS.get(use.layer)
 
 
 def owners(parameter: str) -> list[str]:

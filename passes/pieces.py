@@ -158,6 +158,20 @@ def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
     return tensor
 
 
+def same_elements(first: Layout, other: Layout, transposed: bool) -> bool:
+    """Whether both have the same elements of the parameter in the same places, those of `other` transposed."""
+    if first == other and not transposed:
+        return True
+    mine, its = viewed(first, unallocated(first.shape)), viewed(other, unallocated(other.shape))
+    if mine is None or its is None:  # some elements are copied on the way: compare their numbers
+        numbers = torch.arange(math.prod(first.shape)).reshape(first.shape)
+        mine, its = first.apply(numbers), other.apply(numbers)
+        return torch.equal(mine, its.mT if transposed else its)
+    its = its.mT if transposed else its
+    sides = zip(mine.shape, mine.stride(), its.stride(), strict=True)
+    return mine.shape == its.shape and all(size == 1 or stride == other for size, stride, other in sides)
+
+
 def ranges(view: Tensor, shape: Shape) -> dict[int, tuple[int, int]]:
     """The dimensions along which a view of a parameter of `shape` shows a slice, every element once: (start, stop)."""
     along: dict[int, tuple[int, int]] = {}

@@ -16,8 +16,7 @@ from torch import fx, nn
 from kfac_fx.layer_collection.names import CapturedModel, LayerParametersDict
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.choose import lacking
-from kfac_fx.passes.claims import declared_by_user
+from kfac_fx.passes.choose import declared_by_user, lacking
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
 from kfac_fx.passes.graphs.labels import Label, in_example, labels_of, symbolic_sizes, with_batch_dim, with_mask
 from kfac_fx.passes.ir import Program, Sampling, Use, where

@@ -127,10 +127,10 @@ def test_two_layers_of_one_s_own_at_one_use_are_refused_with_both_places() -> No
     first, second = lookup("first"), lookup("second")
     with pytest.raises(AmbiguousRegistrationError) as failure:
         resolve(before("resolve", Looked(), layers=[first, second]))
-    line = Looked.forward.__code__.co_firstlineno + 1
+    use = f"index_select (test_resolve_claims.py:{Looked.forward.__code__.co_firstlineno + 1})"
     assert str(failure.value).splitlines() == [
         "1 use is claimed by two layers:",
-        f"  table  at index_select (test_claims.py:{line}): first ({first.location}) and second ({second.location})",
+        f"  table  at {use}: first ({first.location}) and second ({second.location})",
         "Leave one of them out of layers=[...], or let its `where` refuse what is not meant.",
     ]
 
