@@ -33,6 +33,11 @@ costs, and not how far it gets.
 soap has statistics at every step, and m is the interval of its bases. singd has no inverses. curvlinops takes no
 averages over batches. singd and curvlinops leave the parameters of batch normalization to SGD.
 
+The steps are the usual ones, after a warm-up. Two things make some steps longer, and few of a training. Inverses are
+also computed early, after 1, 2, 5, 10, 20, 50, ... steps. The outputs of the recordings 1, 2, 4, 8, ... and of every
+1000th are compared with the model's, which takes two forwards more, unless each recording has a forward beside it. The
+benchmark prints the time of such a comparison.
+
 The floor comes from a cost model of empirical statistics: a layer itself takes 6 n i o flops, its statistics
 n (i² + o²) (twice that as plain products), a preconditioned step 2 i o (i + o), and an inverse i³ + o³. Convolutions
 may be below the floor: patches overlap, and their second moment is summed over the lines of the image instead.

@@ -1,6 +1,7 @@
 """The cost of a step for the host, in a model of many small parameters: `python -m benchmarks.host_time`.
 
-CPU time of one thread, medians over interleaved rounds: of a whole training step, and of `optimizer.step()` alone.
+CPU time of one thread, medians over interleaved rounds: of a whole training step, and of `optimizer.step()` alone,
+after the warm-up of `benchmarks.step_time`.
 The matrices are so small that most of it is Python and torch's dispatch of operations, once each.
 """
 
@@ -23,7 +24,7 @@ from benchmarks import program
 from benchmarks.decoder import Decoder
 from benchmarks.methods import LR
 from benchmarks.step_models import Loss, Make, Problem
-from benchmarks.step_time import EVERY
+from benchmarks.step_time import EVERY, WARMUP
 
 OUT = Path(__file__).parent / "results" / "host_time.json"
 
@@ -96,7 +97,7 @@ def measure(make: Make, rounds: int) -> dict[str, tuple[float, float]]:
         ready[name] = (problem := make(), *method(problem))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     order, shuffle = list(METHODS), random.Random(0).shuffle
-    for turn in range(rounds + 2):
+    for turn in range(rounds + WARMUP):
         shuffle(order)
         for name in order:
             problem, run, optimizer = ready[name]
@@ -106,7 +107,7 @@ def measure(make: Make, rounds: int) -> dict[str, tuple[float, float]]:
             between = time.process_time()
             optimizer.step()
             end = time.process_time()
-            if turn > 1:
+            if turn >= WARMUP:
                 times[name].append((end - start, end - between))
     return {
         name: tuple(1e3 * statistics.median(times) for times in zip(*milliseconds, strict=True))

@@ -87,6 +87,16 @@ def ours(problem: Problem, n: int, m: int, backend: str = "eager", **options: An
     return step
 
 
+def comparison(problem: Problem, n: int, m: int) -> Step:
+    """A comparison of the model's outputs with those of its graph: two forwards."""
+    net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind)
+
+    def step() -> None:
+        net.differs((problem.x,), {})
+
+    return step
+
+
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +193,7 @@ def soap(problem: Problem, n: int, m: int) -> Step:
 
 
 SECOND_ORDER = ("statistics", "inverses")
+OURS = "kfac_fx, sampled"
 
 
 def first_order(backend: str) -> dict[str, Method]:
@@ -191,11 +202,11 @@ def first_order(backend: str) -> dict[str, Method]:
 
 
 def our_methods(backend: str) -> dict[str, Method]:
-    def method(like: str | None = "kfac_fx, sampled", **options: Any) -> Method:
+    def method(like: str | None = OURS, **options: Any) -> Method:
         return Method(partial(ours, backend=backend, **options), None, SECOND_ORDER, like)
 
     return {
-        "kfac_fx, sampled": method(None),
+        OURS: method(None),
         "kfac_fx, sampled 1/4": method(fraction=0.25),
         "kfac_fx, empirical": method(estimation_mode="empirical"),
         "kfac_fx, sampled, qmodel": method(None, lr=None, momentum=None, momentum_type="qmodel"),

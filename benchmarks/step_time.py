@@ -4,6 +4,10 @@ CPU time of one thread, medians over interleaved rounds in one process, as multi
 the same compiler), beside the floor of the cost model (`benchmarks.flops`) and the peers that are installed
 (`benchmarks.methods`), as they are: not compiled.
 
+Times are those of the usual steps, after a warm-up. Early steps also compute inverses, see `kfac_fx.optim.schedule`,
+and recordings without a forward beside them are compared with the model, more and more rarely, see
+`kfac_fx.checks.outputs`. The time of such a comparison is printed apart.
+
 With `--device cuda` a time is the clock's, from an idle device to an idle device. The results of the CPU are kept in
 step_time.json, those of another device or backend beside it.
 """
@@ -25,16 +29,16 @@ from rich.table import Table
 
 from benchmarks.alive import AliveBytes
 from benchmarks.flops import flops_of
-from benchmarks.methods import PEERS, Method, Step, first_order, installed, our_methods
+from benchmarks.methods import OURS, PEERS, Method, Step, comparison, first_order, installed, our_methods
 from benchmarks.program import console, versions
 from benchmarks.step_models import MODELS, QUICK, Make
 
 OUT = Path(__file__).parent / "results" / "step_time.json"
 NEVER = 1_000_000
-WARMUP = 3
+WARMUP = 11  # so that inverses are early, or recordings compared, in few of the timed steps: in the 16th, the 21st, ...
 CPU = torch.device("cpu")
 SCHEDULES = ((1, 10), (10, 100))  # (statistics every, inverses every)
-PLAIN, STATISTICS, INVERSES = "plain", "statistics", "inverses"
+PLAIN, STATISTICS, INVERSES, COMPARISON = "plain", "statistics", "inverses", "comparison of outputs"
 EVERY = {PLAIN: (NEVER, NEVER), STATISTICS: (1, NEVER), INVERSES: (NEVER, 1)}
 Times = Mapping[tuple[str, str], float]  # by method and kind of step
 
@@ -109,7 +113,8 @@ def run(
     for name, make in models.items():
         torch.compiler.reset()  # torch.compile takes eight models of a class, and leaves the ninth as it is
         peaks = {method: peak(make, run) for method, run in methods.items()} if memory else {}
-        times = measure(steps_of(make, methods, device), rounds, device)
+        compared = {(OURS, COMPARISON): seeded(make, Method(comparison), EVERY[PLAIN], device)}
+        times = measure(steps_of(make, methods, device) | compared, rounds, device)
         flops = flops_of(make)
         floors = {"floor, plain products": False, "floor, symmetric products": True}
         cycles = {

@@ -10,6 +10,7 @@ from benchmarks import (
     agreement,
     agreement_attribution,
     agreement_kronfluence,
+    beside,
     conjugate_gradients,
     cost_docs,
     gpt2_factors,
@@ -23,6 +24,8 @@ from benchmarks import (
 from benchmarks.flops import flops_of
 from benchmarks.methods import Method
 from benchmarks.step_models import Loss, Problem
+from kfac_fx.checks.outputs import OutputWatch
+from kfac_fx.optim.schedule import is_early
 
 FILES = tuple(benchmark.OUT for benchmark in (step_time, step_parts, host_time, scale))
 
@@ -38,7 +41,16 @@ def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
     finally:
         torch.set_num_threads(threads)
     shown = " ".join(capsys.readouterr().out.split())
-    for text in ("quick: step time as a multiple of SGD's", "adamw", "sampled", "empirical", "floor", "qmodel", "1,10"):
+    for text in (
+        "quick: step time as a multiple of SGD's",
+        "comparison of outputs",
+        "adamw",
+        "sampled",
+        "empirical",
+        "floor",
+        "qmodel",
+        "1,10",
+    ):
         assert text in shown, text
     assert "unheard-of: not installed: pip install a-package-that-nobody-has" in shown
     assert "quick: parts of a step" in shown
@@ -46,6 +58,15 @@ def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
     assert "quick: CPU milliseconds of a step of 18 small parameters" in shown
     assert "CPU seconds after capture, by pass" in shown
     assert before == [path.read_bytes() if path.exists() else None for path in FILES]
+
+
+def test_no_timed_step_of_a_short_run_inverts_early_or_compares_outputs() -> None:
+    watch = OutputWatch()
+    special = [watch.due() or is_early(step, step_time.NEVER) for step in range(step_time.WARMUP + 10)]
+    rounds = {name: int(options[-1]) for name, options in beside.BENCHMARKS.items() if "--rounds" in options}
+    timed = {name: special[step_time.WARMUP :][:number] for name, number in rounds.items()}
+    assert not any(timed["step_time"]) and len(timed["step_time"]) == 3
+    assert sum(timed["host_time"]) < (len(timed["host_time"]) - 1) // 2  # a median is of the others
 
 
 def test_a_device_is_timed_by_the_clock_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
