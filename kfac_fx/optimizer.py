@@ -20,7 +20,6 @@ from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.option_signature import takes
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.stand_in import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
@@ -31,7 +30,7 @@ from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.devices import accelerators
 from kfac_fx.placement import BlockOwners
-from kfac_fx.values import one_element, positive
+from kfac_fx.values import one_element, positive, takes
 
 
 class KFAC(Optimizer, Joinable):

@@ -1,15 +1,19 @@
 """Checks of arguments: an error says what the value is, and what it must be or what to write.
 
+Most are functions (name, value) that raise ValueError. `takes` gives a class arguments that come from a dataclass.
+
 The host waits for the device of a tensor, so these are for arguments that are read once.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import keyword
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +75,23 @@ positive = number_that("be positive", lambda value: 0 < value < math.inf)
 not_negative = number_that("not be negative", lambda value: 0 <= value < math.inf)
 a_weight = number_that("be between 0 and 1", lambda value: 0 <= value <= 1)
 a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def one_of(choices: Sequence[str]) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if str(value).lower() not in choices:
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), choices)}")
+
+    return check
+
+
+def either(first: str, second: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in (first, second):
+            raise ValueError(f"{name} {value!r} is neither {first!r} nor {second!r}")
+
+    return check
 
 
 def whole_number(least: int, of: str) -> Callable[[str, Any], None]:
@@ -272,3 +293,55 @@ def in_place(objects: Iterable[Any], model: Any) -> str:
         kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         advice.append(f"write {known[id(value)]!r} for {kind}" if id(value) in known else f"{kind} is none")
     return "; ".join(advice)
+
+
+# --- the arguments of `KFAC` ------------------------------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT")
+SelfT = TypeVar("SelfT")
+OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... in the place of betas."}  # of other optimizers
+
+
+def a_rate(name: str, value: Any) -> None:
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
+        )
+    not_negative(name, value)
+
+
+def a_grad_scaler(name: str, value: Any) -> None:
+    if not callable(getattr(value, "get_scale", None)):
+        raise ValueError(f"{name} is {value!r}; it must be a torch.amp.GradScaler")
+
+
+def takes(
+    options: Callable[P, OptionsT],
+) -> Callable[[Callable[[SelfT, OptionsT], None]], Callable[Concatenate[SelfT, P], None]]:
+    """Decorate `__init__(self, options)` to take the fields of the dataclass `options` as its own arguments.
+
+    An explicit signature would repeat every name, type and default, and the body would repeat the names once more;
+    `**kwargs` would hide the arguments from `help` and from type checkers. With `takes`, type checkers infer the
+    arguments from the dataclass through the ParamSpec; `__signature__` and `__doc__` are the dataclass's, too.
+    """
+
+    def decorated(init: Callable[[SelfT, OptionsT], None]) -> Callable[Concatenate[SelfT, P], None]:
+        @functools.wraps(init)
+        def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            unknown = [name for name in kwargs if name not in written.parameters]
+            if unknown:
+                near = "".join(OTHER_NAMES.get(name) or nearest(name, written.parameters) for name in unknown)
+                names = ", ".join(map(repr, unknown))
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {names}.{near}")
+            init(self, options(*args, **kwargs))
+
+        written, types, public = inspect.signature(options), get_type_hints(options), cast(Any, __init__)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = [argument.replace(annotation=types[name]) for name, argument in written.parameters.items()]
+        public.__signature__ = written.replace(parameters=[itself, *arguments], return_annotation=None)
+        public.__doc__ = options.__doc__
+        return __init__
+
+    return decorated

@@ -121,6 +121,16 @@ def refuse_wrapped(net: Any, by: str) -> None:
         )
 
 
+def compiled(name: str, value: Any) -> None:
+    """A check of KFAC's `net`."""
+    refuse_wrapped(value, "KFAC")
+    if not hasattr(value, "attach") or not hasattr(value, "registrations"):
+        raise ValueError(
+            f"KFAC needs a compiled module and got a {type(value).__name__}: "
+            "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net in the place of model"
+        )
+
+
 def averages_gradients(wrapper: nn.Module) -> bool:
     """Whether DistributedDataParallel is among the wrappers of a model."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):

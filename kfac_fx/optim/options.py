@@ -10,24 +10,22 @@ from typing import Annotated, Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from kfac_fx.checks.unchanged import compiled
+from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.eigen_moments import without_basis
-from kfac_fx.optim.option_signature import a_grad_scaler, a_mode, a_rate, compiled, either, of_first_order, one_of
-from kfac_fx.optim.rules import (
-    DampingRule,
-    FirstOrder,
-    new_adam_state,
-    new_checked_state,
-    new_counting_state,
-    new_velocity,
-)
+from kfac_fx.optim.rules import NEW_STATES, DampingRule, FirstOrder, new_velocity
 from kfac_fx.values import (
     a_flag,
+    a_grad_scaler,
     a_process_group,
+    a_rate,
     a_seed,
     a_share,
     a_weight,
+    either,
     finite,
     not_negative,
+    one_of,
     positive,
     whole_number,
 )
@@ -36,6 +34,14 @@ BOUND = 0.03  # c of "eigen_moments", unless norm_constraint is given
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
 STEPS = "steps"
+
+
+def a_mode(name: str, value: Any) -> None:
+    check_mode(value)
+
+
+def of_first_order(name: str, value: Any) -> None:
+    FirstOrder.read(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +73,9 @@ class KFACOptions:
             that is less: the factors of the first batches alone are no curvature to take many steps with. None means
             10, and what `overhead` allows with "adaptive" and "eigen_moments".
         overhead: what statistics, inverses and checks of "adaptive" and "eigen_moments" may cost in a step, as a part
-            of the training step.
-            A cost model of the network chooses their intervals at the first step (`kfac_fx.optim.schedule`), and
-            net.report prints them. StepIntervals that are given replace those of the model. None means 0.6.
+            of the training step. A cost model of the network chooses their intervals at the first step
+            (`kfac_fx.optim.schedule`), and net.report prints them. Intervals that are given replace those of the
+            model. None means 0.6.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
@@ -156,10 +162,8 @@ class KFACOptions:
         annotations = get_type_hints(KFACOptions, include_extras=True)
         for field in fields(self):
             value, annotation = getattr(self, field.name), annotations[field.name]
-            may_be_left_out = value is None and (
-                field.default is None or type(None) in get_args(get_args(annotation)[0])
-            )
-            for check in () if may_be_left_out else getattr(annotation, "__metadata__", ()):
+            may_be_none = field.default is None or type(None) in get_args(get_args(annotation)[0])
+            for check in () if value is None and may_be_none else getattr(annotation, "__metadata__", ()):
                 check(field.name, value)
         if self.momentum is None and self.kind != "qmodel":
             object.__setattr__(self, "momentum", 0.95 if self.eigen_moments else 0.9)
@@ -386,15 +390,11 @@ class KFACOptions:
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a new parameter in a Fisher block, by name."""
-        if self.grafted:
-            return new_adam_state(parameter)
-        if self.eigen_moments:
-            return new_counting_state(parameter)
-        return new_checked_state(parameter) if self.adaptive else new_velocity(parameter)
+        return NEW_STATES.get(self.kind, new_velocity)(parameter)
 
     @functools.cached_property
     def first_order_rule(self) -> FirstOrder:
-        return FirstOrder.read(self.first_order)
+        return FirstOrder.read(self.first_order or {})
 
 
 KFACOptions.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist

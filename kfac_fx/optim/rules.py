@@ -18,6 +18,7 @@ from torch import Tensor
 from kfac_fx.linalg.vectors import Flat, Tensors, connected
 from kfac_fx.passes.errors import nearest
 from kfac_fx.placement import UNDIVIDED, VectorDivision
+from kfac_fx.values import not_negative, number, optional
 
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]
@@ -156,13 +157,22 @@ class FirstOrder:
     weight_decay: float | None = None  # None takes that of the parameter group
 
     @classmethod
-    def read(cls, options: Mapping[str, Any] | None) -> FirstOrder:
-        """From KFAC's `first_order=dict(...)`. Raises ValueError for an unknown option."""
+    def read(cls, options: Any) -> FirstOrder:
+        """From KFAC's `first_order=dict(...)`. Raises ValueError for options that are unknown or out of range."""
+        if not isinstance(options, Mapping):
+            raise ValueError(f"first_order is {options!r}; it must be a dict of options, as in dict(lr=1e-3)")
         names = [field.name for field in fields(cls)]
-        for name in options or {}:
+        for name in options:
             if name not in names:
                 raise ValueError(f"first_order has no option {name!r}, only {', '.join(names)}.{nearest(name, names)}")
-        return cls(**(options or {}))
+        rule = cls(**options)
+        not_negative("first_order['lr']", rule.lr)
+        not_negative("first_order['eps']", rule.eps)
+        optional(not_negative, "first_order['weight_decay']", rule.weight_decay)
+        betas = rule.betas if isinstance(rule.betas, (tuple, list)) else ()
+        if len(betas) != 2 or not all(0 <= number("first_order['betas']", beta) < 1 for beta in betas):
+            raise ValueError(f"first_order['betas'] is {rule.betas!r}; it must be two numbers, from 0 and below 1")
+        return rule
 
     def __call__(self, g: Tensor, state: Mapping[str, Tensor], flat: Flat) -> tuple[Tensor, Tensors]:
         """(Δ, the new state). All are vectors [P] but "step", [parameters]: every parameter counts its own steps."""
@@ -183,6 +193,13 @@ def new_adam_state(parameter: Tensor) -> Tensors:
     like = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
     values = like, like.clone(), torch.zeros((), dtype=like.dtype, device=parameter.device)
     return dict(zip(ADAM_STATE, values, strict=True))
+
+
+NEW_STATES = {  # of a parameter in a Fisher block, by momentum type; the others have `new_velocity`
+    "adaptive": new_checked_state,
+    "eigen_moments": new_counting_state,
+    "grafted": new_adam_state,
+}
 
 
 # --- grafting ---------------------------------------------------------------------------------------------------------
