@@ -4,13 +4,15 @@ With F = Q Λ Qᵀ of a block (Qᵀ W is Q_Gᵀ W Q_A for a Kronecker product), 
 
     m <- β₁ m + (1 - β₁) g           β₁: `momentum`
     v <- β₂ v + (1 - β₂) (Qᵀ g)²     β₂: `second_moment_decay`, elementwise
-    Δ = Q [Qᵀ m̂ / (√v̂ + ε)]          m̂ = m / (1 - β₁ᵗ), v̂ = v / (1 - β₂ᵗ)
+    Δ = Q [Qᵀ n / (√v̂ + ε)]          n = β₁ m̂ + (1 - β₁) g or n = m̂; m̂ = m / (1 - β₁ᵗ), v̂ = v / (1 - β₂ᵗ)
 
 v is the diagonal of the second moment of gradients in the basis, which George et al. 2018 ("Fast approximate natural
 gradient descent in a Kronecker-factored eigenbasis", algorithm 1) put in the place of Λ, here averaged over steps.
-Adam in an eigenbasis is SOAP (Vyas et al. 2024, "SOAP: improving and stabilizing Shampoo using Adam", algorithm 3),
-whose factors are averages of g gᵀ and gᵀ g; here they are K-FAC's A and G. Blocks that are no Kronecker product have
-the basis of their F, and diagonal blocks that of the parameters, so these follow Adam itself.
+The first n is Nesterov's momentum in Adam (Dozat 2016, "Incorporating Nesterov momentum into Adam", algorithm 8, with
+one bias correction for both terms); which of the two a step has is decided in `kfac_fx.optim.step_checks`. Adam in an
+eigenbasis is SOAP (Vyas et al. 2024, "SOAP: improving and stabilizing Shampoo using Adam", algorithm 3), with n = m̂ and
+factors that are averages of g gᵀ and gᵀ g; here they are K-FAC's A and G. Blocks that are no Kronecker product have the
+basis of their F, and diagonal blocks that of the parameters, so these follow Adam itself.
 
 Bases are computed when inverses would be (`invert_every`); the host waits for them. In a new basis Q', v becomes the
 diagonal of Q'ᵀ Q diag(v) Qᵀ Q', which is (Q'ᵀ Q)² v with the squares of the elements, so the order and the signs of
@@ -118,10 +120,10 @@ def adam_in_bases(
     accept: Tensor,
     still: Collection[str],
 ) -> Tensors:
-    """Q [Qᵀ m̂ / (√v̂ + ε)] by parameter, after the gradient has entered v.
+    """Q [Qᵀ n / (√v̂ + ε)] by parameter, after the gradient has entered v.
 
     Args:
-        gradient, average: g and m̂, of all parameters in Fisher blocks of this process that are not idle.
+        gradient, average: g and n, of all parameters in Fisher blocks of this process that are not idle.
         decay: β₂.
         accept: 0-dim; if it is false, v stays as it is. A block whose squares are not finite keeps its own, too.
         still: the parameters without a gradient. Blocks of these alone keep their v.

@@ -37,6 +37,13 @@ norm is at most max(1, h).
                                 gets longer, half of the way to it on a logarithmic scale, and at most three times; this
                                 does not depend on lr, so that it leaves a schedule alone
 
+The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
+speaks against it. n is the plain mean m̂
+
+    if the last two checks had the same batch     gradients without noise gain from a longer mean
+    if lr ρ >= 3/4 r at the last check            the curvature and not the noise limits the steps, as in a deep network
+                                                  without skips: the bound allows longer ones along a steadier d
+
 A rise by `RISE` max(1, h) is tolerated, or by `RISE_AGAIN` h if that is less. A check is *calm* if it undid nothing and
 lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The check after a calm one may come later
 (`kfac_fx.optim.schedule`).
@@ -75,12 +82,14 @@ class StepSize:
     value: Tensor  # h before the step of the last check, infinity before
     weight: Tensor  # of "adaptive", the sum of the weights of the averaged gradients
     calm: Tensor  # of "eigen_moments", whether the last check found the step far below its bound; a bool
+    same: Tensor  # whether the batch of the last check was that of the check before it; a bool
+    near: Tensor  # of "eigen_moments", whether the step of the last check was near its bound; a bool
 
     @staticmethod
     def first(scalar: Tensor) -> StepSize:
         """scalar: a zero."""
-        infinity = torch.full_like(scalar, torch.inf)
-        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone(), scalar.bool())
+        infinity, no = torch.full_like(scalar, torch.inf), scalar.bool()
+        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone(), no, no.clone(), no.clone())
 
     def store(self, ok: Tensor, **scalars: Tensor) -> None:
         """Overwrite these scalars where `ok` is true."""
@@ -112,17 +121,18 @@ class Check:
         return self.batch.at({**self.parameters, **places})
 
 
-def tolerated(value: Tensor, again: Tensor | None = None) -> Tensor:
+def tolerated(value: Tensor, same: Tensor | None = None) -> Tensor:
     """The rise of a loss of this value that is left alone.
 
-    again: 0-dim, whether noise between batches is no part of the rise; None counts as true.
+    same: 0-dim, whether noise between batches is no part of the rise; None counts as true.
     """
     of_same = torch.minimum(RISE * value.abs().clamp(min=1.0), RISE_AGAIN * value.abs())
-    return of_same if again is None else torch.where(again, of_same, RISE * value.abs())
+    return of_same if same is None else torch.where(same, of_same, RISE * value.abs())
 
 
-def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: Tensor) -> Tensor:
-    """Whether the loss has risen from its value at `last`, the parameters of the last check by name; 0-dim.
+def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the loss has risen from its value at `last`, the parameters of the last check by name, and whether the
+    batch is the same as there; 0-dim.
 
     Args:
         noisy: whether the step's length is that of a norm, so that the loss of another batch may rise as much as that
@@ -134,8 +144,8 @@ def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: 
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
-    again = None if noisy else (was - size.value).abs() <= SAME * was.abs()
-    return (rise > tolerated(was, again)) | (lost & check.batch.finite(there))
+    same = (was - size.value).abs() <= SAME * was.abs()
+    return (rise > tolerated(was, None if noisy else same)) | (lost & check.batch.finite(there)), same
 
 
 def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, finite: Tensor) -> Tensor:
@@ -144,7 +154,8 @@ def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, fini
     noisy, finite: as of `has_risen`.
     """
     last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
-    risen = has_risen(size, last, check, noisy, finite)
+    risen, same = has_risen(size, last, check, noisy, finite)
+    size.same.copy_(same)
     go_back(flat, last, risen)
     for name in ("velocity", "step"):
         if name in flat.state:
@@ -246,7 +257,7 @@ def move_adaptive(
 
 RATE = 0.02
 STRETCH = 3.0  # the largest multiple of Adam's step
-CALM = 0.4  # of the bound, for the norm of a step
+CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
 FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
 
 
@@ -278,6 +289,7 @@ def move_bounded(
     kept, change = take(flat, Proposal(move, proposal.state), check, before, linear, tolerated(check.value), ok)
     size.store(ok, ratio=torch.where(kept, ratio, 2 * ratio), value=check.value)
     size.calm.copy_(kept & (norm <= CALM * ratio))
+    size.near.copy_(~(norm < NEAR * ratio))
     return kept, predicted, change / predicted
 
 

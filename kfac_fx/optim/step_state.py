@@ -237,7 +237,10 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     if momentum.dim() == 0:
         weight = flat.flat.spread(dict(zip(flat.flat.shapes, weight.unbind(), strict=True)))
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
-    parts, averages = (flat.flat.parts(vector) for vector in (flat.g, velocity / weight))
+    mean = velocity / weight
+    nesterov = momentum * mean + (1 - momentum) * flat.g
+    mean = torch.where(state.size.same | state.size.near, mean, nesterov)
+    parts, averages = (flat.flat.parts(vector) for vector in (flat.g, mean))
     gradient, average = flat.division.to_blocks(parts, averages)
     update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
     update = flat.division.from_blocks({name: update[name] for name in average}, averages)

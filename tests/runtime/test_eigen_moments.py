@@ -226,13 +226,13 @@ def step(net: CompiledModule, opt: KFAC, number: int) -> None:
 class Slow:
     """The same from the formulas, with dense matrices, for two layers."""
 
-    def __init__(self, net: CompiledModule, momentum: float, decay: float) -> None:
+    def __init__(self, net: CompiledModule, momentum: float, decay: float, nesterov: bool = True) -> None:
         self.w = [net.model[n].weight.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.b = [net.model[n].bias.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.m, self.v = [0.0, 0.0], [0.0, 0.0]
         self.a, self.g, self.weight = [0.0, 0.0], [0.0, 0.0], 0.0
         self.q: Any = [None, None]
-        self.momentum, self.decay, self.t = momentum, decay, 0
+        self.momentum, self.decay, self.nesterov, self.t = momentum, decay, nesterov, 0
 
     def step(self, number: int, lr: float, weight_decay: float) -> None:
         x, y = data(number)
@@ -252,7 +252,10 @@ class Slow:
             self.m[n] = self.momentum * self.m[n] + (1 - self.momentum) * gradient
             self.v[n] = self.decay * self.v[n] + (1 - self.decay) * (self.q[n].T @ gradient) ** 2
             root = (self.v[n] / (1 - self.decay**self.t)) ** 0.5
-            turned = self.q[n].T @ self.m[n] / (1 - self.momentum**self.t)
+            mean = self.m[n] / (1 - self.momentum**self.t)
+            if self.nesterov:
+                mean = self.momentum * mean + (1 - self.momentum) * gradient
+            turned = self.q[n].T @ mean
             update = (self.q[n] @ (turned / (root + EPSILON))).view(d.shape[1], rows.shape[1])
             self.w[n] = self.w[n] - lr * (update[:, :-1] + weight_decay * self.w[n])
             self.b[n] = self.b[n] - lr * (update[:, -1] + weight_decay * self.b[n])
@@ -268,6 +271,22 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
         for name, parameter in zip(("w", "b"), (net.model[2].weight, net.model[2].bias), strict=True):
             torch.testing.assert_close(parameter.detach(), getattr(slow, name)[1], rtol=1e-6, atol=1e-8)
     assert opt.skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("batches", "bound", "nesterov"),
+    [("others", 1e30, True), ("same", 1e30, False), ("others", 1e-9, False)],
+    ids=["noise", "the same batch", "a step at its bound"],
+)
+def test_momentum_is_nesterovs_where_noise_limits_steps(batches: str, bound: float, nesterov: bool) -> None:
+    """The first step has one gradient, so its mean is that gradient either way."""
+    net, opt = made(norm_constraint=bound, damping_adaptation_interval=2)
+    slow = Slow(net, 0.95, 0.95, nesterov)
+    for number in range(8):
+        of = number if batches == "others" else 0
+        step(net, opt, of)
+        slow.step(of, 0.1 / opt._step_state.size.ratio.item(), 0.0)
+        torch.testing.assert_close(net.model[2].weight.detach(), slow.w[1], rtol=1e-6, atol=1e-12)  # type: ignore[index, union-attr]
 
 
 def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:

@@ -41,6 +41,7 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
             for to, parameter in zip(other.parameters(), net.parameters(), strict=True):
                 to.copy_(parameter)
             loss = F.cross_entropy(net(x), y).item()
+        free._step_state.size.near.copy_(opt._step_state.size.near)  # for steps along the same direction
         step(net, opt, number)
         step(other, free, number)
         move = theta(other) - at

@@ -231,8 +231,8 @@ class Dense:
                 return self.velocity
         self.t += 1
         self.velocity, self.squares = mu * self.velocity + (1 - mu) * g, 0.95 * self.squares + 0.05 * g.square()
-        means = self.velocity / (1 - mu**self.t), self.squares / (1 - 0.95**self.t)
-        return means[0] / (means[1].sqrt() + 1e-8)
+        mean, square = self.velocity / (1 - mu**self.t), self.squares / (1 - 0.95**self.t)
+        return (mu * mean + (1 - mu) * g) / (square.sqrt() + 1e-8)
 
     def next_ratio(self) -> float:
         """Far below the bound, where only the first three steps are checked."""
