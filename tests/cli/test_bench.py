@@ -1,10 +1,22 @@
 """`bench`: contestants, and the schedule that fits an overhead."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
 
-from kfac_fx.cli.bench import CHECKS, INVERSES, PLAIN, STATISTICS, bench, scalar_loss, schedule
+from kfac_fx.cli.bench import (
+    CHECKS,
+    INVERSES,
+    PLAIN,
+    STATISTICS,
+    Contestant,
+    bench,
+    fitting_schedule,
+    scalar_loss,
+    schedule,
+)
 from kfac_fx.cli.problem import CommandError, Problem
 
 SECONDS = {"AdamW": 1.0, PLAIN: 1.0, STATISTICS: 2.0, INVERSES: 11.0, CHECKS: 2.0}  # a fifth of the steps is checked
@@ -19,6 +31,27 @@ def test_the_schedule_is_the_most_frequent_that_fits() -> None:
 
 def test_no_schedule_fits_less_than_a_plain_step() -> None:
     assert schedule(SECONDS, overhead=0.1) is None
+
+
+def contestants_of(seconds: Mapping[str, float]) -> dict[str, Contestant]:
+    model = nn.Linear(5, 2)
+    problem = Problem(model, (torch.randn(4, 5),), {}, "normal", strict=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    return {name: Contestant(model, optimizer, problem, [each]) for name, each in seconds.items()}
+
+
+def test_the_schedule_that_fits_is_told_as_a_call_of_kfac() -> None:
+    assert fitting_schedule(contestants_of(SECONDS), overhead=0.5) == (
+        "within 50% of AdamW's step: KFAC(net, cov_update_every=10, invert_every=50, damping_adaptation_interval=5), "
+        "whose mean step takes 1.50 of AdamW's"
+    )
+
+
+def test_where_no_schedule_fits_the_least_overhead_and_two_remedies_are_told() -> None:
+    assert fitting_schedule(contestants_of(SECONDS), overhead=0.1) == (
+        "no schedule stays within 10% of AdamW's step: without statistics and inverses, and with a check every 5 "
+        "steps, K-FAC takes 20% more. A larger batch makes this share smaller, and --overhead allows more"
+    )
 
 
 def test_a_scalar_output_is_the_loss_and_other_outputs_are_squared() -> None:
