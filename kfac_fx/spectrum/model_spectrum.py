@@ -269,11 +269,9 @@ class ModelSpectrum(Spectrum):
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
     def refuse_singular(self) -> None:
-        """Raises ValueError for blocks with eigenvalues that have no reciprocal. Waits for the device."""
+        """Raises ValueError for blocks with eigenvalues of zero, to rounding, and no damping. Waits for the device."""
         singular = [
-            ", ".join(key)
-            for key, (system, index) in self.places().items()
-            if not bool((1 / self.shifted(system)[index]).isfinite().all())
+            ", ".join(key) for key, (system, index) in self.places().items() if bool(self.zeros(system, index).any())
         ]
         if singular:
             raise ValueError(
@@ -281,6 +279,17 @@ class ModelSpectrum(Spectrum):
                 f"scores: {'; '.join(singular)}.\nAdd a damping, as in "
                 "spectrum.at(damping=kfac_fx.Relative(0.1))."
             )
+
+    def zeros(self, system: System, index: int) -> Tensor:
+        """Which eigenvalues of a block are zero to rounding, and not damped: [g, o, i].
+
+        An eigenvalue of the factors is rounded to ε of the largest. A corrected one is a mean of squares of coordinates
+        that are rounded to ε of the gradient, so its rounding is ε² of the largest.
+        """
+        shifted = self.shifted(system)[index].detach()
+        rounding = torch.finfo(shifted.dtype).eps ** (1 if self.case is None else 2)
+        undamped = shifted <= self.scale * system.values[index]
+        return (undamped & (shifted <= rounding * shifted.max())) | ~(1 / shifted).isfinite()
 
     def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
         """Hand the gradients of the loss, or of `measurement`, of single examples to `consume`.

@@ -37,7 +37,7 @@ def contestants_of(seconds: Mapping[str, float]) -> dict[str, Contestant]:
     model = nn.Linear(5, 2)
     problem = Problem(model, (torch.randn(4, 5),), {}, "normal", strict=False)
     optimizer = torch.optim.SGD(model.parameters())
-    return {name: Contestant(model, optimizer, problem, [each]) for name, each in seconds.items()}
+    return {name: Contestant(model, optimizer, problem, [mean]) for name, mean in seconds.items()}
 
 
 def test_the_schedule_that_fits_is_told_as_a_call_of_kfac() -> None:

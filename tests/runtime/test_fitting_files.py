@@ -48,9 +48,9 @@ def test_sides_in_parts_come_back(options: dict[str, object], tmp_path: Path) ->
     spectrum = estimator.spectrum(damping=0.1)
     save_spectrum(spectrum, tmp_path)
     again = load_spectrum(net, tmp_path, damping=0.1)
+    assert same(again, spectrum)
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    for name, expected in spectrum.multiply_inverse(v).items():
-        assert torch.equal(again.multiply_inverse(v)[name], expected)
+    torch.testing.assert_close(again.multiply_inverse(v), spectrum.multiply_inverse(v))  # other strides, other rounding
 
 
 class Sliced(nn.Module):

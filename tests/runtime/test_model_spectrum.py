@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -398,12 +399,28 @@ def test_scores_without_inverses_are_refused_with_the_blocks() -> None:
     x[:, 0] = 0.0
     estimator = FisherEstimator(kfac_fx.compile(model, (x,), loss="categorical"), damping=0.1)
     estimator.update_covariances(x)
-    spectrum = estimator.spectrum(damping=0.0).correct([(x, y)])
+    factors = estimator.spectrum(damping=0.0)
+    corrected = factors.correct([(x, y)])
     text = (
         r"^2 of 2 blocks have eigenvalues of zero, and their inverses have no scores: 0\.weight, 0\.bias; 2\.weight, "
         r"2\.bias\.\nAdd a damping, as in spectrum\.at\(damping=kfac_fx\.Relative\(0\.1\)\)\.$"
     )
-    for scores in (spectrum.precondition, spectrum.self_scores):
+    for scores in (factors.self_scores, corrected.precondition, corrected.self_scores):
         with pytest.raises(ValueError, match=text):
             scores((x, y))
-    assert bool(spectrum.at(damping=1e-3).self_scores((x, y)).isfinite().all())
+    for spectrum in (factors, corrected):  # a damping that is asked for is used, however small
+        assert bool(spectrum.at(damping=1e-12).self_scores((x, y)).isfinite().all())
+
+
+def test_zeros_that_rounding_left_positive_are_zeros() -> None:
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+    estimator = FisherEstimator(kfac_fx.compile(model, (torch.randn(4, 3),), loss="normal"), damping=0.1)
+    estimator.update_covariances(torch.randn(4, 3))
+    factors, key = estimator.spectrum(damping=0.0), ("0.weight",)
+    system, index = factors.places()[key]
+    eps = torch.finfo(system.values.dtype).eps
+    system.values[index] = torch.tensor([[1.0, 2 * eps, eps / 2], [2 * eps**2, eps**2 / 2, 0.0]])
+    zeros, squares = (kind.zeros(system, index).squeeze(0).tolist() for kind in (factors, replace(factors, case="row")))
+    assert zeros == [[False, False, True], [True, True, True]]
+    assert squares == [[False, False, False], [False, True, True]]
+    assert not factors.at(damping=eps**2).zeros(system, index).any()
