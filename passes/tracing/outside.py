@@ -83,11 +83,13 @@ class Outside:
     Attributes:
         points: where it reads.
         names: all attributes and strings that its functions name; of the model's attributes, it reads no others.
+        loaded: those of them that a function does not only assign.
         effects: what its functions do beside computing, as in "prints (layers.py:12)".
     """
 
     points: tuple[OutsideName, ...] = ()
     names: frozenset[str] = frozenset()
+    loaded: frozenset[str] = frozenset()
     effects: tuple[str, ...] = ()
 
     @property
@@ -98,7 +100,7 @@ class Outside:
     @property
     def reads_trained(self) -> bool:
         """Whether forward may ask whether a tensor needs a gradient."""
-        return not TRAINED.isdisjoint(self.names)
+        return not TRAINED.isdisjoint(self.loaded)
 
 
 @dataclass
@@ -167,19 +169,20 @@ class Observer:
     def outside(self) -> Outside:
         """The values that the observed functions read."""
         points: dict[tuple[int, str], OutsideName] = {}
-        names: set[str] = set()
+        names, loaded = set[str](), set[str]()
         for code, namespace, is_followed in self.codes.values():
             if not is_followed:
                 continue
             reads = BytecodeNames.of(code)
             if not in_torch(code.co_filename):
                 names |= reads.attributes | reads.strings
+                loaded |= reads.attributes - reads.assigned | reads.strings
             for point in reads.points(code, namespace):
                 points.setdefault((id(point.holder), point.name), point)
         for point in self.cells():
             points.setdefault((id(point.holder), point.name), point)
         self.variables.clear()  # a capture keeps its observer, and these may be activations
-        return Outside(tuple(points.values()), frozenset(names), tuple(self.effects))
+        return Outside(tuple(points.values()), frozenset(names), frozenset(loaded), tuple(self.effects))
 
     def cells(self) -> Iterator[OutsideName]:
         """The closure cells of the functions that ran. A frame does not know its function, which its code leads to."""
@@ -234,24 +237,28 @@ class Printing:
 
 @dataclass(frozen=True)
 class BytecodeNames:
-    """The names in a function's bytecode."""
+    """The names in a function's bytecode. assigned: the attributes that it only assigns."""
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    assigned: frozenset[str]
     imported: frozenset[str]
     strings: frozenset[str]
 
     @staticmethod
     @cache
     def of(code: CodeType) -> BytecodeNames:
-        by_kind: dict[str, set[str]] = {"globals": set(), "attributes": set(), "imported": set()}
+        by_kind: dict[str, set[str]] = {"globals": set(), "attributes": set(), "assigned": set(), "imported": set()}
+        loaded: set[str] = set()
         for instruction in dis.get_instructions(code):
             if instruction.opname in GLOBALS:
                 by_kind["globals"].add(instruction.argval)
             elif instruction.opname in ATTRIBUTES:
                 by_kind["attributes"].add(instruction.argval)
+                (by_kind["assigned"] if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
             elif instruction.opname == "IMPORT_NAME":
                 by_kind["imported"].add(instruction.argval)
+        by_kind["assigned"] -= loaded
         strings = {constant for constant in code.co_consts if isinstance(constant, str)}
         return BytecodeNames(**{kind: frozenset(names) for kind, names in by_kind.items()}, strings=frozenset(strings))
 
@@ -278,7 +285,9 @@ class BytecodeNames:
             file = getattr(value, "__file__", None) or ""
             holders, shallow = [vars(value)], in_torch(file) or not followed(file, value.__name__)
         else:
-            holders, shallow = [vars(base) for base in value.__mro__], of_library(value)
+            # This library replaces entries of torch's classes while a model runs, such as Function.apply.
+            shallow = of_library(value)
+            holders = [vars(base) for base in value.__mro__ if shallow or not of_library(base)]
         for holder in holders:
             for name in sorted(self.attributes & holder.keys()):
                 entry = holder[name]

@@ -32,6 +32,14 @@ class Constants:
     scale = 1.0
 
 
+class Doubled(torch.autograd.Function):
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return Doubled.factor * x
+
+
 def observed(function: Callable[[], Any]) -> Outside:
     observer = Observer()
     with observer.observing():
@@ -142,6 +150,20 @@ def test_a_forward_that_asks_for_the_layout_is_told(read: str) -> None:
     assert observed(functions[read]).reads_layout
     assert not observed(lambda: torch.ones(2).contiguous()).reads_layout
     assert observed(lambda: torch.ones(2).requires_grad).reads_trained
+
+
+def test_a_forward_that_sets_whether_a_tensor_is_trained_does_not_ask() -> None:
+    def forward() -> None:
+        torch.ones(2).requires_grad = True
+
+    outside = observed(forward)
+    assert "requires_grad" in outside.names and not outside.reads_trained
+
+
+def test_entries_of_torchs_classes_are_not_read_through_a_users_class() -> None:
+    """They are replaced while a model runs, and what is replaced is not another forward."""
+    labels = [point.label for point in observed(lambda: Doubled.apply(torch.ones(2))).points]  # type: ignore[no-untyped-call]
+    assert "Doubled.apply" not in labels and "Doubled.factor" in labels
 
 
 def test_a_tracer_and_a_profiler_go_on_afterwards() -> None:

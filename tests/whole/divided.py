@@ -44,6 +44,34 @@ class Branching(Base):
         return self.middle(h) if h.sum() > -1e9 else h.exp()
 
 
+class Rounding(nn.Linear):
+    """The gradient passes through its rounding, an autograd.Function. It may assign whether a tensor is trained."""
+
+    checkpointing = False
+
+    def forward(self, h: Tensor) -> Any:
+        offset = torch.zeros(h.shape[-1])
+        if self.checkpointing:
+            offset.requires_grad = True
+        return StraightThrough.apply(super().forward(h) + offset)  # type: ignore[no-untyped-call]
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return torch.round(h)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+class Rounded(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = Rounding(5, 5)
+
+
 class Repeated(Base):
     """As many calls as the data say."""
 
@@ -113,7 +141,7 @@ class Mixed(Base):
         return out.float() if h.sum() > -1e9 else h
 
 
-MODELS: list[Build] = [Straight, Branching, Repeated, Written, Hooked, Normalized, Frozen, Recomputed, Mixed]
+MODELS: list[Build] = [Straight, Branching, Rounded, Repeated, Written, Hooked, Normalized, Frozen, Recomputed, Mixed]
 
 
 def compiled(model: nn.Module, *inputs: Any, **options: Any) -> Any:
