@@ -212,18 +212,17 @@ class CaptureCache:
         Raises UntraceableError if the model calls its submodules differently each time, and the model's own error if
         it does not run on these inputs.
         """
-        path = ""
         for _ in range(MAX_ROUNDS):
             recorder = self.recorder(args, kwargs)
             try:
                 return action(recorder, recorder.capture.flatten(args, kwargs))
             except UncapturedCall as uncaptured:
                 self.capture_call(recorder, args, kwargs, uncaptured)
-                path = uncaptured.path
+                last = uncaptured
             except RuntimeError as error:
                 self.raise_the_models_own(error, args, kwargs)
                 raise
-        raise self.capturing.unstable(path)
+        raise self.capturing.unstable(last)
 
     def raise_the_models_own(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the model on inputs on which its graph has failed: its own error names its modules and lines."""

@@ -250,7 +250,7 @@ class Capturing:
         try:
             return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify), args, kwargs)
         except UncapturedCall as uncaptured:
-            raise self.unstable(uncaptured.path) from None
+            raise self.unstable(uncaptured) from None
 
     def division(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: UntraceableError, earlier: Division | None
@@ -302,9 +302,16 @@ class Capturing:
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
 
-    def unstable(self, path: str) -> UntraceableError:
+    def unstable(self, uncaptured: UncapturedCall) -> UntraceableError:
+        name, path = type(self.model).__name__, uncaptured.path
+        if uncaptured.asks:
+            return UntraceableError(
+                f"{path} asks in forward whether a tensor needs a gradient (requires_grad, is_leaf or grad_fn), and "
+                f"{name} is captured in submodules, which run with gradients and without.\n"
+                f"Let {path} decide by self.training, by an attribute of its own, or by an argument."
+            )
         return UntraceableError(
-            f"{type(self.model).__name__} calls {path} differently in every forward pass, even with identical inputs "
+            f"{name} calls {path} differently in every forward pass, even with identical inputs "
             "and random seeds.\nLet forward depend only on its inputs, its attributes and torch's random numbers."
         )
 

@@ -73,6 +73,8 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
             "A capture does not include clocks, random numbers from outside of torch, or state outside of the model. "
             "Compute these with torch, or pass them as inputs."
         )
+    if not recorder.whole:
+        refuse_other_without_gradients(recorder, values, graph_outputs, rounding)
     tolerance = max(GRADIENT_TOLERANCE, 4 * rounding)
     norms = [float(gradient.norm()) for gradient in gradients.values() if gradient is not None]
     least = 1e-2 * tolerance * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
@@ -237,6 +239,34 @@ def coarsest_rounding(recorder: Recorder, values: tuple[Any, ...]) -> float:
     dtypes |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
     dtypes |= recorder.emitted.autocast_dtypes()
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def refuse_other_without_gradients(
+    recorder: Recorder, values: tuple[Any, ...], outputs: list[Any], rounding: float
+) -> None:
+    """Raises UntraceableError if Python between the captured submodules computes other outputs where no parameter
+    needs a gradient. A check of a step evaluates the loss with such parameters."""
+    constants = {name: value.detach() for name, value in recorder.live_parameters().items()}
+    try:
+        with recorder.emitted.isolated():
+            output, _ = recorder.run_without_taps(constants, recorder.copied_buffers(), values)
+    except RuntimeError as error:  # forward itself differentiates by its parameters; a check would raise it again
+        if fatal(error):
+            raise
+        return
+    others = pytree.tree_leaves(recorder.capture.unflatten(output))
+    same = len(outputs) == len(others) and all(
+        not isinstance(value, Tensor) or equal_up_to_rounding(value, other, rounding)
+        for value, other in zip(outputs, others, strict=True)
+    )
+    if not same:
+        name = class_of(recorder.model).__name__
+        raise UntraceableError(
+            f"{name} computes something else where its parameters need no gradients, as in the forwards that check a "
+            f"step of KFAC. {name} is captured in submodules, between which it may ask whether a tensor needs a "
+            "gradient (requires_grad, is_leaf or grad_fn).\n"
+            "Let it decide by self.training, by an attribute of its own, or by an argument."
+        )
 
 
 def random_cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -41,11 +41,12 @@ class UncapturedCall(BaseException):
     Attributes:
         path: of the submodule.
         captured: whether the call is captured, and only to be proved.
+        asks: whether the submodule asks which tensors need gradients.
     """
 
-    def __init__(self, path: str, captured: bool) -> None:
+    def __init__(self, path: str, captured: bool, asks: bool = False) -> None:
         super().__init__(path)
-        self.path, self.captured = path, captured
+        self.path, self.captured, self.asks = path, captured, asks
 
 
 class LossWatch(TorchFunctionMode):
@@ -144,8 +145,10 @@ class Frames:
         """Which of these captures serves a call. Raises UncapturedCall if none does."""
         number = next((n for n in numbers if self.captured[n].serves(args, kwargs, key)), None)
         if number is None or (self.checked is not None and number not in self.checked):
-            path = self.captured[numbers[0]].submodule.path if numbers else ""
-            raise UncapturedCall(path, number is not None)
+            captured = [self.captured[n] for n in numbers]
+            path = captured[0].submodule.path if captured else ""
+            asks = any(submodule.capture.outside.reads_trained for submodule in captured)
+            raise UncapturedCall(path, number is not None, asks)
         self.ran.add(number)
         return number
 

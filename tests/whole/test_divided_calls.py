@@ -15,6 +15,7 @@ import kfac_fx
 from kfac_fx import ModelChangedError, UntraceableError
 from tests.whole.divided import (
     Base,
+    Branching,
     Rare,
     Sizes,
     X,
@@ -126,3 +127,59 @@ def test_python_that_never_does_the_same_is_refused() -> None:
     refusal = r"Counting (computes something else than its graph|calls inner differently)"
     with pytest.raises(UntraceableError, match=refusal):
         compiled(Counting())
+
+
+class Asking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if x.requires_grad else 3.0)
+
+
+class WithAsking(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = Asking(5, 5)
+
+
+class AskingBetween(Branching):
+    def between(self, h: Tensor) -> Tensor:
+        return super().between(h) * (2.0 if h.requires_grad else 3.0)
+
+
+def test_a_submodule_that_asks_for_gradients_is_refused_with_that_reason() -> None:
+    with pytest.raises(UntraceableError) as failure:
+        compiled(WithAsking())
+    assert str(failure.value) == (
+        "middle asks in forward whether a tensor needs a gradient (requires_grad, is_leaf or grad_fn), and WithAsking "
+        "is captured in submodules, which run with gradients and without.\n"
+        "Let middle decide by self.training, by an attribute of its own, or by an argument."
+    )
+
+
+def test_python_between_submodules_that_computes_something_else_without_gradients_is_refused() -> None:
+    with pytest.raises(UntraceableError) as failure:
+        compiled(AskingBetween())
+    assert str(failure.value) == (
+        "AskingBetween computes something else where its parameters need no gradients, as in the forwards that check a "
+        "step of KFAC. AskingBetween is captured in submodules, between which it may ask whether a tensor needs a "
+        "gradient (requires_grad, is_leaf or grad_fn).\n"
+        "Let it decide by self.training, by an attribute of its own, or by an argument."
+    )
+
+
+def test_python_between_submodules_may_ask_for_gradients_where_that_changes_no_output() -> None:
+    class Hooking(Branching):
+        def between(self, h: Tensor) -> Tensor:
+            if h.requires_grad:
+                h.register_hook(lambda grad: None)
+            return super().between(h)
+
+    assert submodules_of(compiled(Hooking())).captured
+
+
+def test_a_model_that_differentiates_by_its_own_parameters_is_compiled() -> None:
+    class Adapting(Branching):
+        def between(self, h: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(h.sum(), self.first.bias, create_graph=True)
+            return super().between(h) + slope.sum()
+
+    assert submodules_of(compiled(Adapting())).captured
