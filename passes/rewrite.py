@@ -49,7 +49,7 @@ class Emission:
     """A graph on its way to the emitted module.
 
     copies: of the program's nodes.
-    computed: the nodes of what uses need beside the program's nodes.
+    computed: the nodes of what uses need beside the program's nodes; those of modules by registration.
     modules: those that `computed` calls.
     tapped: a node -> its last tap, which its readers read instead.
     """
@@ -65,27 +65,36 @@ class Emission:
         masks = (node for use in uses if use.mask_dims for node in nodes_of(use.attrs[KEPT]))
         hoist(self.graph, [self.copies[node] for node in masks])
         self.probes = add_probes(self.graph)
-        self.computed: dict[Computed, fx.Node] = {}
+        self.computed: dict[tuple[Computed, int | None], fx.Node] = {}
         self.modules: dict[str, Any] = {}
         self.order = {node: n for n, node in enumerate(self.graph.nodes)}
 
-    def value(self, value: Value) -> fx.Node:
-        """The node of a value that a use needs: behind the last one that it is computed from."""
+    def value(self, value: Value, number: int) -> fx.Node:
+        """The node of a value that a use needs: behind the last one that it is computed from.
+
+        number: of the registration of the use.
+        """
         if isinstance(value, fx.Node):
             return self.copies[value]
-        if value not in self.computed:
+        key = value, number if isinstance(value.function, nn.Module) else None
+        if key not in self.computed:
             arguments = fx.map_arg(value.arguments, self.copies.__getitem__)
-            last = max(self.copies[node] for node in value.nodes)  # nodes compare by their places
-            with self.graph.inserting_after(self.probes if last.op == "placeholder" else last):
-                self.computed[value] = self.call(value.function, arguments)
-        return self.computed[value]
+            last = max(self.probes, *(self.copies[node] for node in value.nodes))  # nodes compare by their places
+            with self.graph.inserting_after(last):
+                self.computed[key] = self.call(value.function, arguments, number)
+        return self.computed[key]
 
-    def call(self, function: Callable[..., Any], arguments: Any) -> fx.Node:
+    def call(self, function: Callable[..., Any], arguments: Any, number: int) -> fx.Node:
+        """A call of a function; of a module, which may be expensive, only where the registration is recorded."""
         if not isinstance(function, nn.Module):
             return self.graph.call_function(function, arguments)
         name = f"computed.{len(self.modules)}"
-        self.modules[name] = function
-        return self.graph.create_node("call_module", name, arguments)
+        self.modules[name] = IfRecorded(function)
+        node = self.graph.create_node("call_module", name)
+        with self.graph.inserting_before(node):
+            probe = self.graph.call_function(operator.getitem, (self.probes, number))
+        node.args = (probe, *arguments)
+        return node
 
     def last(self, use: Use) -> fx.Node:
         """The node that stands for the use's output so far."""
@@ -111,7 +120,7 @@ class Emission:
         self.taps[name] = make(registration, use)
         readers = list(output.users)
         probe = self.probe(output, number, name)
-        tensors = [self.value(value) for value in tensor_attrs(use).values()]
+        tensors = [self.value(value, number) for value in tensor_attrs(use).values()]
         with self.graph.inserting_after(probe):
             arguments = (output, self.copies[use.input], probe, *tensors)
             tap = self.graph.create_node("call_module", f"taps.{name}", arguments, name=f"{name}_tap")
@@ -129,7 +138,7 @@ class Emission:
             before: tuple[fx.Node | None, fx.Node | None] = None, None  # carrier and input of the last use
             for place, use in enumerate(uses):
                 near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
-                masks = [self.value(neighbor.attrs[KEPT]) for neighbor in near if KEPT in neighbor.attrs]
+                masks = [self.value(neighbor.attrs[KEPT], number) for neighbor in near if KEPT in neighbor.attrs]
                 name, output = self.links.fresh(tap_name(registration)), self.last(use)
                 self.links[name] = make(registration, use, use is uses[0], use is uses[-1])
                 readers = list(output.users)
@@ -160,6 +169,17 @@ class Emission:
         # fx's own call prints generated code beside an error; each GraphModule has a class of its own.
         type(module).__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return module
+
+
+class IfRecorded(nn.Module):
+    """A function that taps read only where they have probes; None without them."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, probes: Any, *arguments: Any) -> Any:
+        return self.function(*arguments) if probes else None
 
 
 def add_probes(graph: fx.Graph) -> fx.Node:

@@ -218,3 +218,16 @@ def test_links_join_uses_in_the_order_of_the_graph() -> None:
         module = rewrite(turned, lambda registration, use: Seen(), lambda registration, use, first, last: Seen())
         links = [node for node in module.graph.nodes if str(node.target).startswith("links.")]
         assert [link.args[3] and link.args[3].args[0] for link in links] == [None, *links[:-1]]
+
+
+def test_a_jacobian_is_computed_only_where_its_registration_is_recorded() -> None:
+    model = Toy(lambda x, w: F.linear(x, w.softmax(1)), w=(4, 3))
+    _, module = emitted(model, X)
+    tap = module.get_submodule("taps.w")
+    assert isinstance(tap, Seen)
+    for probes in (None, {}, {"A": torch.zeros(3, 3)}):
+        module(X, [probes])
+    without, empty, recorded = (tensors for _, _, _, *tensors in tap.calls)
+    assert without == empty == [None]
+    wanted = torch.autograd.functional.jacobian(lambda w: w.softmax(1), model.w)
+    torch.testing.assert_close(recorded, [wanted.reshape(12, 12)])
