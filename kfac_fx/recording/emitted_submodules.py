@@ -25,7 +25,7 @@ from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
 from kfac_fx.passes.ir import KEPT, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
-from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.torch_private import pytree, transforms
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.calls import Lent, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
@@ -40,7 +40,7 @@ from kfac_fx.recording.emitted import (
     isolated,
     tap_factory,
 )
-from kfac_fx.recording.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
+from kfac_fx.recording.frames import Frames, LossWatch, ServedReads, TangentsCut, UncapturedCall, one_call, refuse_read
 from kfac_fx.recording.masks import (
     MaskedInputs,
     MaskSizes,
@@ -237,7 +237,8 @@ class EmittedSubmodules:
         seen = {name: named.get(name, parameter) for name, parameter in self.program.parameters.items()}
         reads = ServedReads(frames, seen, self.structured, self.examples(values))
         losses = nullcontext() if self.returns_loss else watch
-        with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, reads.served():
+        cut = TangentsCut() if transforms() else nullcontext()
+        with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
         self.loss_sites = watch.losses
         if not self.returns_loss:

@@ -171,6 +171,16 @@ class Frames:
         return map_tensors(writable, capture.unflatten(output))
 
 
+class TangentsCut(TorchFunctionMode):
+    """Python in forward-mode differentiation: torch.no_grad leaves that on, and here its results have no tangents."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or any(result is argument for argument in args):
+            return result
+        return map_tensors(Tensor.detach, result)
+
+
 def writable(output: Tensor) -> Tensor:
     """A tensor into which Python may write, as it may into what a submodule returns."""
     return output.clone() if is_tapped(output) else output

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
@@ -231,3 +232,43 @@ def test_a_jacobian_is_computed_only_where_its_registration_is_recorded() -> Non
     assert without == empty == [None]
     wanted = torch.autograd.functional.jacobian(lambda w: w.softmax(1), model.w)
     torch.testing.assert_close(recorded, [wanted.reshape(12, 12)])
+
+
+class Untapped(nn.Module):
+    def forward(self, output: Tensor, *rest: Any) -> Tensor:
+        return output
+
+
+def scaled_by_norm(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm = w.norm()
+    return F.linear(x, w) / norm
+
+
+def test_a_region_without_gradients_has_no_tangents_either() -> None:
+    model = Toy(scaled_by_norm, w=(4, 3))
+    program, _ = emitted(model, X)
+    module = rewrite(program, lambda registration, use: Untapped())
+    w, direction = model.w.detach(), torch.randn(4, 3)
+
+    def run(w: Tensor) -> Tensor:
+        output: Tensor = torch.func.functional_call(module, {"w": w}, (X, [None]))[0][0]
+        return output
+
+    load_forward_mode()
+    _, tangent = torch.func.jvp(run, (w,), (direction,))
+    torch.testing.assert_close(tangent, X @ direction.T / w.norm())
+
+
+def test_a_region_that_enables_gradients_again_keeps_them() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm = w.norm()
+            with torch.enable_grad():
+                y = F.linear(x, w)
+        return y / norm
+
+    model = Toy(function, w=(4, 3))
+    _, module = emitted(model, X)
+    wanted = torch.autograd.grad(model(X).sum(), model.w)
+    torch.testing.assert_close(torch.autograd.grad(module(X, [None])[0][0].sum(), [module.w]), wanted)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_fx.optim.curvature import by_dual_numbers, in_forward_mode, in_reverse_mode_twice
 from kfac_fx.passes.divided.divide import CapturedSubmodule
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Options, Submodule
@@ -18,6 +19,8 @@ from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.calls import Lent
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.recording.frames import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
+from tests.whole.divided import Branching, compiled
+from tests.whole.divided import X as INPUTS
 
 X = torch.randn(5, 4)
 
@@ -148,3 +151,23 @@ def test_a_parameter_that_python_reads_is_refused_by_name_with_a_way_out() -> No
     first, advice = str(failure.value).splitlines()
     assert first.startswith("on these inputs Linear reads w outside of its captured submodules")
     assert advice.endswith('compile(..., approximations={"w": "generic"}).')
+
+
+def test_python_without_gradients_has_no_tangents_either() -> None:
+    class Scaled(Branching):
+        def between(self, h: Tensor) -> Any:
+            with torch.no_grad():
+                norm = h.norm()
+                norm.mul_(2.0)
+            return super().between(h) / norm
+
+    net = compiled(Scaled())
+    point = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    tangents = tuple(torch.randn_like(value).unsqueeze(0) for value in point.values())
+
+    def outputs(*values: Tensor) -> tuple[Tensor, ...]:
+        return net.functional(dict(zip(point, values, strict=True)), (INPUTS,), {})[1]
+
+    wanted = in_reverse_mode_twice(outputs, tuple(point.values()), tangents)
+    for mode in (by_dual_numbers, in_forward_mode):
+        torch.testing.assert_close(mode(outputs, tuple(point.values()), tangents), wanted)
