@@ -23,10 +23,9 @@ from torch import Tensor, fx, nn
 
 from .graphs.edit import attribute, memories
 from .graphs.labels import everything_behind
-from .graphs.operations import changes_memory, has_effect, no_grad_region, op_name
+from .graphs.operations import changes_memory, has_effect, no_grad_region
 from .ir import KEPT, Program, Registration, Use, tensor_attrs
 from .parametrization import Computed, Value, nodes_of
-from .torch_private import NO_GRAD_REGION
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower
@@ -161,7 +160,7 @@ class Emission:
         graph.output((fx.map_arg(self.output, lambda node: tapped.get(node, node)), fisher))
         protect(graph)
         graph.eliminate_dead_code(is_impure_node=has_effect)
-        cut_tangents(graph, program.root)
+        cut_tangents(graph)
         graph.lint()
         targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
@@ -221,13 +220,10 @@ def protect(graph: fx.Graph) -> None:
             reader.replace_input_with(source, copy)
 
 
-def cut_tangents(graph: fx.Graph, root: nn.Module) -> None:
+def cut_tangents(graph: fx.Graph) -> None:
     """Detach what enters regions without gradients: torch.no_grad leaves forward-mode derivatives on."""
     for region in filter(no_grad_region, graph.nodes):
-        _, inside, *operands = region.args
-        if any(op_name(node) == NO_GRAD_REGION and node.args[0] for node in attribute(root, inside.target).graph.nodes):
-            continue  # gradients are enabled again in a part of it
-        for operand in dict.fromkeys(operands):
+        for operand in dict.fromkeys(region.args[2:]):
             if isinstance(operand, fx.Node) and isinstance(operand.meta.get("val"), Tensor):
                 with graph.inserting_before(region):
                     region.replace_input_with(operand, graph.call_function(torch.detach, (operand,)))

@@ -145,25 +145,26 @@ class AskingBetween(Branching):
         return super().between(h) * (2.0 if h.requires_grad else 3.0)
 
 
-def test_a_submodule_that_asks_for_gradients_is_refused_with_that_reason() -> None:
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            WithAsking,
+            "middle asks in forward whether a tensor needs a gradient (requires_grad, is_leaf or grad_fn), and "
+            "WithAsking is captured in submodules, which run with gradients and without.\nLet middle decide",
+        ),
+        (
+            AskingBetween,
+            "AskingBetween computes something else where its parameters need no gradients, as in the forwards that "
+            "check a step of KFAC. AskingBetween is captured in submodules, between which it may ask whether a tensor "
+            "needs a gradient (requires_grad, is_leaf or grad_fn).\nLet it decide",
+        ),
+    ],
+)
+def test_a_divided_model_that_depends_on_gradients_is_refused(model: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(UntraceableError) as failure:
-        compiled(WithAsking())
-    assert str(failure.value) == (
-        "middle asks in forward whether a tensor needs a gradient (requires_grad, is_leaf or grad_fn), and WithAsking "
-        "is captured in submodules, which run with gradients and without.\n"
-        "Let middle decide by self.training, by an attribute of its own, or by an argument."
-    )
-
-
-def test_python_between_submodules_that_computes_something_else_without_gradients_is_refused() -> None:
-    with pytest.raises(UntraceableError) as failure:
-        compiled(AskingBetween())
-    assert str(failure.value) == (
-        "AskingBetween computes something else where its parameters need no gradients, as in the forwards that check a "
-        "step of KFAC. AskingBetween is captured in submodules, between which it may ask whether a tensor needs a "
-        "gradient (requires_grad, is_leaf or grad_fn).\n"
-        "Let it decide by self.training, by an attribute of its own, or by an argument."
-    )
+        compiled(model())
+    assert str(failure.value) == f"{reason} by self.training, by an attribute of its own, or by an argument."
 
 
 def test_python_between_submodules_may_ask_for_gradients_where_that_changes_no_output() -> None:
