@@ -95,7 +95,7 @@ class BlockOwners:
 
     Args:
         strategy: a key of `STRATEGIES`.
-        vectors: the number of vectors of the size of the parameters that the owners keep, too: K-FAC's momentum.
+        vectors: the number of vectors of the size of the parameters that the owners keep, too, such as momentum.
         shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
             (`kfac_fx.factors.group_kinds`).
     """
@@ -182,11 +182,9 @@ class VectorDivision:
         """The part of this process, in the memory of the parameter."""
         return parameter
 
-    def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
-        """From parts by name to the tensors that the blocks of this process multiply, in one message.
-
-        vectors: of the same names."""
-        return list(vectors)
+    def to_blocks(self, parts: Tensors) -> Tensors:
+        """From parts by name to the tensors that the blocks of this process multiply, in one message."""
+        return parts
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         """From the products of the blocks of this process to its parts. parts: others of the same names and shapes."""
@@ -222,12 +220,11 @@ class DivisionByShards(VectorDivision):
     def part(self, name: str, parameter: Tensor) -> Tensor:
         return shard(parameter)
 
-    def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
+    def to_blocks(self, parts: Tensors) -> Tensors:
         if self.owners is None:
-            return self.shards.gathered(*vectors)
-        here, owned = zip(*(self.by_owner(parts) for parts in vectors), strict=True)
-        wholes = self.shards.to_owners(owned, self.owners) if owned[0] else owned
-        return [{**parts, **of_owner} for parts, of_owner in zip(here, wholes, strict=True)]
+            return self.shards.gathered(parts)
+        here, owned = self.by_owner(parts)
+        return {**here, **(self.shards.to_owners(owned, self.owners) if owned else {})}
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         if self.owners is None:
@@ -262,8 +259,8 @@ class DivisionByOwners(VectorDivision):
     def part(self, name: str, parameter: Tensor) -> Tensor:
         return parameter if self.keeps(name) else torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
-    def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
-        return [{name: part for name, part in parts.items() if self.keeps(name)} for parts in vectors]
+    def to_blocks(self, parts: Tensors) -> Tensors:
+        return {name: part for name, part in parts.items() if self.keeps(name)}
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         return {**parts, **products}

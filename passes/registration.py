@@ -176,7 +176,7 @@ class Registration:
     blocks: tuple[int, int] = (1, 1)  # into how many diagonal blocks the output and the input side are cut
     called: bool = False  # its uses are in submodules that may be called any number of times
 
-    @property
+    @cached_property
     def owners(self) -> tuple[str, ...]:
         """The model's own names of `parameters`, each once."""
         whole = {piece.name: piece.parameter for piece in self.pieces}

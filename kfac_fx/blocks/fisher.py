@@ -348,7 +348,7 @@ class BlockDiagonalFisher(Operator):
             shards = {name: product.pop(name) for name in divided}
             product = self._gathered(product, groups, parts)
             if self.shards is not None and divided:
-                product |= self.shards.gathered(shards)[0]
+                product |= self.shards.gathered(shards)
         return joined(product, registrations, vector)
 
     def _gathered(

@@ -67,13 +67,18 @@ class Stack:
         """Views of some of the blocks."""
         return Stack(self.moment[members], self.total_weight[members])
 
-    def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float, anew: Tensor | None = None) -> None:
-        """moment <- decay moment + weight batch, for the accepted blocks [L]; anew: [L], blocks that drop the past."""
-        decays = torch.full_like(self.total_weight, decay)
+    def update(
+        self, batch: Tensor, accepted: Tensor, decay: float | Tensor, weight: float, anew: Tensor | None = None
+    ) -> None:
+        """moment <- decay moment + weight batch, for the accepted blocks [L].
+
+        decay: of all blocks, or [L]. anew: [L], blocks that drop the past.
+        """
+        decays = decay if isinstance(decay, Tensor) else torch.full_like(self.total_weight, decay)
         decays = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
         added = torch.where(unsqueeze_like(accepted, batch), batch, 0)
         self.moment.mul_(unsqueeze_like(decays, self.moment)).add_(added, alpha=weight)
-        self.total_weight.mul_(decays).add_(accepted.to(decays.dtype), alpha=weight)
+        self.total_weight.mul_(decays).add_(accepted, alpha=weight)
 
 
 @dataclass(frozen=True)

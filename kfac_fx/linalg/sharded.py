@@ -286,29 +286,28 @@ class Shards:
         dist.all_reduce(result, group=self.group)
         return result
 
-    def gathered(self, *vectors: Tensors) -> list[Tensors]:
-        """The whole tensors of shards by name, in one message. vectors: of the same names."""
-        layouts = {name: self.layouts[name] for name in vectors[0]}
-        filled = [layout.fill(parts[name]) for parts in vectors for name, layout in layouts.items()]
+    def gathered(self, parts: Tensors) -> Tensors:
+        """The whole tensors of shards by name, in one message."""
+        layouts = {name: self.layouts[name] for name in parts}
+        filled = [layout.fill(parts[name]) for name, layout in layouts.items()]
         message = torch.cat([tensor.reshape(-1) for tensor in filled])
         ranks = next(iter(layouts.values())).ranks
         everything = message.new_empty((ranks * message.numel(),))
         all_gather(everything, message, group=self.group)
-        pieces = iter(everything.unflatten(0, (ranks, -1)).split([tensor.numel() for tensor in filled], 1))
-        return [
-            {name: layout.join(next(pieces).unflatten(1, layout.filled)) for name, layout in layouts.items()}
-            for _ in vectors
-        ]
+        pieces = everything.unflatten(0, (ranks, -1)).split([tensor.numel() for tensor in filled], 1)
+        return {
+            name: layout.join(piece.unflatten(1, layout.filled))
+            for (name, layout), piece in zip(layouts.items(), pieces, strict=True)
+        }
 
-    def to_owners(self, vectors: Sequence[Tensors], owners: Mapping[str, int]) -> list[Tensors]:
-        """The whole tensors of shards by name, of those that this process owns, in one message. vectors: of the same
-        names."""
-        rank, by_owner = dist.get_rank(self.group), self.by_owner(vectors[0], owners)
-        filled = [[self.layouts[name].fill(parts[name]) for parts in vectors for name in names] for names in by_owner]
-        mine = [self.layouts[name] for _ in vectors for name in by_owner[rank]]
-        received = self.exchanged(filled, [mine] * len(by_owner), next(iter(vectors[0].values())))
-        wholes = iter([layout.join(torch.stack(pieces)) for layout, *pieces in zip(mine, *received, strict=True)])
-        return [{name: next(wholes) for name in by_owner[rank]} for _ in vectors]
+    def to_owners(self, parts: Tensors, owners: Mapping[str, int]) -> Tensors:
+        """The whole tensors of shards by name, of those that this process owns, in one message."""
+        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
+        filled = [[self.layouts[name].fill(parts[name]) for name in names] for names in by_owner]
+        mine = [self.layouts[name] for name in by_owner[rank]]
+        received = self.exchanged(filled, [mine] * len(by_owner), next(iter(parts.values())))
+        wholes = (layout.join(torch.stack(pieces)) for layout, *pieces in zip(mine, *received, strict=True))
+        return dict(zip(by_owner[rank], wholes, strict=True))
 
     def from_owners(self, wholes: Tensors, owners: Mapping[str, int], parts: Tensors) -> Tensors:
         """The shards of this process of whole tensors that their owners have, by name, in one message.

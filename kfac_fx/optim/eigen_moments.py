@@ -1,12 +1,13 @@
 """The momentum type "eigen_moments": Adam in the eigenbasis of the Fisher blocks.
 
-With F = Q Λ Qᵀ of a block (Qᵀ W is Q_Gᵀ W Q_A for a Kronecker product), its gradient g and its numbers of steps t:
+With F = Q Λ Qᵀ of a block (Qᵀ W is Q_Gᵀ W Q_A for a Kronecker product), and its gradient g:
 
-    m <- β₁ m + (1 - β₁) g           β₁: `momentum`
-    v <- β₂ v + (1 - β₂) (Qᵀ g)²     β₂: `second_moment_decay`, elementwise
-    Δ = Q [Qᵀ n / (√v̂ + ε)]          n = β₁ m̂ + (1 - β₁) g or n = m̂; m̂ = m / (1 - β₁ᵗ), v̂ = v / (1 - β₂ᵗ)
+    h = Qᵀ g
+    m̂, v̂ = the means of h and h² over the steps so far, with weights 1, β, β², ... from the newest to the oldest
+                                     β₁ of m̂: `momentum`; β₂ of v̂: `second_moment_decay`; the squares are elementwise
+    Δ = Q [n / (√v̂ + ε)]             n = β₁ m̂ + (1 - β₁) h or n = m̂
 
-v is the diagonal of the second moment of gradients in the basis, which George et al. 2018 ("Fast approximate natural
+v̂ is the diagonal of the second moment of gradients in the basis, which George et al. 2018 ("Fast approximate natural
 gradient descent in a Kronecker-factored eigenbasis", algorithm 1) put in the place of Λ, here averaged over steps.
 The first n is Nesterov's momentum in Adam (Dozat 2016, "Incorporating Nesterov momentum into Adam", algorithm 8, with
 one bias correction for both terms); which of the two a step has is decided in `kfac_fx.optim.step_checks`. Adam in an
@@ -14,17 +15,19 @@ eigenbasis is SOAP (Vyas et al. 2024, "SOAP: improving and stabilizing Shampoo u
 factors that are averages of g gᵀ and gᵀ g; here they are K-FAC's A and G. Blocks that are no Kronecker product have the
 basis of their F, and diagonal blocks that of the parameters, so these follow Adam itself.
 
-Bases are computed when inverses would be (`invert_every`); the host waits for them. In a new basis Q', v becomes the
-diagonal of Q'ᵀ Q diag(v) Qᵀ Q', which is (Q'ᵀ Q)² v with the squares of the elements, so the order and the signs of
-eigenvectors do not matter. Eigenvalues are not used, and there is no damping.
+Bases are computed when inverses would be (`invert_every`); the host waits for them. In a new basis Q', m̂ becomes
+Q'ᵀ Q m̂, and v̂ the diagonal of Q'ᵀ Q diag(v̂) Qᵀ Q', which is (Q'ᵀ Q)² v̂ with the squares of the elements, so the order
+and the signs of eigenvectors do not matter. Eigenvalues are not used, and there is no damping.
 
-The bases and v are the `extras` of the groups of blocks. They belong to the state of a block, and with owners to the
-process that keeps it.
+The bases and both means are the `extras` of the groups of blocks. They belong to the state of a block, and with owners
+to the process that keeps it. A mean that is kept in the basis is not turned into it in every step, which would be a
+third of the products of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +42,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 
 EPSILON = 1e-8
+MEANS = ("average", "squares")
 HAVE_BASIS = ("stacked",)  # of `Approximation.group`: every side has its own eigenvectors
 
 
@@ -60,13 +64,14 @@ def refuse_without_basis(registrations: Iterable[Registration]) -> None:
 
 
 def new_moments(group: BlockGroup) -> Tensors:
-    """The extras of a new group: zero bases of the dense sides, and second moments before the first update."""
+    """The extras of a new group: zero bases of the dense sides, and both means before the first update."""
     bases = {
         f"basis/{side}": torch.zeros_like(group.as_operator(side, group.factors[side.factor].moment))
         for side in group.decomposed
     }
-    squares = Stack.zeros(len(group), group.shape, group.dtype, group.device)
-    return {**bases, "squares/moment": squares.moment, "squares/total_weight": squares.total_weight}
+    means = {name: Stack.zeros(len(group), group.shape, group.dtype, group.device) for name in MEANS}
+    moments = {f"{name}/moment": stack.moment for name, stack in means.items()}
+    return {**bases, **moments, **{f"{name}/total_weight": stack.total_weight for name, stack in means.items()}}
 
 
 def basis_of(group: BlockGroup) -> list[Tensor]:
@@ -75,14 +80,15 @@ def basis_of(group: BlockGroup) -> list[Tensor]:
     return [unit if side.diagonal else group.extras[f"basis/{side}"] for side in group.sides]
 
 
-def squares_of(group: BlockGroup) -> Stack:
-    """v as a running average, [L, g, o, i]."""
-    return Stack(group.extras["squares/moment"], group.extras["squares/total_weight"])
+def means_of(group: BlockGroup) -> tuple[Stack, Stack]:
+    """m̂ and v̂ as running averages, [L, g, o, i] each."""
+    average, squares = (Stack(group.extras[f"{n}/moment"], group.extras[f"{n}/total_weight"]) for n in MEANS)
+    return average, squares
 
 
 @torch.no_grad()
 def update_bases(fisher: BlockDiagonalFisher, keys: Collection[Key] | None = None) -> None:
-    """Decompose the factors, and turn the second moments into the new bases.
+    """Decompose the factors, and turn both means into the new bases.
 
     Blocks whose factors are not finite keep their bases. keys: as of `BlockDiagonalFisher.decompose`.
 
@@ -99,46 +105,102 @@ def turn(group: BlockGroup) -> None:
         return
     values, new = group.eigensystem()
     good = values.flatten(1).isfinite().all(1)
-    old = basis_of(group)
+    old, (average, squares) = basis_of(group), means_of(group)
     with full_precision():
-        squared = [
-            of if side.diagonal else (to.mT @ of).square() for side, to, of in zip(group.sides, new, old, strict=True)
+        change = [of if side.diagonal else to.mT @ of for side, to, of in zip(group.sides, new, old, strict=True)]
+        turned = [
+            (average.moment, group.applied(average.moment, change)),
+            (squares.moment, group.applied(squares.moment, [operator.square() for operator in change])),
         ]
-        moment = squares_of(group).moment
-        turned = group.applied(moment, squared)
     bases = [(of, to) for side, of, to in zip(group.sides, old, new, strict=True) if not side.diagonal]
-    for last, tensor in ((moment, turned), *bases):
+    for last, tensor in (*turned, *bases):
         torch.where(unsqueeze_like(good, tensor), tensor, last, out=last)
+
+
+@torch.no_grad()
+def forget_averages(fisher: BlockDiagonalFisher, where: Tensor) -> None:
+    """Begin m̂ anew in all blocks where `where`, 0-dim, is true."""
+    for group in fisher.kept:
+        average, _ = means_of(group)
+        average.moment.masked_fill_(where, 0)
+        average.total_weight.masked_fill_(where, 0)
 
 
 @torch.no_grad()
 def adam_in_bases(
     fisher: BlockDiagonalFisher,
     gradient: Tensors,
-    average: Tensors,
+    momentum: Mapping[str, Tensor],
     decay: float,
+    nesterov: Tensor,
     accept: Tensor,
-    still: Collection[str],
+    still: Collection[str] = (),
 ) -> Tensors:
-    """Q [Qᵀ n / (√v̂ + ε)] by parameter, after the gradient has entered v.
+    """Δ by parameter, after the gradient has entered both means.
 
     Args:
-        gradient, average: g and n, of all parameters in Fisher blocks of this process that are not idle.
+        gradient: g, of all parameters in Fisher blocks of this process that are not idle.
+        momentum: β₁ by parameter, 0-dim. The parameters of a block have the same.
         decay: β₂.
-        accept: 0-dim; if it is false, v stays as it is. A block whose squares are not finite keeps its own, too.
-        still: the parameters without a gradient. Blocks of these alone keep their v.
+        nesterov: 0-dim; whether n is not m̂ alone.
+        accept: 0-dim; if it is false, the means stay as they are. A block whose squares are not finite keeps its own,
+            too.
+        still: the parameters without a gradient. Blocks of these alone keep their means.
     """
 
-    def adam(group: BlockGroup, m: Tensor, g: Tensor) -> Tensor:
-        basis, squares = basis_of(group), squares_of(group)
-        averaged, turned = (group.to_eigenbasis(matrix, basis) for matrix in (m, g))  # a stack takes longer
-        square = turned.square()
+    def adam(group: BlockGroup, g: Tensor) -> Tensor:
+        basis, (average, squares), beta = basis_of(group), means_of(group), momentum_of(group, momentum)
+        h = group.to_eigenbasis(g, basis)
+        square = h.square()
         accepted = group.agreed(are_finite(square)) & accept
-        moving = [not set(registration.owners).issubset(still) for registration in group.registrations]
-        if not all(moving):
+        if still:
+            moving = [not set(registration.owners).issubset(still) for registration in group.registrations]
             accepted = accepted & torch.tensor(moving, device=accepted.device)
+        average.update(h, accepted, beta, 1.0)
         squares.update(square, accepted, decay, 1.0)
-        return group.from_eigenbasis(averaged / (squares.value.sqrt() + EPSILON), basis)
+        n = torch.lerp(h, average.value, unsqueeze_like(torch.where(nesterov, beta, 1), h))
+        return group.from_eigenbasis(n / (squares.value.sqrt() + EPSILON), basis)
 
     groups = [group for group in fisher.kept if group.updated]
-    return fisher.of_groups(groups, adam, average, gradient, kept=True)
+    return fisher.of_groups(groups, adam, gradient, kept=True)
+
+
+def momentum_of(group: BlockGroup, momentum: Mapping[str, Tensor]) -> Tensor:
+    """β₁ of every block, [L]; 0-dim if all have it from one parameter group. Blocks outside of all groups stand still,
+    so theirs does not matter."""
+    anywhere = next(iter(momentum.values()))
+    each = [
+        next((momentum[name] for name in registration.owners if name in momentum), anywhere)
+        for registration in group.registrations
+    ]
+    return (each[0] if len(set(map(id, each))) == 1 else torch.stack(each)).to(group.dtype)
+
+
+def refuse_divided_momentum(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: BlockDiagonalFisher
+) -> None:
+    """Raises ValueError for blocks whose parameters have different momenta in the parameter groups.
+
+    names: of the parameters in the groups. With one momentum for all it costs nothing.
+    """
+    first, *others = [group for group in groups if not group["first_order"]]
+    if all(equal_numbers(group["momentum"], first["momentum"]) for group in others):
+        return
+    momenta = {names[parameter]: group["momentum"] for group in (first, *others) for parameter in group["params"]}
+    rows = []
+    for block in fisher.blocks.values():
+        of_block = {name: momenta[name] for name in block.registration.owners if name in momenta}
+        if any(not equal_numbers(beta, next(iter(of_block.values()))) for beta in of_block.values()):
+            described = ", ".join(f"{float(beta)} of {name}" for name, beta in of_block.items())
+            rows.append((str(block.registration), described))
+    if rows:
+        raise ValueError(
+            "momentum_type='eigen_moments' averages the gradient of a Fisher block in the block's eigenbasis, so all "
+            f"parameters of a block have one momentum. {len(rows)} blocks have several:\n{table(rows)}\n"
+            "Give the parameter groups of these parameters the same momentum."
+        )
+
+
+def equal_numbers(first: float | Tensor, second: float | Tensor) -> bool:
+    """Whether two numbers are equal; waits for the device only for different tensors."""
+    return first is second or float(first) == float(second)

@@ -56,8 +56,8 @@ class KFACOptions:
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
             None means 1 with "adaptive" and 0 with "eigen_moments", which has none; the other types need a number.
         momentum: with "adaptive", "eigen_moments" and "grafted" the weight of the past in the averaged gradient. With
-            "regular", "adam" and "eigen_moments" it is an option of parameter groups, which schedulers may set. None
-            means 0.95 with "eigen_moments" and 0.9 otherwise. "qmodel" finds its own and takes none.
+            "regular", "adam" and "eigen_moments" parameter groups may have their own, with "eigen_moments" one for all
+            parameters of a block. None means 0.95 with "eigen_moments" and 0.9 otherwise; "qmodel" takes none.
         momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments" or "grafted"; see
             KFAC. None means "regular" if both lr and damping are given, as in TF K-FAC; "adaptive" if damping alone
             is given, and for a net with blocks that have no eigenbasis; and "eigen_moments" otherwise.

@@ -56,7 +56,7 @@ class Preconditioner:
 
     def __call__(self, vector: Tensor) -> Tensor:
         parts = self.flat.parts(vector)
-        (wholes,) = self.division.to_blocks(parts)
+        wholes = self.division.to_blocks(parts)
         product = self.multiply({**wholes, **self.absent})
         return self.flat.joined(self.division.from_blocks({name: product[name] for name in wholes}, parts))
 
@@ -132,16 +132,15 @@ def new_velocity(parameter: Tensor) -> Tensors:
     return {"velocity": torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))}
 
 
-def new_counting_state(parameter: Tensor) -> Tensors:
-    """`new_checked_state`, and the number of steps on the device."""
-    state = new_checked_state(parameter)
-    return {**state, "step": torch.zeros((), dtype=state["velocity"].dtype, device=parameter.device)}
+def new_checkpoint(parameter: Tensor) -> Tensors:
+    """The parameter at the last check, in float32 at least."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return {"checkpoint": parameter.detach().to(dtype, copy=True)}
 
 
 def new_checked_state(parameter: Tensor) -> Tensors:
-    """The averaged gradient, zero, and the parameter at the last check; in float32 at least."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return {**new_velocity(parameter), "checkpoint": parameter.detach().to(dtype, copy=True)}
+    """The averaged gradient, zero, and the parameter at the last check."""
+    return {**new_velocity(parameter), **new_checkpoint(parameter)}
 
 
 # --- parameters in no Fisher block ----------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def new_adam_state(parameter: Tensor) -> Tensors:
 
 NEW_STATES = {  # of a parameter in a Fisher block, by momentum type; the others have `new_velocity`
     "adaptive": new_checked_state,
-    "eigen_moments": new_counting_state,
+    "eigen_moments": new_checkpoint,
     "grafted": new_adam_state,
 }
 

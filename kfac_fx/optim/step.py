@@ -23,7 +23,7 @@ from kfac_fx.in_place import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.eigen_moments import update_bases
+from kfac_fx.optim.eigen_moments import forget_averages, refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.loss_scale import scale_of_caller
@@ -85,6 +85,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         ModelChangedError: the outputs of a recording were not the model's.
     """
     schedule, forwards, estimator = state.schedule, state.forwards, state.estimator
+    if state.options.eigen_moments:
+        refuse_divided_momentum(groups, state.names, estimator)
     in_blocks, others = vectors = flat_parameters(state, groups, states)
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not schedule.burning_in:
@@ -116,6 +118,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
             if schedule.counter:  # a batch after a step that made the loss rise is in no average
                 risen = revert(state.size, in_blocks, check, state.options.eigen_moments, ok)
                 more_damping(state.damping, state.options.damping_rule, check, risen)
+                if state.options.eigen_moments:
+                    forget_averages(estimator, risen)
                 ok = ok & ~risen
     with state.phases.measure("statistics"):
         recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)

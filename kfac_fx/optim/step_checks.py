@@ -157,9 +157,8 @@ def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, fini
     risen, same = has_risen(size, last, check, noisy, finite)
     size.same.copy_(same)
     go_back(flat, last, risen)
-    for name in ("velocity", "step"):
-        if name in flat.state:
-            flat.state[name].masked_fill_(risen, 0)
+    if "velocity" in flat.state:
+        flat.state["velocity"].masked_fill_(risen, 0)
     size.weight.masked_fill_(risen, 0)
     size.ratio.mul_(torch.where(risen, 2.0, 1.0))
     return risen

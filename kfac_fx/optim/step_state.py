@@ -226,25 +226,23 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
 
 
 def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposal:
-    """Adam's move in the eigenbasis at `RATE`; the gradient enters the second moments where `ok` is true."""
-    momentum, decay = flat.momentum, state.options.decay_of_squares
-    assert momentum is not None, "bug in kfac_fx: groups without a momentum for 'eigen_moments'"
-    velocity = momentum * flat.state["velocity"] + (1 - momentum) * flat.g
-    step = flat.state["step"] + 1
-    # One momentum for all parameters needs a power a parameter, and not one an element.
-    number = step if momentum.dim() == 0 else flat.flat.spread(dict(zip(flat.flat.shapes, step.unbind(), strict=True)))
-    weight = 1 - momentum**number
-    if momentum.dim() == 0:
-        weight = flat.flat.spread(dict(zip(flat.flat.shapes, weight.unbind(), strict=True)))
+    """Adam's move in the eigenbasis at `RATE`; the gradient enters the means of the blocks where `ok` is true."""
+    assert state.grouped is not None, "bug in kfac_fx: a move before the parameter groups are read"
+    momentum, nesterov = state.grouped.scalars["momentum"], ~(state.size.same | state.size.near)
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
-    mean = velocity / weight
-    nesterov = momentum * mean + (1 - momentum) * flat.g
-    mean = torch.where(state.size.same | state.size.near, mean, nesterov)
-    parts, averages = (flat.flat.parts(vector) for vector in (flat.g, mean))
-    gradient, average = flat.division.to_blocks(parts, averages)
-    update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
-    update = flat.division.from_blocks({name: update[name] for name in average}, averages)
-    return Proposal(RATE * flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})
+    parts = flat.flat.parts(flat.g)
+    gradient = flat.division.to_blocks(parts)
+    update = adam_in_bases(
+        state.estimator,
+        {**gradient, **absent},
+        momentum,
+        state.options.decay_of_squares,
+        nesterov,
+        accept=ok,
+        still=absent.keys(),
+    )
+    update = flat.division.from_blocks({name: update[name] for name in gradient}, parts)
+    return Proposal(RATE * flat.displacement(flat.flat.joined(update)), {})
 
 
 def propose_grafted(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.eigen_moments import EPSILON, adam_in_bases, basis_of, new_moments, squares_of, update_bases
+from kfac_fx.optim.eigen_moments import EPSILON, adam_in_bases, basis_of, means_of, new_moments, update_bases
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import ApproximationError
 
-TRUE = torch.tensor(True)
+TRUE, FALSE = torch.tensor(True), torch.tensor(False)
+MOMENTUM = torch.tensor(0.9, dtype=torch.float64)
 
 
 def gradients(count: int, *shape: int) -> list[Tensor]:
@@ -59,12 +60,8 @@ def with_factors_of(first: Tensor) -> FisherEstimator:
 
 
 def updates_with_factors_of(first: Tensor, of_steps: Sequence[Tensor], beta: float = 0.95) -> list[Tensor]:
-    fisher, m, updates = with_factors_of(first), torch.zeros_like(first), []
-    for t, gradient in enumerate(of_steps, start=1):
-        m = beta * m + (1 - beta) * gradient
-        average = {"weight": m / (1 - beta**t)}
-        updates.append(adam_in_bases(fisher, {"weight": gradient}, average, beta, TRUE, ())["weight"])
-    return updates
+    fisher, momentum = with_factors_of(first), {"weight": torch.tensor(beta, dtype=first.dtype)}
+    return [adam_in_bases(fisher, {"weight": gradient}, momentum, beta, FALSE, TRUE)["weight"] for gradient in of_steps]
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3)])
@@ -136,10 +133,10 @@ def test_in_a_frozen_basis_the_second_moments_are_those_of_a_corrected_spectrum(
     every = of_cases(net, x, y)
     for case in range(len(x)):
         gradient = {name: tensor[case] for name, tensor in every.items()}
-        adam_in_bases(fisher, gradient, gradient, 1.0, TRUE, ())  # the mean of all
+        adam_in_bases(fisher, gradient, {"last.weight": MOMENTUM}, 1.0, TRUE, TRUE)  # the mean of all
     corrected = fisher.spectrum().corrected([every])
     for group, system in zip(fisher.groups, corrected.systems, strict=True):
-        torch.testing.assert_close(squares_of(group).value, system.values)
+        torch.testing.assert_close(means_of(group)[1].value, system.values)
 
 
 def dense_basis(fisher: FisherEstimator) -> Tensor:
@@ -148,12 +145,16 @@ def dense_basis(fisher: FisherEstimator) -> Tensor:
     return torch.kron(left, right)
 
 
-def test_a_new_basis_takes_the_diagonal_of_the_second_moments_with_it() -> None:
+def test_a_new_basis_takes_the_mean_and_the_diagonal_of_the_second_moments_with_it() -> None:
     first, *of_steps, last = gradients(5, 4, 3)
     fisher = with_factors_of(first)
     for gradient in of_steps:
-        adam_in_bases(fisher, {"weight": gradient}, {"weight": gradient}, 0.95, TRUE, ())
-    old, v = dense_basis(fisher), squares_of(fisher.groups[0]).value.flatten()
+        adam_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+    (group,) = fisher.groups
+    old, (m, v) = dense_basis(fisher), [mean.value.flatten() for mean in means_of(group)]
+    weights = [0.9**age for age in (2, 1, 0)]
+    expected = sum(weight * gradient for weight, gradient in zip(weights, of_steps, strict=True)) / sum(weights)
+    torch.testing.assert_close(old @ m, expected.flatten())  # type: ignore[union-attr]
     (block,) = fisher.blocks.values()
     moments = {"count": torch.ones(()), "A": (last.T @ last).unsqueeze(0), "G": (last @ last.T).unsqueeze(0)}
     block.update(moments, 1, decay=0.0)
@@ -161,13 +162,15 @@ def test_a_new_basis_takes_the_diagonal_of_the_second_moments_with_it() -> None:
     new = dense_basis(fisher)
     turned = (new.T @ old @ torch.diag(v) @ old.T @ new).diagonal()
     assert not torch.allclose(old.abs(), new.abs())
-    torch.testing.assert_close(squares_of(fisher.groups[0]).value.flatten(), turned)
+    average, squares = means_of(group)
+    torch.testing.assert_close(new @ average.value.flatten(), old @ m)
+    torch.testing.assert_close(squares.value.flatten(), turned)
 
 
 def test_factors_that_are_not_finite_leave_the_basis_as_it_was() -> None:
     first, gradient = gradients(2, 4, 3)
     fisher = with_factors_of(first)
-    adam_in_bases(fisher, {"weight": gradient}, {"weight": gradient}, 0.95, TRUE, ())
+    adam_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
     (group,) = fisher.groups
     before = {name: tensor.clone() for name, tensor in group.extras.items()}
     group.factors["A"].moment.fill_(torch.nan)
@@ -189,22 +192,25 @@ def test_one_group_of_a_convolution_that_is_not_finite_leaves_the_basis_as_it_wa
     assert all(torch.equal(tensor, before[name]) for name, tensor in group.extras.items())
 
 
-def test_squares_that_overflow_are_in_no_average() -> None:
+def test_a_gradient_whose_squares_overflow_is_in_no_mean() -> None:
     first, gradient = gradients(2, 4, 3)
     fisher = with_factors_of(first)
-    adam_in_bases(fisher, {"weight": gradient}, {"weight": gradient}, 0.95, TRUE, ())
-    before = squares_of(fisher.groups[0]).moment.clone()
-    adam_in_bases(fisher, {"weight": 1e200 * gradient}, {"weight": gradient}, 0.95, TRUE, ())
-    assert torch.equal(squares_of(fisher.groups[0]).moment, before)
+    adam_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+    (group,) = fisher.groups
+    before = [mean.moment.clone() for mean in means_of(group)]
+    adam_in_bases(fisher, {"weight": 1e200 * gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+    assert all(torch.equal(mean.moment, moment) for mean, moment in zip(means_of(group), before, strict=True))
 
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
 
 
-def made(**options: Any) -> tuple[CompiledModule, KFAC]:
+def two_layers() -> CompiledModule:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    net = compile(model, loss="mse")
+    return compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), loss="mse")
+
+
+def optimizer(net: CompiledModule, **options: Any) -> KFAC:
     defaults = {
         "lr": 5.0,
         "momentum_type": "eigen_moments",
@@ -213,7 +219,12 @@ def made(**options: Any) -> tuple[CompiledModule, KFAC]:
         "estimation_mode": "empirical",
         "invert_every": 3,
     }
-    return net, KFAC(net, **{**defaults, **options})
+    return KFAC(net, **{**defaults, **options})
+
+
+def made(**options: Any) -> tuple[CompiledModule, KFAC]:
+    net = two_layers()
+    return net, optimizer(net, **options)
 
 
 def step(net: CompiledModule, opt: KFAC, number: int) -> None:
@@ -226,7 +237,7 @@ def step(net: CompiledModule, opt: KFAC, number: int) -> None:
 class Slow:
     """The same from the formulas, with dense matrices, for two layers."""
 
-    def __init__(self, net: CompiledModule, momentum: float, decay: float, nesterov: bool = True) -> None:
+    def __init__(self, net: CompiledModule, momentum: tuple[float, float], decay: float, nesterov: bool = True) -> None:
         self.w = [net.model[n].weight.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.b = [net.model[n].bias.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.m, self.v = [0.0, 0.0], [0.0, 0.0]
@@ -249,12 +260,13 @@ class Slow:
                     self.v[n] = (q.T @ self.q[n] @ torch.diag(self.v[n]) @ self.q[n].T @ q).diagonal()
                 self.q[n] = q
             gradient = (d.T @ rows).flatten()
-            self.m[n] = self.momentum * self.m[n] + (1 - self.momentum) * gradient
+            momentum = self.momentum[n]
+            self.m[n] = momentum * self.m[n] + (1 - momentum) * gradient
             self.v[n] = self.decay * self.v[n] + (1 - self.decay) * (self.q[n].T @ gradient) ** 2
             root = (self.v[n] / (1 - self.decay**self.t)) ** 0.5
-            mean = self.m[n] / (1 - self.momentum**self.t)
+            mean = self.m[n] / (1 - momentum**self.t)
             if self.nesterov:
-                mean = self.momentum * mean + (1 - self.momentum) * gradient
+                mean = momentum * mean + (1 - momentum) * gradient
             turned = self.q[n].T @ mean
             update = (self.q[n] @ (turned / (root + EPSILON))).view(d.shape[1], rows.shape[1])
             self.w[n] = self.w[n] - lr * (update[:, :-1] + weight_decay * self.w[n])
@@ -264,7 +276,8 @@ class Slow:
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"second_moment_decay": 0.5, "weight_decay": 0.1}], ids=str)
 def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     net, opt = made(**options)
-    slow = Slow(net, opt.options.momentum, options.get("second_moment_decay", 0.95))
+    momentum = options.get("momentum", 0.95)
+    slow = Slow(net, (momentum, momentum), options.get("second_moment_decay", 0.95))
     for number in range(10):
         step(net, opt, number)
         slow.step(number, 0.1 / opt._step_state.size.ratio.item(), options.get("weight_decay", 0.0))
@@ -281,12 +294,43 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
 def test_momentum_is_nesterovs_where_noise_limits_steps(batches: str, bound: float, nesterov: bool) -> None:
     """The first step has one gradient, so its mean is that gradient either way."""
     net, opt = made(norm_constraint=bound, damping_adaptation_interval=2)
-    slow = Slow(net, 0.95, 0.95, nesterov)
+    slow = Slow(net, (0.95, 0.95), 0.95, nesterov)
     for number in range(8):
         of = number if batches == "others" else 0
         step(net, opt, of)
         slow.step(of, 0.1 / opt._step_state.size.ratio.item(), 0.0)
         torch.testing.assert_close(net.model[2].weight.detach(), slow.w[1], rtol=1e-6, atol=1e-12)  # type: ignore[index, union-attr]
+
+
+def test_blocks_have_the_momentum_of_their_parameter_group() -> None:
+    net = two_layers()
+    layers = [list(net.model[n].parameters()) for n in (0, 2)]  # type: ignore[index, union-attr]
+    groups = [{"params": layers[0], "momentum": 0.5}, {"params": layers[1], "momentum": torch.tensor(0.8)}]
+    opt = optimizer(net, params=groups)
+    slow = Slow(net, (0.5, 0.8), 0.95)
+    for number in range(6):
+        step(net, opt, number)
+        slow.step(number, 0.1 / opt._step_state.size.ratio.item(), 0.0)
+        for parameters, expected in zip(layers, zip(slow.w, slow.b, strict=True), strict=True):
+            torch.testing.assert_close([p.detach() for p in parameters], list(expected), rtol=1e-6, atol=1e-8)
+
+
+def test_several_momenta_in_a_block_are_refused_with_all_blocks() -> None:
+    net = two_layers()
+    weights, biases = ([p for p in net.parameters() if p.dim() == dim] for dim in (2, 1))
+    opt = optimizer(net, params=[{"params": weights}, {"params": biases, "momentum": 0.5}])
+    with pytest.raises(ValueError, match="all parameters of a block have one momentum") as error:
+        step(net, opt, 0)
+    assert str(error.value) == (
+        "momentum_type='eigen_moments' averages the gradient of a Fisher block in the block's eigenbasis, so all "
+        "parameters of a block have one momentum. 2 blocks have several:\n"
+        "  linear(0.weight, 0.bias)  0.95 of 0.weight, 0.5 of 0.bias\n"
+        "  linear(2.weight, 2.bias)  0.95 of 2.weight, 0.5 of 2.bias\n"
+        "Give the parameter groups of these parameters the same momentum."
+    )
+    opt.param_groups[1]["momentum"] = 0.95
+    step(net, opt, 0)
+    assert opt.skipped == 0
 
 
 def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:
@@ -299,14 +343,14 @@ def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:
         step(net, opt, number)
     (first,) = opt.estimator.blocks.values()
     before = {name: tensor.clone() for name, tensor in first.state().items() if "basis" in name}
-    weight = squares_of(first.group).total_weight.clone()
+    weight = means_of(first.group)[1].total_weight.clone()
     model[2].requires_grad_(True)
     step(net, opt, 6)
     first, new = opt.estimator.blocks.values()
     for name, tensor in before.items():
         assert tensor.any() and torch.equal(first.state()[name], tensor), name
-    torch.testing.assert_close(squares_of(first.group).total_weight, 0.95 * weight + 1)
-    assert squares_of(new.group).total_weight == 1
+    torch.testing.assert_close(means_of(first.group)[1].total_weight, 0.95 * weight + 1)
+    assert means_of(new.group)[1].total_weight == 1
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
@@ -334,14 +378,14 @@ def test_blocks_without_a_gradient_stand_still_and_keep_their_second_moments() -
         step(net, opt, number)
     first, last = opt.estimator.blocks.values()
     last_parameters = [parameter.detach().clone() for parameter in net.model[2].parameters()]  # type: ignore[index, union-attr]
-    before = [squares_of(block.group).total_weight[block.member].clone() for block in (first, last)]
+    before = [means_of(block.group)[1].total_weight[block.member].clone() for block in (first, last)]
     x, y = data(2)
     opt.zero_grad()
     F.mse_loss(net(x), y).backward()
     for parameter in net.model[2].parameters():  # type: ignore[index, union-attr]
         parameter.grad = None
     opt.step()
-    after = [squares_of(block.group).total_weight[block.member] for block in (first, last)]
+    after = [means_of(block.group)[1].total_weight[block.member] for block in (first, last)]
     assert after[0] > before[0] and after[1] == before[1]
     for parameter, old in zip(net.model[2].parameters(), last_parameters, strict=True):  # type: ignore[index, union-attr]
         assert torch.equal(parameter, old)

@@ -66,7 +66,7 @@ def test_whole_vectors_are_what_they_are() -> None:
     for name, parameter in PARAMETERS.items():
         assert UNDIVIDED.part(name, parameter) is parameter and UNDIVIDED.in_blocks(name, parameter) == parameter.shape
     for result in (
-        *UNDIVIDED.to_blocks(PARAMETERS, PARAMETERS),
+        UNDIVIDED.to_blocks(PARAMETERS),
         UNDIVIDED.from_blocks(PARAMETERS, {}),
         UNDIVIDED.to_copies(PARAMETERS, {}),
     ):
