@@ -153,8 +153,8 @@ def adam_in_bases(
         h = group.to_eigenbasis(g, basis)
         square = h.square()
         accepted = group.agreed(are_finite(square)) & accept
-        if still:
-            moving = [not set(registration.owners).issubset(still) for registration in group.registrations]
+        moving = [not (still and set(registration.owners).issubset(still)) for registration in group.registrations]
+        if not all(moving):  # the host waits for a copy to the device
             accepted = accepted & torch.tensor(moving, device=accepted.device)
         average.update(h, accepted, beta, 1.0)
         squares.update(square, accepted, decay, 1.0)
@@ -183,10 +183,10 @@ def refuse_divided_momentum(
 
     names: of the parameters in the groups. With one momentum for all it costs nothing.
     """
-    first, *others = [group for group in groups if not group["first_order"]]
-    if all(equal_numbers(group["momentum"], first["momentum"]) for group in others):
+    in_blocks = [group for group in groups if not group["first_order"]]
+    if all(equal_numbers(group["momentum"], in_blocks[0]["momentum"]) for group in in_blocks):
         return
-    momenta = {names[parameter]: group["momentum"] for group in (first, *others) for parameter in group["params"]}
+    momenta = {names[parameter]: group["momentum"] for group in in_blocks for parameter in group["params"]}
     rows = []
     for block in fisher.blocks.values():
         of_block = {name: momenta[name] for name in block.registration.owners if name in momenta}

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.checks import outputs
 from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
+from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
 
@@ -201,3 +203,22 @@ def test_parameters_in_no_block_are_skipped_with_the_rest_and_resumed() -> None:
     _, other = made(WithSpare())
     other.load_state_dict(opt.state_dict())
     assert_same(after, flat_state(other.state_dict()["state"]))
+
+
+@pytest.mark.parametrize("kind", ["regular", "adaptive", "eigen_moments"])
+def test_parameters_in_no_block_may_be_all_that_is_trained(kind: str) -> None:
+    torch.manual_seed(0)
+    net = compile(WithSpare(), loss="categorical")
+    spare = net.get_parameter("spare")
+    numbers = {"damping": 0.1} if kind == "regular" else {}
+    opt = KFAC(net, params=[{"params": [spare], "lr": 0.05}], lr=0.1, momentum_type=kind, **numbers)
+    reference = nn.Parameter(spare.detach().clone())
+    adamw = torch.optim.AdamW([reference], lr=0.05, weight_decay=0.0)
+    layer = net.get_parameter("layer.weight").detach().clone()
+    for number in range(3):
+        for optimizer, loss in ((opt, spare_loss(net, number)), (adamw, reference.sin().sum())):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        torch.testing.assert_close(spare, reference)
+    assert torch.equal(net.get_parameter("layer.weight"), layer)
