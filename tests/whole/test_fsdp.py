@@ -130,7 +130,7 @@ def train(
     options: Mapping[str, Any],
     part: slice,
     shard: Shard | None = None,
-    number: int = 20,
+    number: int = 11,
     evaluated: bool = False,
     reverse: bool = False,
     **how: Any,
