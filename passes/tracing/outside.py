@@ -42,6 +42,7 @@ GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 LAYOUT = frozenset({"is_contiguous", "stride", "as_strided", "dim_order", "storage_offset", "data_ptr"})
 CALLED = (FunctionType, MethodType, partial, nn.Module)  # kinds of functions that an operation of torch may be given
+COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})  # functions that live for one call
 TRAINED = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 
 
@@ -151,7 +152,7 @@ class Observer:
             return
         for point in BytecodeNames.of(code).points(code, namespace):
             point.summary(self.before)
-        if any(name != "__class__" for name in code.co_freevars):
+        if code.co_name not in COMPREHENSIONS and any(name != "__class__" for name in code.co_freevars):
             self.variables[key] = {}
 
     def follows(self, frame: FrameType) -> bool:
@@ -185,7 +186,11 @@ class Observer:
         return Outside(tuple(points.values()), frozenset(names), frozenset(loaded), tuple(self.effects))
 
     def cells(self) -> Iterator[OutsideName]:
-        """The closure cells of the functions that ran. A frame does not know its function, which its code leads to."""
+        """The closure cells of the functions that ran.
+
+        A frame does not know its function, so it is looked for among all objects of the process, which takes a tenth of
+        a second. The function of a comprehension is not: it is gone, and its cells are those of the function around it.
+        """
         codes = [self.codes[key][0] for key in self.variables]
         for function in gc.get_referrers(*codes) if codes else ():
             if not isinstance(function, FunctionType) or not function.__closure__:

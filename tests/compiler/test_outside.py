@@ -101,6 +101,20 @@ def test_the_cells_of_a_closure_are_those_of_the_function_that_ran() -> None:
     assert sorted(both) == [1.5, 2.5]
 
 
+def test_functions_of_comprehensions_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search through all objects of the process takes longer than the capture of a small model."""
+    searched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gc, "get_referrers", lambda *codes: searched.append(codes) or [])
+
+    def function() -> Any:
+        scale = 2.0
+        by = [n * scale for n in range(2)], {n * scale for n in range(2)}, {n: n * scale for n in range(2)}
+        return *by, sum(n * scale for n in range(2))
+
+    labels(lambda: function())
+    assert [[code.co_name for code in codes] for codes in searched] == [["<lambda>"]]
+
+
 def test_functions_of_torch_are_followed_in_its_modules_only() -> None:
     points = labels(lambda: nn.Linear(2, 2)(torch.ones(1, 2)))
     assert "F.linear" in points and not any("_C" in label and "global" in label for label in points)
