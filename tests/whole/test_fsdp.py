@@ -168,10 +168,6 @@ def whole_of(tensor: Any) -> Tensor:
     return result
 
 
-OF_TWO = (  # two processes, beside three
-    *("adaptive", "qmodel, damping adapted", "eigen_moments", "grafted"),
-    *(f"diagonals, {kind}" for kind in ("adaptive", "regular", "adapted", "eigen_moments")),
-)
 RUNS: dict[str, dict[str, Any]] = {
     "adaptive": {"options": ADAPTIVE},
     "owners": {"options": {"placement": "owners", **ADAPTIVE}},
@@ -211,6 +207,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "number": 4,
     },
 }
+# For few steps in every run of the tests: a step of sharded processes waits for some 80 messages.
+QUICK = (
+    *("adaptive, in place", "adaptive, checkpointed", "empirical", "loss evaluated", "adam, bounded"),
+    *("eigen_moments, owners", "divided, empirical", "full blocks", "in reverse mode"),
+    *("diagonals, adaptive", "diagonals, eigen_moments", "diagonals, relative damping"),
+)
+SHORT = {name: {**RUNS[name], "number": 4} for name in QUICK}
+Results = list[dict[str, Any]]  # of every process
 
 
 def fully_sharded(ranks: Sequence[int]) -> Shard:
@@ -228,17 +232,26 @@ def fully_sharded(ranks: Sequence[int]) -> Shard:
     return shard
 
 
-def work(rank: int, folder: str, port: int) -> None:
+def start(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+
+
+def trained(rank: int, number: int, runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The results of trainings by the first processes, this one among them."""
+    shard, part = fully_sharded(range(number)), slice(rank * CASES // number, (rank + 1) * CASES // number)
     results: dict[str, Any] = {}
-    for number in (2, WORLD):
-        shard, part = fully_sharded(range(number)), slice(rank * CASES // number, (rank + 1) * CASES // number)
-        if rank < number:
-            for name, run in RUNS.items() if number == WORLD else [(name, RUNS[name]) for name in OF_TWO]:
-                parameters, damping, opt = train(part=part, shard=shard, **run)
-                results[f"{name} {number}"] = parameters, damping, list(opt.net.report.fallbacks())
+    for name, run in runs.items() if rank < number else ():
+        parameters, damping, opt = train(part=part, shard=shard, **run)
+        results[f"{name} {number}"] = parameters, damping, list(opt.net.report.fallbacks())
+    return results
+
+
+def work(rank: int, folder: str, port: int) -> None:
+    start(rank, folder)
+    results = trained(rank, WORLD, SHORT)
+    shard, part = fully_sharded(range(WORLD)), slice(rank * CASES // WORLD, (rank + 1) * CASES // WORLD)
     results["state"] = states(shard, part)
     results["memory"] = memory(shard, part)
     results["estimated"] = estimated(part, slice(rank + 1), shard)
@@ -250,6 +263,12 @@ def work(rank: int, folder: str, port: int) -> None:
     os.environ |= {name: str(value) for name, value in environment.items()}
     run_blocks((ROOT / "docs" / "sharded.md").read_text(encoding="utf-8"), "sharded.md")
     torch.save(results, f"{folder}/{rank}.pt")
+
+
+def work_long(rank: int, folder: str, _: int) -> None:
+    start(rank, folder)
+    torch.save(trained(rank, 2, RUNS) | trained(rank, WORLD, RUNS), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
 def go_on(net: kfac_fx.CompiledModule, opt: kfac_fx.KFAC, part: slice, steps: slice) -> None:
@@ -429,18 +448,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("processes")
 
 
-@pytest.fixture(scope="module")
-def results(folder: Path) -> Iterator[list[dict[str, Any]]]:
+def processes(target: Callable[[int, str, int], None], folder: Path) -> Iterator[Results]:
     threads, environment = torch.get_num_threads(), dict(os.environ)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     others = [
-        mp.get_context("spawn").Process(target=work, args=(n, str(folder), port), daemon=True) for n in range(1, WORLD)
+        mp.get_context("spawn").Process(target=target, args=(n, str(folder), port), daemon=True)
+        for n in range(1, WORLD)
     ]
     for other in others:
         other.start()
-    work(0, str(folder), port)  # this process is one of them: it has torch imported already
+    target(0, str(folder), port)  # this process is one of them: it has torch imported already
     torch.set_num_threads(threads)
     for other in others:
         other.join(60)
@@ -450,22 +469,40 @@ def results(folder: Path) -> Iterator[list[dict[str, Any]]]:
     os.environ.update(environment)
 
 
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Iterator[Results]:
+    yield from processes(work, folder)
+
+
+@pytest.fixture(scope="module")
+def long_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    yield from processes(work_long, tmp_path_factory.mktemp("long"))
+
+
+def assert_steps_of_one(results: Results, name: str, number: int, run: dict[str, Any]) -> None:
+    expected, damping, alone = train(part=slice(None), **run)
+    for result in results[:number]:
+        parameters, of_rank, fallbacks = result[f"{name} {number}"]
+        owned = [OWNED] if run["options"].get("placement") and run.get("steps") != "full" else []
+        expected_fallbacks = list(alone.net.report.fallbacks())
+        assert fallbacks == [*owned, *expected_fallbacks] and bool(expected_fallbacks) == (name == "in reverse mode")
+        torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
+        assert of_rank == pytest.approx(damping, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_sharded_processes_take_the_steps_of_one(results: Results, name: str) -> None:
+    assert_steps_of_one(results, name, WORLD, SHORT[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, WORLD])
 @pytest.mark.parametrize("name", RUNS)
-def test_sharded_processes_take_the_steps_of_one(results: list[dict[str, Any]], name: str) -> None:
-    expected, damping, alone = train(part=slice(None), **RUNS[name])
-    for number in (2, WORLD) if name in OF_TWO else (WORLD,):
-        for result in results[:number]:
-            parameters, of_rank, fallbacks = result[f"{name} {number}"]
-            owned = [OWNED] if RUNS[name]["options"].get("placement") and RUNS[name].get("steps") != "full" else []
-            expected_fallbacks = list(alone.net.report.fallbacks())
-            assert fallbacks == [*owned, *expected_fallbacks] and bool(expected_fallbacks) == (
-                name == "in reverse mode"
-            )
-            torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
-            assert of_rank == pytest.approx(damping, rel=1e-9)
+def test_two_or_three_sharded_processes_take_many_steps_of_one(long_results: Results, name: str, number: int) -> None:
+    assert_steps_of_one(long_results, name, number, RUNS[name])
 
 
-def test_a_gradient_of_a_diagonal_block_does_not_leave_its_process(results: list[dict[str, Any]]) -> None:
+def test_a_gradient_of_a_diagonal_block_does_not_leave_its_process(results: Results) -> None:
     """Flags of 7 blocks and single numbers travel; where statistics are due, one message has their sums."""
     for result in results:
         due, others = (result["messages"][name] for name in ("due", "not due"))
@@ -473,16 +510,16 @@ def test_a_gradient_of_a_diagonal_block_does_not_leave_its_process(results: list
         assert max(due["all_reduce"] + others["all_reduce"]) <= 7 and len(due["reduce_scatter"]) == 1
 
 
-def test_the_parts_of_a_block_are_judged_together(results: list[dict[str, Any]]) -> None:
+def test_the_parts_of_a_block_are_judged_together(results: Results) -> None:
     for result in results:
         assert result["parts"] == {"kept": True, "same": True, "failures": [(1, 1)] * 4}
 
 
-def test_the_state_of_sharded_parameters_is_sharded(results: list[dict[str, Any]]) -> None:
+def test_the_state_of_sharded_parameters_is_sharded(results: Results) -> None:
     assert all(result["state"] == ["DTensor"] for result in results)
 
 
-def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(results: list[dict[str, Any]]) -> None:
+def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(results: Results) -> None:
     """The weight of two uses, one more weight with its bias, and the one that is gathered; most of them twice, for the
     backward gathers again. `whole` is the memory of a scalar: that of the parameters before they were sharded."""
     for result in results:
@@ -490,7 +527,7 @@ def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(resul
         assert result["memory"]["whole"] == 8
 
 
-def test_an_estimator_of_sharded_processes_is_that_of_one(results: list[dict[str, Any]]) -> None:
+def test_an_estimator_of_sharded_processes_is_that_of_one(results: Results) -> None:
     whole = estimated(slice(None), slice(None))
     for rank, result in enumerate(results):
         of_rank = result["estimated"]
@@ -503,7 +540,7 @@ def test_an_estimator_of_sharded_processes_is_that_of_one(results: list[dict[str
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
 @pytest.mark.parametrize("name", RESTARTED)
 def test_a_checkpoint_of_two_sharded_processes_continues_in_one_and_in_three(
-    results: list[dict[str, Any]], folder: Path, name: str
+    results: Results, folder: Path, name: str
 ) -> None:
     saved, *others = [tensor for result in results for tensor in result["checkpoint"][name]]
     alone = continued(*training_of(name), slice(None), str(folder / name), no_dist=True)
