@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at all
 ]
 
-STEPS, CASES, WORLD = 20, 12, 3
+STEPS, CASES, WORLD = 8, 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     "regular": {
         "lr": 0.05, "damping": 0.3, "estimation_mode": "empirical", "norm_constraint": 1e-2, "weight_decay": 0.01,
