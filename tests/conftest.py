@@ -13,7 +13,9 @@ hypothesis.settings.load_profile("kfac_fx")
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for the devices, 10,000 times a run
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

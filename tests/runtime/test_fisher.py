@@ -154,7 +154,7 @@ def test_layers_of_one_shape_are_one_group_and_one_decomposition(monkeypatch: py
     assert [len(group) for group in est.groups] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("make", [deep, mixed])
+@pytest.mark.parametrize("make", [pytest.param(deep, marks=pytest.mark.slow), mixed])
 def test_products_compile_into_one_graph_once(make: Callable[[], FakeNet]) -> None:
     """New factors, new inverses and another damping need no new graph."""
     est = exact(make(), batch(), damping=0.1)

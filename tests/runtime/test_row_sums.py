@@ -177,7 +177,13 @@ def test_low_precision_is_accumulated_in_float32(name: str) -> None:
     torch.testing.assert_close(computed, exact.float(), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize(("form", "bias"), [*((form, True) for form in FORMS), ("ids", False)])
+@pytest.mark.parametrize(
+    ("form", "bias"),
+    [
+        *(pytest.param(form, True, marks=[] if form in ("groups", "ids") else pytest.mark.slow) for form in FORMS),
+        ("ids", False),
+    ],
+)
 def test_all_statistics_compile_into_one_graph(form: str, bias: bool) -> None:
     case = FORMS[form](bias)
 

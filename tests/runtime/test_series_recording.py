@@ -305,7 +305,8 @@ def test_a_state_continues_bit_for_bit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
-@pytest.mark.parametrize("approximation", [pytest.param("kron_series_1_abs", marks=pytest.mark.slow), "kron_series_2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("approximation", ["kron_series_1_abs", "kron_series_2"])
 def test_compiled_as_eager(approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording and products, without a graph break."""
     monkeypatch.setattr("kfac_fx.blocks.series.LONGEST", 2)  # for shorter graphs of products

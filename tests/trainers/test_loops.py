@@ -67,6 +67,7 @@ def test_schedulers_set_the_groups(cycles: bool) -> None:
     assert len({lr for lr, _ in seen}) > 2 and (len({momentum for _, momentum in seen}) > 2) is cycles
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of dynamo, about the backward that it does not enter
 def test_torch_compile_around_the_step_of_the_user_changes_nothing() -> None:
     """It traces through the call of the model, and not through that of the compiled module."""

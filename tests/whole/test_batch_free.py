@@ -134,7 +134,14 @@ def test_a_batch_of_another_size_feeds_the_same_blocks(batch: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
-@pytest.mark.parametrize("name", ["tokens", "projection_of_a_table", "rare", "relative_queries"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokens",
+        "rare",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("projection_of_a_table", "relative_queries")),
+    ],
+)
 def test_compiled_recordings_are_the_same(name: str) -> None:
     """Without graph breaks, for tensors that a tap is given twice, too."""
     torch.manual_seed(0)

@@ -118,7 +118,7 @@ print(kfac_fx.__version__)
 """
 
 
-@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+@pytest.mark.parametrize("kind", ["*.whl", pytest.param("*.tar.gz", marks=pytest.mark.slow)])
 def test_a_distribution_installs_into_an_empty_folder_and_trains(
     kind: str, distributions: Path, tmp_path: Path
 ) -> None:

@@ -596,7 +596,7 @@ KINDS = (
 ANYTHING: Any = None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     path=st.lists(st.sampled_from(KINDS), min_size=0, max_size=5),
     place=st.sampled_from(["global", "attribute", "closure", "class", "argument"]),
