@@ -68,6 +68,14 @@ def train(
     return torch.cat([p.detach().flatten() for p in net.parameters()]), float(opt.damping)
 
 
+def error_of_wrapper_inside() -> str:
+    inside = kfac_fx.compile(nn.parallel.DistributedDataParallel(Net().double()), loss="categorical")
+    kfac_fx.KFAC(inside, lr=0.1, damping=0.1, estimation_mode="empirical")
+    with pytest.raises(ValueError) as error:
+        inside(batches()[0][0])
+    return str(error.value)
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
@@ -88,12 +96,7 @@ def work(rank: int, folder: str) -> None:
             train({**OPTIONS["empirical"], **options}, half, nn.parallel.DistributedDataParallel)
         except ValueError as error:
             found[case] = str(error)
-    inside = kfac_fx.compile(nn.parallel.DistributedDataParallel(Net().double()), loss="categorical")
-    kfac_fx.KFAC(inside, lr=0.1, damping=0.1, estimation_mode="empirical")
-    try:
-        inside(batches()[0][0])
-    except ValueError as error:
-        found["inside"] = str(error)
+    found["inside"] = error_of_wrapper_inside()
     alone = dist.new_group([rank], use_local_synchronization=True)
     found["alone"] = train({**OPTIONS["empirical"], "process_group": alone}, half)
     model = Net().double()
