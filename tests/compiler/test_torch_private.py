@@ -149,8 +149,8 @@ def answers_in_joins() -> list[object]:
 def test_a_forward_knows_the_join_that_its_wrapper_is_or_was_in() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        # The wrapper is gone before the group. Nobody awaits the last of its messages. A wrapper that is the last to
-        # hold the group would wait for it with Python's lock, and the thread of the message needs this lock.
+        # The wrapper is gone before the group. A join does not await its last message. A wrapper that is the last to
+        # hold the group waits for this message with the lock of Python, and the thread of the message needs the lock.
         before, first, second, behind, alone = answers_in_joins()
     finally:
         dist.destroy_process_group()

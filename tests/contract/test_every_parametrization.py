@@ -267,7 +267,7 @@ def test_small_pairs_make_the_gradients_of_cases(outer: str) -> None:
     check_reasons_and_rows(checked)
 
 
-@pytest.mark.parametrize("use", ["linear", "scale"])
+@pytest.mark.parametrize("use", [pytest.param("linear", marks=pytest.mark.slow), "scale"])
 def test_rows_compile_without_graph_breaks(use: str) -> None:
     checked = beside(use, None, EXAMPLES)
     for registration in checked.structured.values():

@@ -241,8 +241,8 @@ WALKS: dict[str, Walk] = {
     "distributions": distributions,
 }
 QUICK = (
-    "record: wide sides", "record: divided", "train: adaptive", "train: qmodel", "train: adapted",
-    "train: empirical", "train: bfloat16", "the proof", "a collection", "distributions",
+    "record: wide sides", "train: adaptive", "train: qmodel", "train: empirical", "the proof", "a collection",
+    "distributions",
 )  # fmt: skip
 WRONG: dict[str, Walk] = {"two devices": mix, "a number read": read, "numbers moved": move, "a generator": draw}
 

@@ -23,7 +23,7 @@ X, Y = torch.randn(6, 3), torch.randint(2, (6,))
 def process() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
-    dist.barrier()  # nobody awaits the last message of a join, and a wrapper in a traceback may outlive the group
+    dist.barrier()  # a join does not await its last message, and a wrapper in a traceback may outlive the group
     dist.destroy_process_group()
 
 

@@ -301,7 +301,9 @@ def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
-    "chosen", covering(), ids=lambda c: "-".join(getattr(v, "__name__", str(v)) for v in c.values())
+    "chosen",
+    [pytest.param(chosen, marks=pytest.mark.slow if n >= 16 else ()) for n, chosen in enumerate(covering())],
+    ids=lambda c: "-".join(getattr(v, "__name__", str(v)) for v in c.values()),
 )
 def test_training_is_that_of_the_formulas(chosen: dict[str, Any]) -> None:
     torch.manual_seed(0)

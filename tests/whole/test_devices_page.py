@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.whole.test_docs import BLOCK, ROOT
 
 VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # in the command of the page
@@ -29,6 +31,7 @@ kfac_fx.KFAC.step = step_or_end
 """
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_goes_on_after_a_process_has_ended(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
     assert f"{VARIABLE}=1 torchrun --nproc-per-node 2" in page

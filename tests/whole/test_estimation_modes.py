@@ -158,7 +158,7 @@ def test_one_layer_under_a_softmax_has_the_kronecker_factors_of_the_formula() ->
 
 
 @pytest.mark.parametrize("mode", MONTE_CARLO)
-@pytest.mark.parametrize("approximation", ["full", "kron", "diagonal"])
+@pytest.mark.parametrize("approximation", [pytest.param("full", marks=pytest.mark.slow), "kron", "diagonal"])
 def test_monte_carlo_modes_agree_with_exact(mode: str, approximation: str) -> None:
     model, x = case()
     hold_to_its_own_variance(mode, estimator(model, x, two_losses, approximation, "exact"), x)

@@ -5,7 +5,7 @@ The oracle knows nothing of graphs, rows or factors: it differentiates the loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -90,7 +90,12 @@ def prepared(case: Case) -> tuple[nn.Module, tuple[Any, ...], Tensor]:
     return model, args, loss.sample(torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", SEPARATE_CASES)
+def every_second(names: Sequence[str], first: int) -> list[Any]:
+    """The names, every second one for the slow tests. first: 0 or 1, the first of the quick ones."""
+    return [pytest.param(name, marks=pytest.mark.slow) if n % 2 != first else name for n, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", every_second(SEPARATE_CASES, 0))
 def test_full_blocks_are_the_dense_fisher(name: str) -> None:
     """Gradients of one case summed over all uses and positions, whatever the layer."""
     case = ZOO[name]
@@ -103,7 +108,7 @@ def test_full_blocks_are_the_dense_fisher(name: str) -> None:
             torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, cases))
 
 
-@pytest.mark.parametrize("name", SEPARATE_CASES + IN_PART)
+@pytest.mark.parametrize("name", every_second(SEPARATE_CASES + IN_PART, 1))
 def test_diagonal_blocks_are_the_diagonal_of_the_dense_fisher(name: str) -> None:
     case = ZOO[name]
     check_diagonal_blocks(*prepared(case), case.loss, in_part=name in IN_PART)

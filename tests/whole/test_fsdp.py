@@ -209,9 +209,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 # For few steps in every run of the tests: a step of sharded processes waits for some 80 messages.
 QUICK = (
-    *("adaptive, in place", "adaptive, checkpointed", "empirical", "loss evaluated", "adam, bounded"),
-    *("eigen_moments, owners", "divided, empirical", "full blocks", "in reverse mode"),
-    *("diagonals, adaptive", "diagonals, eigen_moments", "diagonals, relative damping"),
+    *("adaptive, in place", "adaptive, checkpointed", "eigen_moments, owners", "divided, empirical"),
+    *("in reverse mode", "diagonals, eigen_moments", "diagonals, relative damping"),
 )
 SHORT = {name: {**RUNS[name], "number": 4} for name in QUICK}
 Results = list[dict[str, Any]]  # of every process

@@ -37,8 +37,7 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[[nn.Modul
 
 
 @pytest.mark.parametrize(("mapped", "plain"), CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("mode", ["exact", "gradients"])
+@pytest.mark.parametrize(("verify", "mode"), [(True, "exact"), (False, "gradients")])
 def test_a_network_mapped_over_the_cases_has_the_statistics_of_the_batch(
     mapped: Callable[[nn.Module, Tensor], Tensor],
     plain: Callable[[nn.Module, Tensor], Tensor],

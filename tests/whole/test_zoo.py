@@ -46,7 +46,7 @@ def once(name: str) -> CompiledModule:
 
 
 def state_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What neither compiling nor recording may touch."""
+    """All that compiling and recording may not touch."""
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
     inputs = {f"input {n}": leaf for n, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs))))}
     return {**model.state_dict(), **gradients, **inputs, "random stream": torch.random.get_rng_state()}
