@@ -13,9 +13,7 @@ hypothesis.settings.load_profile("kfac_fx")
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector passes over everything that was imported: it took 7 % of the time of the tests."""
-    gc.collect()
-    gc.freeze()
+    """The garbage collector runs less often: it took 7 % of the time of the tests, most of it for what was imported."""
     gc.set_threshold(20_000, 10, 10)
 
 

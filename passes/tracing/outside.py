@@ -192,6 +192,8 @@ class Observer:
         a second. The function of a comprehension is not: it is gone, and its cells are those of the function around it.
         """
         codes = [self.codes[key][0] for key in self.variables]
+        if codes and gc.get_freeze_count():
+            gc.unfreeze()  # the search does not see frozen objects; without their cells a capture would go stale unseen
         for function in gc.get_referrers(*codes) if codes else ():
             if not isinstance(function, FunctionType) or not function.__closure__:
                 continue

@@ -101,6 +101,18 @@ def test_the_cells_of_a_closure_are_those_of_the_function_that_ran() -> None:
     assert sorted(both) == [1.5, 2.5]
 
 
+def test_the_cells_of_a_function_that_the_garbage_collector_froze_are_found() -> None:
+    def make(factor: float) -> Callable[[], float]:
+        return lambda: factor
+
+    function = make(1.5)
+    gc.freeze()
+    try:
+        assert any("factor" in label for label in labels(function))
+    finally:
+        gc.unfreeze()
+
+
 def test_functions_of_comprehensions_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search through all objects of the process takes longer than the capture of a small model."""
     searched: list[tuple[Any, ...]] = []
