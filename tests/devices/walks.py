@@ -132,8 +132,12 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
 
 
 def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dtype | None = None) -> None:
-    """Five steps: the first may wait, the others not, except for new bases."""
+    """Five steps: the first may wait, the others not, except for new bases.
+
+    A batch without numbers counts as one with NaN, after which the exact modes look again for cases that meet.
+    """
     purpose = BASES if options.get("momentum_type") == "eigen_moments" else set()
+    purpose = MEETING if options.get("estimation_mode") == "exact" else purpose
     model, inputs = on_device(small)
     net = kfac_fx.compile(model, inputs, loss=small.loss, verify=False, **small.options)
     labels = torch.zeros(CASES, dtype=torch.int64, device=NAME)
@@ -150,7 +154,7 @@ def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dt
         value.backward()
         optimizer.step(evaluate=loss)
         burned = options.get("num_burnin_steps", 0)
-        waits.only(purpose | FIRST_STEP | MEETING if number <= burned else purpose)
+        waits.only(purpose | FIRST_STEP if number <= burned else purpose)
         all_on_device(optimizer.state.values())
     all_on_device([optimizer.damping, optimizer.skipped, optimizer.rho, optimizer.predicted_change])
     with mock.patch("kfac_fx.optim.state.check_choices"):  # it reads numbers, and this device has none

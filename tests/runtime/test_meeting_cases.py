@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.losses import Categorical
+from kfac_fx.recording.meeting_cases import keys_that_meet
+from kfac_fx.statistics.moments import Key
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -115,6 +117,23 @@ def test_exact_modes_are_exact_where_cases_meet(
         meet,
         meet and build is not Pooled,  # of which every node is reached by one row of the loss
     ]
+
+
+def test_cases_that_meet_are_looked_for_in_one_batch_without_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[bool] = []
+
+    def noted(*args: Any) -> frozenset[Key] | None:
+        keys = keys_that_meet(*args)
+        known.append(keys is not None)
+        return keys
+
+    monkeypatch.setattr("kfac_fx.recording.recorder.keys_that_meet", noted)
+    x = torch.randn(6, 4)
+    net = kfac_fx.compile(normalized(), (x[:2],), loss="cross_entropy")
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    for batch in (torch.full_like(x, torch.nan), x, x):
+        estimator.update_covariances(batch)
+    assert known == [False, True]
 
 
 @pytest.mark.parametrize("measured", [False, True])
