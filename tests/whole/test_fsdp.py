@@ -447,21 +447,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("processes")
 
 
-def processes(target: Callable[[int, str, int], None], folder: Path) -> Iterator[Results]:
+def processes(target: Callable[[int, str, int], None], folder: Path, here: bool) -> Iterator[Results]:
+    """here: whether this process is the first of them, which saves an import of torch. It can be one only once: after
+    that torch takes the groups of before for meshes of the same ranks."""
     threads, environment = torch.get_num_threads(), dict(os.environ)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     others = [
         mp.get_context("spawn").Process(target=target, args=(n, str(folder), port), daemon=True)
-        for n in range(1, WORLD)
+        for n in range(int(here), WORLD)
     ]
     for other in others:
         other.start()
-    target(0, str(folder), port)  # this process is one of them: it has torch imported already
-    torch.set_num_threads(threads)
+    if here:
+        target(0, str(folder), port)
+        torch.set_num_threads(threads)
     for other in others:
-        other.join(60)
+        other.join(60 if here else 900)
         assert other.exitcode == 0
     yield [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
     os.environ.clear()
@@ -470,12 +473,12 @@ def processes(target: Callable[[int, str, int], None], folder: Path) -> Iterator
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Iterator[Results]:
-    yield from processes(work, folder)
+    yield from processes(work, folder, here=True)
 
 
 @pytest.fixture(scope="module")
 def long_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    yield from processes(work_long, tmp_path_factory.mktemp("long"))
+    yield from processes(work_long, tmp_path_factory.mktemp("long"), here=False)
 
 
 def assert_steps_of_one(results: Results, name: str, number: int, run: dict[str, Any]) -> None:
