@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -319,31 +319,33 @@ class BlockDiagonalFisher(Operator):
                 name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
                 for name, tensor in vector.items()
             }
-        return self.of_groups(groups, lambda group, matrix: group.multiply(matrix, root, transpose), vector, kept=kept)
+
+        def multiplied(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
+            return [group.multiply(m, root, transpose) for group, m in zip(groups, matrices, strict=True)]
+
+        return self.of_groups(groups, multiplied, vector, kept=kept)
 
     def of_groups(
         self,
         groups: Sequence[BlockGroup],
-        of: Callable[..., Tensor],
+        of: Callable[[Sequence[BlockGroup], Iterable[Tensor]], Iterable[Tensor]],
         vector: Vector,
-        *others: Vector,
         kept: bool = False,
     ) -> dict[str, Tensor]:
-        """`of(group, matrix, ...)` of all groups as one vector, in the shapes and precisions of `vector`.
+        """`of(groups, matrices)` as one vector, in the shapes and precisions of `vector`.
 
-        of: takes the matrices [L, g, o, i] of one group for `vector` and `others`, and returns one. A process computes
-            those of the groups that it keeps, and without `kept` one message brings those of the others.
+        of: takes the groups that this process keeps, and the matrix [L, g, o, i] of each for `vector`, and returns one
+            for each. Without `kept` one message brings those of the other processes.
         """
         registrations = [registration for group in groups for registration in group.registrations]
-        parts, *of_others = (split(tensors, registrations) for tensors in (vector, *others))
+        parts = split(vector, registrations)
         divided = [] if kept else [n for r in registrations if r.parameters in self._divided for n in r.parameters]
         if self.shards is not None and divided:
             parts |= self.shards.parts({name: parts[name] for name in divided})
         product: dict[str, Tensor] = {}
-        for group in groups:
-            if group.here:
-                matrices = (group.pack(tensors) for tensors in (parts, *of_others))
-                product |= group.unpack(of(group, *matrices), parts)
+        here = [group for group in groups if group.here]
+        for group, matrix in zip(here, of(here, (group.pack(parts) for group in here)), strict=True):
+            product |= group.unpack(matrix, parts)
         if self.owners is not None and not kept:
             shards = {name: product.pop(name) for name in divided}
             product = self._gathered(product, groups, parts)

@@ -26,8 +26,8 @@ third of the products of a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
 from kfac_fx.factors.factor import Stack
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import are_finite, full_precision, unsqueeze_like
+from kfac_fx.linalg.matrices import full_precision, unsqueeze_like
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
@@ -76,8 +76,12 @@ def new_moments(group: BlockGroup) -> Tensors:
 
 def basis_of(group: BlockGroup) -> list[Tensor]:
     """The operators that Q consists of; those of dense sides are zero for blocks without a decomposition."""
-    unit = torch.ones(1, dtype=group.dtype, device=group.device)  # a diagonal side turns nothing
-    return [unit if side.diagonal else group.extras[f"basis/{side}"] for side in group.sides]
+    return [
+        torch.ones(1, dtype=group.dtype, device=group.device)  # a diagonal side turns nothing
+        if side.diagonal
+        else group.extras[f"basis/{side}"]
+        for side in group.sides
+    ]
 
 
 def means_of(group: BlockGroup) -> tuple[Stack, Stack]:
@@ -148,32 +152,91 @@ def adam_in_bases(
         still: the parameters without a gradient. Blocks of these alone keep their means.
     """
 
-    def adam(group: BlockGroup, g: Tensor) -> Tensor:
-        basis, (average, squares), beta = basis_of(group), means_of(group), momentum_of(group, momentum)
-        h = group.to_eigenbasis(g, basis)
-        square = h.square()
-        accepted = group.agreed(are_finite(square)) & accept
-        moving = [not (still and set(registration.owners).issubset(still)) for registration in group.registrations]
-        if not all(moving):  # the host waits for a copy to the device
-            accepted = accepted & torch.tensor(moving, device=accepted.device)
-        average.update(h, accepted, beta, 1.0)
-        squares.update(square, accepted, decay, 1.0)
-        n = torch.lerp(h, average.value, unsqueeze_like(torch.where(nesterov, beta, 1), h))
-        return group.from_eigenbasis(n / (squares.value.sqrt() + EPSILON), basis)
+    def adam(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterator[Tensor]:
+        turned = [group.to_eigenbasis(g, basis_of(group)) for group, g in zip(groups, matrices, strict=True)]
+        accepted = blocks_in_means(groups, turned, accept, still)
+        scalars = scalars_of_blocks(groups, accepted, momentum_of(groups, momentum), decay, nesterov)
+        for group, h, accepts, of_group in zip(groups, turned, split_by_group(groups, accepted), scalars, strict=True):
+            (average, squares), new = means_of(group), torch.where(accepts, h, 0)
+            average.moment.mul_(of_group.keep_average).add_(new)
+            squares.moment.mul_(of_group.keep_squares).addcmul_(new, new)
+            n = h.mul_(of_group.gradient).addcmul_(average.moment, of_group.average)
+            step = n.div_(squares.moment.sqrt().add_(of_group.epsilon))
+            yield group.from_eigenbasis(step, basis_of(group))
 
-    groups = [group for group in fisher.kept if group.updated]
-    return fisher.of_groups(groups, adam, gradient, kept=True)
+    updated = [group for group in fisher.kept if group.updated]
+    return fisher.of_groups(updated, adam, gradient, kept=True) if updated else {}
 
 
-def momentum_of(group: BlockGroup, momentum: Mapping[str, Tensor]) -> Tensor:
-    """β₁ of every block, [L]; 0-dim if all have it from one parameter group. Blocks outside of all groups stand still,
-    so theirs does not matter."""
+def blocks_in_means(
+    groups: Sequence[BlockGroup], turned: Sequence[Tensor], accept: Tensor, still: Collection[str]
+) -> Tensor:
+    """Which blocks of all groups take their gradient into the means, [blocks]."""
+    accepted = torch.cat([torch.linalg.vector_norm(h, dim=(1, 2, 3)) for h in turned]).isfinite() & accept
+    if any(group.divided for group in groups):
+        of_groups = accepted.split([len(group) for group in groups])
+        accepted = torch.cat([group.agreed(flags) for group, flags in zip(groups, of_groups, strict=True)])
+    moving = [not still or not set(r.owners).issubset(still) for group in groups for r in group.registrations]
+    if not all(moving):  # the host waits for a copy to the device
+        accepted = accepted & torch.tensor(moving, device=accepted.device)
+    return accepted
+
+
+class StepScalars(NamedTuple):
+    """The scalars of a step for the blocks of one group, [L, 1, 1, 1] each.
+
+    With m̂ = S / s and v̂ = T / t of sums and their total weights, and n = m m̂ + (1 - m) h:
+
+        n / (√v̂ + ε) = √t (m S / s + (1 - m) h) / (√T + ε √t)
+
+    so that the tensors themselves are divided once.
+    """
+
+    keep_average: Tensor  # β₁, or 1 for blocks that keep their means
+    keep_squares: Tensor  # β₂, or 1
+    gradient: Tensor  # √t (1 - m)
+    average: Tensor  # √t m / s
+    epsilon: Tensor  # ε √t
+
+
+def scalars_of_blocks(
+    groups: Sequence[BlockGroup], accepted: Tensor, beta: Tensor, decay: float, nesterov: Tensor
+) -> list[StepScalars]:
+    """The scalars of every group. Stores the new total weights.
+
+    They are computed for all blocks at once, because an operation on a few numbers takes as long as one on thousands.
+    """
+    of_averages, of_squares = zip(*map(means_of, groups), strict=True)
+    keep_average = torch.where(accepted, beta, 1)
+    s = torch.cat([stack.total_weight for stack in of_averages]) * keep_average + accepted
+    keep_squares = torch.where(accepted, torch.full_like(s, decay), 1)
+    t = torch.cat([stack.total_weight for stack in of_squares]) * keep_squares + accepted
+    for stacks, weights in ((of_averages, s), (of_squares, t)):
+        for stack, weight in zip(stacks, weights.split([len(group) for group in groups]), strict=True):
+            stack.total_weight.copy_(weight)
+    root, m = t.sqrt(), torch.where(nesterov, beta, 1)
+    rows = keep_average, keep_squares, root * (1 - m), root * m / s, EPSILON * root
+    return [StepScalars(*part.unbind(-1)) for part in split_by_group(groups, torch.stack(rows, -1))]
+
+
+def split_by_group(groups: Sequence[BlockGroup], blocks: Tensor) -> Iterator[Tensor]:
+    """Scalars of all blocks, [blocks, ...], as those of every group, [L, 1, 1, 1, ...], in its precision."""
+    for group, part in zip(groups, blocks.split([len(group) for group in groups]), strict=True):
+        scalars = part.reshape(len(part), 1, 1, 1, *part.shape[1:])
+        yield scalars.to(group.dtype) if part.is_floating_point() else scalars
+
+
+def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor]) -> Tensor:
+    """β₁ of every block of all groups, [blocks]; 0-dim if all have it from one parameter group. Blocks outside of all
+    parameter groups stand still, so theirs does not matter."""
     anywhere = next(iter(momentum.values()))
     each = [
         next((momentum[name] for name in registration.owners if name in momentum), anywhere)
+        for group in groups
         for registration in group.registrations
     ]
-    return (each[0] if len(set(map(id, each))) == 1 else torch.stack(each)).to(group.dtype)
+    beta = each[0] if len(set(map(id, each))) == 1 else torch.stack(each)
+    return beta.to(max((group.dtype for group in groups), key=lambda dtype: dtype.itemsize))
 
 
 def refuse_divided_momentum(

@@ -242,7 +242,7 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
         still=absent.keys(),
     )
     update = flat.division.from_blocks({name: update[name] for name in gradient}, parts)
-    return Proposal(RATE * flat.displacement(flat.flat.joined(update)), {})
+    return Proposal(flat.displacement(flat.flat.joined(update)).mul_(RATE), {})
 
 
 def propose_grafted(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:

@@ -202,6 +202,25 @@ def test_a_gradient_whose_squares_overflow_is_in_no_mean() -> None:
     assert all(torch.equal(mean.moment, moment) for mean, moment in zip(means_of(group), before, strict=True))
 
 
+def test_a_block_whose_squares_overflow_keeps_its_means_and_no_other_block_does() -> None:
+    """The last two blocks have one shape, so they are in one group."""
+    torch.manual_seed(0)
+    fisher = estimator(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
+    fisher.update_covariances(data()[0])
+    update_bases(fisher)
+    gradient = {name: torch.ones_like(parameter) for name, parameter in fisher.net.named_parameters()}  # type: ignore[attr-defined]
+    momentum = dict.fromkeys(gradient, MOMENTUM)
+    overflowing = {name: 1e200 * tensor if name.startswith("1.") else tensor for name, tensor in gradient.items()}
+    for of_step in (gradient, overflowing):
+        adam_in_bases(fisher, of_step, momentum, 0.5, TRUE, TRUE)
+    weights = {}
+    for block in fisher.blocks.values():
+        average, squares = (mean.total_weight[block.member].item() for mean in means_of(block.group))
+        weights[block.registration.owners[0]] = (average, squares)
+    assert weights == {"0.weight": (1.9, 1.5), "1.weight": (1.0, 1.0), "2.weight": (1.9, 1.5)}
+    assert len(fisher.groups) == 2
+
+
 # --- whole steps ---------------------------------------------------------------------------------------------------
 
 
