@@ -12,10 +12,11 @@ export OMP_NUM_THREADS ?= 1
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
 
-# torch is pinned: a free choice of pip's is the newest CUDA build, several gigabytes.
+# torch is pinned: a free choice of pip's is the newest CUDA build, several gigabytes. Python compiles the modules that
+# are imported; that pip compiles all of them would take a minute.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,demo]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[test,demo]"
 	touch $@
 
 demo: .venv/installed ## train the demo and print its report
