@@ -71,6 +71,7 @@ RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 COARSE = 1e-6  # of a rounding in which what the forward returned may differ from what the graph computes
+LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
 @dataclass
@@ -107,13 +108,14 @@ class Check:
     before: list[Values]  # up to rounding
     value: Tensor  # of the loss there
     steps: int  # since the last check
+    rounding: float  # the ε of the coarsest precision that takes part
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int) -> Check:
-        coarse = any(forward.rounding > COARSE for forward in batch.forwards)
-        repeated = not coarse and batch.net.repeats_recordings
+        rounding = max(LEAST_ROUNDING, *(forward.rounding for forward in batch.forwards))
+        repeated = rounding <= COARSE and batch.net.repeats_recordings
         before = batch.returned(parameters) if repeated else batch.at(parameters)
-        return Check(batch, parameters, before, batch.value(before), steps)
+        return Check(batch, parameters, before, batch.value(before), steps, rounding)
 
     def values_at(self, there: Tensors) -> list[Values]:
         """The values at other parameters, or other shards of them, by name."""
@@ -260,6 +262,20 @@ CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
 FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
 
 
+def along_move(check: Check, flat: FlatParameters, move: Tensor) -> tuple[Tensor, Tensor, list[Values]]:
+    """(<δ, F δ> of a move, the change of the loss by its slope, the values before it).
+
+    Outputs change by a small part of themselves in a step, so a difference quotient with the cube root of the rounding
+    errors loses less to these than to the curvature. The probe is as long at every lr. In coarse precisions it would be
+    lost in the rounding of the parameters, and the product with the Jacobian takes its place.
+    """
+    if check.rounding > COARSE:
+        return check.batch.along(check.parameters, flat.everywhere(move))
+    step = check.rounding ** (1 / 3) / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
+    probe = {name: flat.copies[name] + part for name, part in flat.everywhere(move * step).items()}
+    return (*check.batch.between(check.before, check.values_at(probe), step), check.before)
+
+
 def move_bounded(
     size: StepSize, flat: FlatParameters, proposal: Proposal, bound: float, ok: Tensor, check: Check | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,7 +293,7 @@ def move_bounded(
         flat.commit(Proposal(move, proposal.state), ok)
         nothing = torch.full_like(size.ratio, torch.nan)
         return ok, nothing, nothing
-    fisher, slope, before = check.batch.along(check.parameters, flat.everywhere(proposal.move))
+    fisher, slope, before = along_move(check, flat, proposal.move)
     longest = bound * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
     norm = (fisher / longest).sqrt()
     ratio = next_divisor(last, norm, flat.largest_lr)
