@@ -258,6 +258,10 @@ class FactorGroup:
         """Whether flags of blocks are true of all their parts."""
         return flags
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sums over all parts of blocks, from those over the part that is here."""
+        return values
+
     def in_state(self, entry: Tensor) -> Tensor:
         """A tensor of one block as the state has it, sharing memory: a diagonal F in the shape of the matrix."""
         diagonal = self.right is None and self.left.diagonal and entry.dim()

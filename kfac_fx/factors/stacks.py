@@ -192,14 +192,18 @@ class BlockGroup(FactorGroup):
 
         Λ is NaN for blocks whose factors are not finite. Raises FactorNotReady before the first update.
         """
-        self.check_updated()
-        with full_precision():
-            systems = [self.side_eigensystem(side, place) for side in self.sides]
-        values, vectors = [side_values for side_values, _ in systems], [side_vectors for _, side_vectors in systems]
+        values, vectors = self.side_eigensystems(place)
         left = values[0] * unsqueeze_like(self.positions(), values[0])
         if self.right is None:
             return left.view(len(self), *self.shape), vectors
         return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
+
+    def side_eigensystems(self, place: Place = HERE) -> tuple[list[Tensor], list[Tensor]]:
+        """Eigenvalues and eigenvectors of every side, as of `side_eigensystem`."""
+        self.check_updated()
+        with full_precision():
+            systems = [self.side_eigensystem(side, place) for side in self.sides]
+        return [values for values, _ in systems], [vectors for _, vectors in systems]
 
     def side_eigensystem(self, side: Side, place: Place = HERE) -> tuple[Tensor, Tensor]:
         """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, d], or ones if diagonal."""

@@ -104,6 +104,14 @@ def unsqueeze_like(scalars: Tensor, like: Tensor) -> Tensor:
     return scalars.reshape(*scalars.shape, *[1] * (like.dim() - scalars.dim()))
 
 
+def zero_unless_(condition: Tensor, tensor: Tensor) -> Tensor:
+    """`torch.where(condition, tensor, 0)`, in place, of a tensor that is finite where the condition is true.
+
+    A CPU takes a third of the time of `where` with a condition that is broadcast.
+    """
+    return tensor.nan_to_num_(0.0, 0.0, 0.0).mul_(condition)
+
+
 def mean_eigenvalue(side: Tensor, diagonal: bool) -> Tensor:
     """tr C / dim C: [...]."""
     return (side if diagonal else side.diagonal(dim1=-2, dim2=-1)).mean(-1)

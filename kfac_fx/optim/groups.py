@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import dense, zero_unless_
 from kfac_fx.linalg.sharded import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
@@ -156,7 +156,7 @@ class FlatParameters:
 
     def commit(self, proposal: Proposal, ok: Tensor) -> None:
         """Add the move and store the new state; if `ok` is False, everything stays as it was. Overwrites the move."""
-        self.add(proposal.move.masked_fill_(~ok, 0))
+        self.add(zero_unless_(ok, proposal.move))
         for name, new in proposal.state.items():
             torch.where(ok, new, self.state[name], out=self.state[name])
 

@@ -30,7 +30,10 @@ from kfac_fx.values import (
     whole_number,
 )
 
-BOUND = 0.03  # c of "eigen_moments", unless norm_constraint is given
+# Of "eigen_moments", unless they are given:
+BOUND = 0.03  # c, norm_constraint
+EXPONENT = 0.5  # w, eigenvalue_exponent
+RELATIVE_DAMPING = 0.003  # δ
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
 STEPS = "steps"
@@ -64,8 +67,10 @@ class KFACOptions:
         second_moment_decay: of "eigen_moments", the weight of the past in the second moments of gradients in the
             eigenbasis (`kfac_fx.optim.eigen_moments`), where 1 weighs all steps alike; of "grafted", β₂ of Adam. None
             means 0.95, and 0.999 with "grafted".
-        relative_damping: of "regular", "adam" and "grafted", in the place of damping: every side of a block is damped
-            by this part of its mean eigenvalue, λ_A = c tr A / dim A.
+        eigenvalue_exponent: w of "eigen_moments" (`kfac_fx.optim.eigen_moments`), from 0, Adam in the eigenbasis, to 1,
+            the direction of K-FAC with Adam's length. None means 0.5.
+        relative_damping: in the place of damping: every side of a block is damped by this part of its mean eigenvalue,
+            λ_A = c tr A / dim A. "eigen_moments" has no other damping; None means 0.003 there.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
         cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive" and
             "eigen_moments", which update them as early as the inverses, what `overhead` allows.
@@ -75,7 +80,7 @@ class KFACOptions:
         overhead: what statistics, inverses and checks of "adaptive" and "eigen_moments" may cost in a step, as a part
             of the training step. A cost model of the network chooses their intervals at the first step
             (`kfac_fx.optim.schedule`), and net.report prints them. Intervals that are given replace those of the
-            model. None means 0.6.
+            model. None means 0.4, and 0.6 with "adaptive".
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
@@ -129,6 +134,7 @@ class KFACOptions:
     momentum: Annotated[float | None, not_negative] = None
     momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
     second_moment_decay: Annotated[float | None, a_weight] = None
+    eigenvalue_exponent: Annotated[float | None, a_weight] = None
     relative_damping: Annotated[float | None, positive] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
     cov_update_every: Annotated[int | None, whole_number(1, STEPS)] = None
@@ -197,6 +203,7 @@ class KFACOptions:
             "l2_reg": (adapting, adapt),
             "damping_adaptation_interval": (adapting or self.checked, adapt),
             "update_damping_immediately": (self.adapt_damping, adapt),
+            "relative_damping": (not self.eigen_moments or self.exponent > 0, "an eigenvalue_exponent above 0"),
             "precon_damping_mult": (self.relative_damping is None, "damping in the place of relative_damping"),
             "norm_constraint_form": (self.norm_constraint is not None, "norm_constraint"),
         }
@@ -217,10 +224,15 @@ class KFACOptions:
                 f"momentum_type={kind!r} has no second moments: leave second_moment_decay out, or write "
                 "momentum_type='eigen_moments'"
             )
-        if self.relative_damping is not None and kind not in ("regular", "adam", "grafted"):
+        if self.eigenvalue_exponent is not None and not self.eigen_moments:
+            raise ValueError(
+                f"momentum_type={kind!r} has no second moments that share the divisor: leave eigenvalue_exponent out, "
+                "or write momentum_type='eigen_moments'"
+            )
+        if self.relative_damping is not None and kind not in ("regular", "adam", "grafted", "eigen_moments"):
             raise ValueError(
                 f"momentum_type={kind!r} has no relative damping: leave relative_damping out, or write 'regular', "
-                "'adam' or 'grafted'"
+                "'adam', 'grafted' or 'eigen_moments'"
             )
         if self.relative_damping is not None and (self.damping is not None or self.adapt_damping):
             raise ValueError("relative_damping takes the place of damping: leave damping and adapt_damping out")
@@ -259,7 +271,7 @@ class KFACOptions:
 
     def refuse_unfit(self) -> None:
         """Raises ValueError for options that "adaptive", "eigen_moments" and "grafted" do not have."""
-        undamped = "divides by square roots of second moments, without damping"
+        relative = "damps eigenvalues by relative_damping"
         rescaled = "takes lr in the place of qmodel_update_rescale"
         regularized = "does not know l2_reg: write weight_decay, which is decoupled"
         averaging = {"averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1}
@@ -272,9 +284,9 @@ class KFACOptions:
                 f"{regularized}, or use 'qmodel'": self.l2_reg != 0,
             },
             "eigen_moments": {
-                f"{undamped}: leave damping out": self.damping is not None,
-                f"{undamped}: leave adapt_damping out": self.adapt_damping,
-                f"{undamped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
+                f"{relative}: leave damping out": self.damping is not None,
+                f"{relative}: leave adapt_damping out": self.adapt_damping,
+                f"{relative}: leave precon_damping_mult out": self.precon_damping_mult != 1,
                 "bounds what is applied: leave norm_constraint_form out": self.norm_constraint_form != "update",
                 **averaging,
                 rescaled: self.qmodel_update_rescale is not None,
@@ -314,6 +326,16 @@ class KFACOptions:
     def bound(self) -> float:
         """c of "eigen_moments", see `kfac_fx.optim.step_checks`."""
         return self.norm_constraint or BOUND
+
+    @property
+    def exponent(self) -> float:
+        """w of "eigen_moments"."""
+        return EXPONENT if self.eigenvalue_exponent is None else self.eigenvalue_exponent
+
+    @property
+    def damping_of_sides(self) -> float | None:
+        """δ, or c of `relative_damping`; None if λ is split."""
+        return self.relative_damping or (RELATIVE_DAMPING if self.eigen_moments else None)
 
     @functools.cached_property
     def adaptive(self) -> bool:
@@ -368,7 +390,7 @@ class KFACOptions:
     @property
     def allowed(self) -> float:
         """The overhead that "adaptive" and "eigen_moments" may have."""
-        return self.overhead or 0.6
+        return self.overhead or (0.6 if self.adaptive else 0.4)
 
     @property
     def decay_of_squares(self) -> float:

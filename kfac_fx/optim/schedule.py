@@ -9,15 +9,17 @@ small networks. With a forward f = Σ 2 n i o + the operations of the graph:
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
     inverses                 Σ 2 (i³ + o³) + their operations
-    a check                  2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
+    a check                  3 f + its operations: three forwards. Of "adaptive" 2 f + 3 Σ 2 n i o + its operations: two
+                             forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
 with the smallest sum are taken: s = √c Σ √c / (overhead · training). Inverses follow every second update of the
 factors, or every k-th where k² times the cost of statistics is theirs.
 
-No interval of statistics or checks is longer than `LONGEST_INTERVALS`, because stale factors and step sizes make the
-loss rise, which only a check undoes. Where an interval is cut to this, the other takes what is left; in networks of a
-few operations, whose training step is short beside all else, the overhead is then larger than stated.
+No interval of statistics or checks is longer than `LONGEST_INTERVALS` of the momentum type, because stale factors and
+step sizes make the loss rise, which only a check undoes. Where an interval is cut to this, the other takes what is
+left; in networks of a few operations, whose training step is short beside all else, the overhead is then larger than
+stated.
 
 The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
 (`kfac_fx.optim.step_checks`), the next one comes after twice as many intervals as the last one did, at most
@@ -52,6 +54,7 @@ PER_GROUP = 60  # operations that average the factors of equal blocks
 PER_INVERSE = 30  # operations that invert them
 PER_RECORDING = PER_CHECK = 100  # the other operations
 PRODUCT = 4  # operations for one of the graph in a product with the Jacobian
+CHECK_FORWARDS = 3  # of a check without such a product
 FUSED = 10  # the operations of an unrolled recurrent layer for one of its kernel
 
 UPDATES = 2  # of the factors for one of the inverses, at least
@@ -67,7 +70,11 @@ class StepIntervals(NamedTuple):
     checks: int
 
 
-LONGEST_INTERVALS = StepIntervals(statistics=10, inverses=10**6, checks=5)
+ANY = 10**6
+LONGEST_INTERVALS = {  # by momentum type; of "eigen_moments" only bases and eigenvalues depend on the statistics
+    "adaptive": StepIntervals(statistics=10, inverses=ANY, checks=5),
+    "eigen_moments": StepIntervals(statistics=20, inverses=ANY, checks=5),
+}
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ class StepCosts:
         rows: Mapping[Key, float],
         fraction: float = 1.0,
         in_training: bool = False,
+        with_product: bool = True,
     ) -> StepCosts:
         """
         Args:
@@ -118,6 +126,7 @@ class StepCosts:
             rows: n of every registration in one batch.
             fraction: the part of a batch that is recorded.
             in_training: whether the training step records it.
+            with_product: whether a check takes a product with the Jacobian.
         """
         flops = LayerFlops.of(groups, rows)
         calls = [node for node in program.graph.nodes if node.op.startswith("call_")]
@@ -126,11 +135,12 @@ class StepCosts:
         uses = sum(len(registration.uses) for registration in program.registrations)
         recording = OPERATION * (PER_USE * uses + PER_GROUP * len(groups) + PER_RECORDING)
         passes = 0.0 if in_training else 2 * fraction * flops.forward + 3 * OPERATION * len(calls)
+        check, operations = (5, 2 + PRODUCT) if with_product else (CHECK_FORWARDS, CHECK_FORWARDS)
         return StepCosts(
             training=3 * (forward - OPERATION * unrolled * (1 - 1 / FUSED)),
             statistics=passes + fraction * flops.statistics + recording,
             inverses=2 * flops.inverses + OPERATION * PER_INVERSE * len(groups),
-            check=5 * flops.forward + OPERATION * ((2 + PRODUCT) * len(calls) + PER_CHECK),
+            check=check * flops.forward + OPERATION * (operations * len(calls) + PER_CHECK),
         )
 
     def overhead(self, intervals: StepIntervals) -> float:
@@ -138,16 +148,14 @@ class StepCosts:
         each = zip((self.statistics, self.inverses, self.check), intervals, strict=True)
         return sum(cost / steps for cost, steps in each) / self.training
 
-    def intervals(self, overhead: float) -> StepIntervals:
-        """The shortest intervals whose overhead is at most that, or `LONGEST_INTERVALS`."""
+    def intervals(self, overhead: float, longest: StepIntervals) -> StepIntervals:
+        """The shortest intervals whose overhead is at most that, or the longest ones."""
         updates = max(UPDATES, round(math.sqrt(self.inverses / self.statistics)))
         update, allowed = self.statistics + self.inverses / updates, overhead * self.training
         roots = math.sqrt(update), math.sqrt(self.check)
-        checks = min(math.ceil(roots[1] * sum(roots) / allowed), LONGEST_INTERVALS.checks)
+        checks = min(math.ceil(roots[1] * sum(roots) / allowed), longest.checks)
         left = allowed - self.check / checks
-        statistics = (
-            min(math.ceil(update / left), LONGEST_INTERVALS.statistics) if left > 0 else LONGEST_INTERVALS.statistics
-        )
+        statistics = min(math.ceil(update / left), longest.statistics) if left > 0 else longest.statistics
         return StepIntervals(statistics, updates * statistics, checks)
 
 
@@ -236,7 +244,7 @@ class Schedule:
 
     def choose(self, costs: StepCosts) -> None:
         """Take the intervals that a cost model allows, and those that are given."""
-        self.intervals = self.with_given(costs.intervals(self.options.allowed))
+        self.intervals = self.with_given(costs.intervals(self.options.allowed, LONGEST_INTERVALS[self.options.kind]))
         self.overhead = costs.overhead(self.intervals)
 
     def with_given(self, chosen: StepIntervals) -> StepIntervals:
@@ -265,7 +273,8 @@ class Schedule:
         cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
         if self.overhead <= options.allowed:
             return [f"{cost}, at most the stated {options.allowed:.0%}"]
-        longest = f"statistics every {LONGEST_INTERVALS.statistics} and checks every {LONGEST_INTERVALS.checks} steps"
+        limit = LONGEST_INTERVALS[options.kind]
+        longest = f"statistics every {limit.statistics} and checks every {limit.checks} steps"
         return [f"{cost}, above the stated {options.allowed:.0%}: no longer intervals are chosen than {longest}"]
 
     @property

@@ -161,7 +161,12 @@ def choose_intervals(state: StepState) -> None:
     each = [torch.as_tensor(count, dtype=state.scalar.dtype, device=state.scalar.device) for count in counts.values()]
     rows = dict(zip(counts, state.replicas.mean(torch.stack(each)).tolist(), strict=True))
     costs = StepCosts.of(
-        state.net.program, estimator.groups, rows, options.fraction, in_training=options.recording_in_training
+        state.net.program,
+        estimator.groups,
+        rows,
+        options.fraction,
+        in_training=options.recording_in_training,
+        with_product=options.adaptive,
     )
     state.schedule.choose(costs)
     estimator.cov_ema_decay = state.schedule.decay

@@ -1,7 +1,7 @@
 """The steps of "adaptive" and "eigen_moments": their length is checked now and then, and bad ones are undone.
 
 A *check*, at the first three steps and then every `damping_adaptation_interval` steps, computes on the step's batch,
-with its exact Fisher F (one product with the Jacobian) and its loss h (`kfac_fx.optim.batch_loss`):
+with its exact Fisher F and its loss h (`kfac_fx.optim.batch_loss`):
 
     r, by which steps are divided until the next check
     θ <- θ at the last check    if h has risen by more than is tolerated since then, on the present batch: the averaged
@@ -26,9 +26,9 @@ A rise by `RISE` of h is tolerated; since the last check, if it was on the same 
 `GROWTH` times that of the last check, so that a wrong step size cannot run away. At a check the squared exact Fisher
 norm is at most max(1, h).
 
-**"eigen_moments"**, Adam's steps in the eigenbasis (`kfac_fx.optim.eigen_moments`), scaled by the exact Fisher:
+**"eigen_moments"**, steps as long as Adam's (`kfac_fx.optim.eigen_moments`), scaled by the exact Fisher:
 
-    θ <- θ - lr a d / r         d: Adam's step in the eigenbasis; a = `RATE`
+    θ <- θ - lr a d / r         d: the step in the eigenbasis; a = `RATE`
     r <- max(t, √(r t), 0.95 min(1, r))
     t = max(lr ρ, min(1, max(√ρ, 1/3)))
                                 ρ = a √(<d, F d> / (c max(1, h))), with c the `norm_constraint`. The squared Fisher norm
@@ -36,6 +36,9 @@ norm is at most max(1, h).
                                 after it. It is at most c max(1, h), as r >= lr ρ. A step that is far below this bound
                                 gets longer, half of the way to it on a logarithmic scale, and at most three times; this
                                 does not depend on lr, so that it leaves a schedule alone
+
+<d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. "adaptive"
+divides by <d, F d>, so it takes the product with the Jacobian, which costs four.
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -51,7 +54,7 @@ lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The chec
 Adam's rate alone suits many networks, but not deep ones without skips and norms: there the steps of all layers add up,
 the loss is far from its quadratic model, and the bound is what makes training possible. The step along d that minimizes
 the quadratic model is no substitute: it is several times too short, because directions of large curvature, along which
-Adam's steps may oscillate, decide it.
+such steps may oscillate, decide it.
 """
 
 from __future__ import annotations

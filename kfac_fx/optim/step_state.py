@@ -22,7 +22,7 @@ from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
-from kfac_fx.optim.eigen_moments import adam_in_bases, without_basis
+from kfac_fx.optim.eigen_moments import step_in_bases, without_basis
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import (
     FlatParameters,
@@ -232,11 +232,12 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
     parts = flat.flat.parts(flat.g)
     gradient = flat.division.to_blocks(parts)
-    update = adam_in_bases(
+    update = step_in_bases(
         state.estimator,
         {**gradient, **absent},
         momentum,
         state.options.decay_of_squares,
+        state.options.exponent,
         nesterov,
         accept=ok,
         still=absent.keys(),

@@ -114,6 +114,23 @@ def test_the_slope_and_the_fisher_along_a_direction_are_those_of_the_loss(
 
 
 @pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
+def test_a_difference_quotient_of_the_values_is_the_product_with_the_jacobian_up_to_its_step(
+    distribution: Any, loss: Callable[[Tensor], Tensor]
+) -> None:
+    net = compile(network(), (X,), loss=distribution)
+    batch, here = observed(net, ((X,), loss)), parameters_of(net)
+    d = {name: value - here[name] for name, value in parameters_of(net, 0.5).items()}
+    exact, before = torch.stack(batch.along(here, d)[:2]), batch.at(here)
+    errors = []
+    for step in (1e-3, 1e-5):
+        probe = batch.at({name: value + step * d[name] for name, value in here.items()})
+        quotient = torch.stack(batch.between(before, probe, torch.tensor(step, dtype=torch.float64)))
+        errors.append(((quotient - exact) / exact).abs().max().item())
+    assert errors[0] < 0.01
+    assert errors[1] < 0.02 * errors[0]  # proportional to the step
+
+
+@pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
 def test_what_the_forward_returned_and_the_primals_of_a_product_are_the_values_at_its_parameters(
     distribution: Any, loss: Callable[[Tensor], Tensor]
 ) -> None:
@@ -248,6 +265,7 @@ def test_micro_batches_of_different_sizes_are_one_batch(kind: str) -> None:
         lambda batch: batch.value(batch.at(here)),
         lambda batch: batch.change(batch.at(here), batch.at(there)),
         lambda batch: torch.stack(batch.along(here, d)[:2]),
+        lambda batch: torch.stack(batch.between(batch.at(here), batch.at(there), torch.ones((), dtype=torch.float64))),
     ):
         torch.testing.assert_close(measure(parts), measure(whole))
     value = summed(kind, net(X), slice(None)).detach()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.eigen_moments import EPSILON, adam_in_bases, basis_of, means_of, new_moments, update_bases
+from kfac_fx.optim.eigen_moments import EPSILON, basis_of, means_of, new_moments, step_in_bases, update_bases
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import ApproximationError
 
@@ -30,7 +30,7 @@ def gradients(count: int, *shape: int) -> list[Tensor]:
 def estimator(model: nn.Module, **approximations: str) -> FisherEstimator:
     net = compile(model.double(), loss="mse", approximations=approximations)
     fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
-    fisher.new_extras = new_moments
+    fisher.new_extras, fisher.relative_damping = new_moments, 0.01
     return fisher
 
 
@@ -61,7 +61,9 @@ def with_factors_of(first: Tensor) -> FisherEstimator:
 
 def updates_with_factors_of(first: Tensor, of_steps: Sequence[Tensor], beta: float = 0.95) -> list[Tensor]:
     fisher, momentum = with_factors_of(first), {"weight": torch.tensor(beta, dtype=first.dtype)}
-    return [adam_in_bases(fisher, {"weight": gradient}, momentum, beta, FALSE, TRUE)["weight"] for gradient in of_steps]
+    return [
+        step_in_bases(fisher, {"weight": gradient}, momentum, beta, 0.0, FALSE, TRUE)["weight"] for gradient in of_steps
+    ]
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3)])
@@ -133,7 +135,7 @@ def test_in_a_frozen_basis_the_second_moments_are_those_of_a_corrected_spectrum(
     every = of_cases(net, x, y)
     for case in range(len(x)):
         gradient = {name: tensor[case] for name, tensor in every.items()}
-        adam_in_bases(fisher, gradient, {"last.weight": MOMENTUM}, 1.0, TRUE, TRUE)  # the mean of all
+        step_in_bases(fisher, gradient, {"last.weight": MOMENTUM}, 1.0, 0.0, TRUE, TRUE)  # the mean of all
     corrected = fisher.spectrum().corrected([every])
     for group, system in zip(fisher.groups, corrected.systems, strict=True):
         torch.testing.assert_close(means_of(group)[1].value, system.values)
@@ -149,7 +151,7 @@ def test_a_new_basis_takes_the_mean_and_the_diagonal_of_the_second_moments_with_
     first, *of_steps, last = gradients(5, 4, 3)
     fisher = with_factors_of(first)
     for gradient in of_steps:
-        adam_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+        step_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
     (group,) = fisher.groups
     old, (m, v) = dense_basis(fisher), [mean.value.flatten() for mean in means_of(group)]
     weights = [0.9**age for age in (2, 1, 0)]
@@ -170,7 +172,7 @@ def test_a_new_basis_takes_the_mean_and_the_diagonal_of_the_second_moments_with_
 def test_factors_that_are_not_finite_leave_the_basis_as_it_was() -> None:
     first, gradient = gradients(2, 4, 3)
     fisher = with_factors_of(first)
-    adam_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+    step_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
     (group,) = fisher.groups
     before = {name: tensor.clone() for name, tensor in group.extras.items()}
     group.factors["A"].moment.fill_(torch.nan)
@@ -195,10 +197,10 @@ def test_one_group_of_a_convolution_that_is_not_finite_leaves_the_basis_as_it_wa
 def test_a_gradient_whose_squares_overflow_is_in_no_mean() -> None:
     first, gradient = gradients(2, 4, 3)
     fisher = with_factors_of(first)
-    adam_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+    step_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
     (group,) = fisher.groups
     before = [mean.moment.clone() for mean in means_of(group)]
-    adam_in_bases(fisher, {"weight": 1e200 * gradient}, {"weight": MOMENTUM}, 0.95, TRUE, TRUE)
+    step_in_bases(fisher, {"weight": 1e200 * gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
     assert all(torch.equal(mean.moment, moment) for mean, moment in zip(means_of(group), before, strict=True))
 
 
@@ -212,7 +214,7 @@ def test_a_block_whose_squares_overflow_keeps_its_means_and_no_other_block_does(
     momentum = dict.fromkeys(gradient, MOMENTUM)
     overflowing = {name: 1e200 * tensor if name.startswith("1.") else tensor for name, tensor in gradient.items()}
     for of_step in (gradient, overflowing):
-        adam_in_bases(fisher, of_step, momentum, 0.5, TRUE, TRUE)
+        step_in_bases(fisher, of_step, momentum, 0.5, 0.0, TRUE, TRUE)
     weights = {}
     for block in fisher.blocks.values():
         average, squares = (mean.total_weight[block.member].item() for mean in means_of(block.group))
@@ -256,12 +258,22 @@ def step(net: CompiledModule, opt: KFAC, number: int) -> None:
 class Slow:
     """The same from the formulas, with dense matrices, for two layers."""
 
-    def __init__(self, net: CompiledModule, momentum: tuple[float, float], decay: float, nesterov: bool = True) -> None:
+    def __init__(
+        self,
+        net: CompiledModule,
+        momentum: tuple[float, float],
+        decay: float,
+        nesterov: bool = True,
+        exponent: float = 0.5,
+        damping: float = 0.003,
+    ) -> None:
         self.w = [net.model[n].weight.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.b = [net.model[n].bias.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.m, self.v = [0.0, 0.0], [0.0, 0.0]
         self.a, self.g, self.weight = [0.0, 0.0], [0.0, 0.0], 0.0
         self.q: Any = [None, None]
+        self.values: Any = [None, None]
+        self.exponent, self.damping = exponent, damping
         self.momentum, self.decay, self.nesterov, self.t = momentum, decay, nesterov, 0
 
     def step(self, number: int, lr: float, weight_decay: float) -> None:
@@ -274,7 +286,9 @@ class Slow:
         for n, (rows, d) in enumerate([(torch.cat([x, ones], 1), d0), (torch.cat([hidden, ones], 1), d1)]):
             self.a[n], self.g[n] = 0.95 * self.a[n] + rows.T @ rows, 0.95 * self.g[n] + d.T @ d
             if self.t - 1 in (0, 1, 2, 3, 6, 9):
-                q = torch.kron(torch.linalg.eigh(self.g[n])[1], torch.linalg.eigh(self.a[n])[1])
+                sides = [torch.linalg.eigh(side) for side in (self.g[n], self.a[n])]
+                q = torch.kron(*(vectors for _, vectors in sides))
+                self.values[n] = torch.kron(*(values + self.damping * values.mean() for values, _ in sides))
                 if self.t > 1:
                     self.v[n] = (q.T @ self.q[n] @ torch.diag(self.v[n]) @ self.q[n].T @ q).diagonal()
                 self.q[n] = q
@@ -286,17 +300,30 @@ class Slow:
             mean = self.m[n] / (1 - momentum**self.t)
             if self.nesterov:
                 mean = momentum * mean + (1 - momentum) * gradient
-            turned = self.q[n].T @ mean
-            update = (self.q[n] @ (turned / (root + EPSILON))).view(d.shape[1], rows.shape[1])
+            turned, divisor = self.q[n].T @ mean, root + EPSILON
+            adam = turned / divisor
+            direction = turned / (divisor ** (1 - self.exponent) * self.values[n] ** self.exponent)
+            update = (self.q[n] @ direction * adam.norm() / direction.norm()).view(d.shape[1], rows.shape[1])
             self.w[n] = self.w[n] - lr * (update[:, :-1] + weight_decay * self.w[n])
             self.b[n] = self.b[n] - lr * (update[:, -1] + weight_decay * self.b[n])
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"second_moment_decay": 0.5, "weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.0},
+        {"second_moment_decay": 0.5, "weight_decay": 0.1},
+        {"eigenvalue_exponent": 0.0},
+        {"eigenvalue_exponent": 1.0, "relative_damping": 0.1},
+    ],
+    ids=str,
+)
 def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     momentum = options.get("momentum", 0.95)
-    slow = Slow(net, (momentum, momentum), options.get("second_moment_decay", 0.95))
+    exponent, damping = options.get("eigenvalue_exponent", 0.5), options.get("relative_damping", 0.003)
+    slow = Slow(net, (momentum, momentum), options.get("second_moment_decay", 0.95), exponent=exponent, damping=damping)
     for number in range(10):
         step(net, opt, number)
         slow.step(number, 0.1 / opt._step_state.size.ratio.item(), options.get("weight_decay", 0.0))

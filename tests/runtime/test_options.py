@@ -65,7 +65,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a relative damping of another type": (
         {"momentum_type": "adaptive", "relative_damping": 0.1},
-        r"'adaptive' has no relative damping: leave relative_damping out, or write 'regular', 'adam' or 'grafted'",
+        r"'adaptive' has no relative damping: leave relative_damping out, or write 'regular', 'adam', 'grafted' or "
+        r"'eigen_moments'",
+    ),
+    "an exponent of another type": (
+        {"momentum_type": "adaptive", "eigenvalue_exponent": 0.5},
+        r"momentum_type='adaptive' has no second moments that share the divisor: leave eigenvalue_exponent out, or "
+        r"write momentum_type='eigen_moments'",
+    ),
+    "a relative damping of no eigenvalues": (
+        {
+            "momentum_type": "eigen_moments",
+            "damping": None,
+            "eigenvalue_exponent": 0.0,
+            "relative_damping": 0.1,
+        },
+        r"relative_damping=0\.1 has no effect without an eigenvalue_exponent above 0: leave it out",
     ),
     "two dampings": ({"relative_damping": 0.1}, r"takes the place of damping: leave damping and adapt_damping out"),
     "second moments of another type": (

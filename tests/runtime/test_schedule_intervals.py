@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
 from kfac_fx.optim.schedule import (
+    CHECK_FORWARDS,
     LONGEST_INTERVALS,
     OPERATION,
     PER_CHECK,
@@ -30,6 +31,7 @@ from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 
 CASES, WIDTHS = 7, (4, 6, 3)
+LONGEST = LONGEST_INTERVALS["eigen_moments"]
 
 
 def perceptron() -> nn.Sequential:
@@ -64,8 +66,10 @@ def test_the_costs_are_those_of_the_layers_and_of_the_operations(fraction: float
     recording += 0 if in_training else 2 * fraction * products + 9 * OPERATION
     assert costs.statistics == pytest.approx(recording)
     assert costs.inverses == pytest.approx(inverses + 2 * OPERATION * PER_INVERSE)
-    check = 5 * products + OPERATION * (3 * (2 + PRODUCT) + PER_CHECK)
-    assert costs.check == pytest.approx(check)
+    with_product = 5 * products + OPERATION * (3 * (2 + PRODUCT) + PER_CHECK)
+    assert costs.check == pytest.approx(with_product)
+    check = CHECK_FORWARDS * products + OPERATION * (3 * CHECK_FORWARDS + PER_CHECK)
+    assert costs_of(after_a_step(), with_product=False).check == pytest.approx(check)
 
 
 def test_layers_in_one_group_cost_what_they_cost_apart() -> None:
@@ -84,32 +88,29 @@ def test_intervals_stay_within_the_overhead_and_none_with_a_smaller_sum_do(
     statistics: float, inverses: float, check: float, overhead: float
 ) -> None:
     costs = StepCosts(1.0, statistics, inverses, check)
-    chosen = costs.intervals(overhead)
-    assert (
-        min(chosen) >= 1
-        and chosen.statistics <= LONGEST_INTERVALS.statistics
-        and chosen.checks <= LONGEST_INTERVALS.checks
-    )
+    chosen = costs.intervals(overhead, LONGEST)
+    assert min(chosen) >= 1 and chosen.statistics <= LONGEST.statistics and chosen.checks <= LONGEST.checks
     updates = chosen.inverses // chosen.statistics
     assert chosen.inverses % chosen.statistics == 0
     assert updates == max(2, round(math.sqrt(inverses / statistics)))
     together = statistics + inverses / updates
-    rooms = {n: overhead - together / n for n in range(1, LONGEST_INTERVALS.statistics + 1)}
+    rooms = {n: overhead - together / n for n in range(1, LONGEST.statistics + 1)}
     fitting = {n: math.ceil(check / room) for n, room in rooms.items() if room > 0}
-    sums = [n + checks for n, checks in fitting.items() if checks <= LONGEST_INTERVALS.checks]
+    sums = [n + checks for n, checks in fitting.items() if checks <= LONGEST.checks]
     if sums:
         assert costs.overhead(chosen) <= overhead
         assert chosen.statistics + chosen.checks <= min(sums) + 2  # two numbers are rounded up
     else:
-        assert chosen.statistics == LONGEST_INTERVALS.statistics and costs.overhead(chosen) > overhead
+        assert chosen.statistics == LONGEST.statistics and costs.overhead(chosen) > overhead
 
 
 def test_where_checks_are_more_frequent_than_their_best_interval_statistics_take_what_is_left() -> None:
     costs = StepCosts(1.0, 1.45, 0.0, 2.0)
-    assert costs.intervals(0.65) == (6, 12, LONGEST_INTERVALS.checks)
-    assert costs.overhead(costs.intervals(0.65)) == pytest.approx(1.45 / 6 + 2 / 5)
-    longest = (LONGEST_INTERVALS.statistics, 2 * LONGEST_INTERVALS.statistics, LONGEST_INTERVALS.checks)
-    assert costs.intervals(0.5) == costs.intervals(0.3) == longest
+    chosen = costs.intervals(0.65, LONGEST)
+    assert chosen == (6, 12, LONGEST.checks)
+    assert costs.overhead(chosen) == pytest.approx(1.45 / 6 + 2 / 5)
+    longest = (LONGEST.statistics, 2 * LONGEST.statistics, LONGEST.checks)
+    assert costs.intervals(0.46, LONGEST) == costs.intervals(0.3, LONGEST) == longest
 
 
 def test_small_networks_invert_with_every_second_statistics_and_wide_ones_less_often() -> None:
@@ -129,8 +130,8 @@ def test_the_first_step_chooses_the_intervals_and_the_report_prints_them() -> No
     optimizer.step()
     schedule = optimizer._step_state.schedule
     rows = dict.fromkeys(optimizer.estimator.blocks, float(len(x)))
-    costs = StepCosts.of(net.program, optimizer.estimator.groups, rows)
-    chosen = costs.intervals(9.0)
+    costs = StepCosts.of(net.program, optimizer.estimator.groups, rows, with_product=False)
+    chosen = costs.intervals(9.0, LONGEST)
     assert schedule.intervals == chosen and schedule.overhead == costs.overhead(chosen) <= 9.0
     assert optimizer.estimator.cov_ema_decay == pytest.approx(0.95**chosen.statistics)
     text = (
@@ -141,13 +142,14 @@ def test_the_first_step_chooses_the_intervals_and_the_report_prints_them() -> No
     assert text in " ".join(str(net.report).split())
 
 
-def test_the_report_says_why_a_stated_overhead_is_exceeded() -> None:
-    optimizer = after_a_step(overhead=0.01)
+@pytest.mark.parametrize(("kind", "statistics"), [("eigen_moments", 20), ("adaptive", 10)])
+def test_the_report_says_why_a_stated_overhead_is_exceeded(kind: str, statistics: int) -> None:
+    optimizer = after_a_step(overhead=0.01, momentum_type=kind)
     schedule, report = optimizer._step_state.schedule, " ".join(str(optimizer.net.report).split())
-    assert schedule.overhead > 0.01 and (schedule.intervals.statistics, schedule.intervals.checks) == (10, 5)
+    assert schedule.overhead > 0.01 and (schedule.intervals.statistics, schedule.intervals.checks) == (statistics, 5)
     assert (
         f"by the cost model {schedule.overhead:.0%} of a training step, above the stated 1%: no longer intervals are "
-        "chosen than statistics every 10 and checks every 5 steps" in report
+        f"chosen than statistics every {statistics} and checks every 5 steps" in report
     )
 
 

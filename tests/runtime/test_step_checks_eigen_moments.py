@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.step_checks import FALL, RATE, STRETCH, next_divisor
+from kfac_fx.optim import step_checks
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.schedule import FIRST_CHECKS
+from kfac_fx.optim.step_checks import COARSE, FALL, RATE, STRETCH, Check, along_move, next_divisor
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_step_checks_adaptive import Curved, fisher, step, theta
@@ -54,6 +58,45 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
         torch.testing.assert_close(theta(net) - at, move * of_other / ratio)
     assert opt.skipped == free.skipped == 0
     assert max(ratios) > 1 if bound == 1e-6 else min(ratios) < 0.9
+
+
+def first_checks(net: Any, opt: KFAC, x: Tensor) -> list[tuple[Check, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """The first three checks: <δ, F δ> and the slope of their moves, with the product with the Jacobian beside."""
+    found = []
+
+    def compared(check: Check, flat: FlatParameters, move: Tensor) -> Any:
+        result = along_move(check, flat, move)
+        found.append((check, result[:2], check.batch.along(check.parameters, flat.everywhere(move))[:2]))
+        return result
+
+    with mock.patch.object(step_checks, "along_move", compared):
+        for _ in range(FIRST_CHECKS):
+            opt.zero_grad()
+            net(x).square().sum(1).mean().backward()
+            opt.step()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-23), (torch.float64, 2**-52)])
+@pytest.mark.parametrize("lr", [1.0, 1e-5, 0.0])
+def test_a_check_knows_the_exact_fisher_along_a_step_without_a_derivative(
+    dtype: torch.dtype, rounding: float, lr: float
+) -> None:
+    """Up to twice the step of the difference quotient, the cube root of the rounding errors."""
+    net = compile(mlp().to(dtype), loss="normal")
+    checks = first_checks(net, KFAC(net, lr=lr, seed=0), batch(0)[0].to(dtype))
+    assert len(checks) == FIRST_CHECKS
+    for check, quotient, exact in checks:
+        assert check.rounding == rounding and (exact[0] > 0) == (lr > 0)
+        torch.testing.assert_close(quotient, exact, rtol=2 * rounding ** (1 / 3), atol=0)
+
+
+def test_where_parameters_round_coarsely_a_check_takes_the_product_with_the_jacobian() -> None:
+    torch.manual_seed(0)
+    net = compile(torch.nn.Linear(3, 2).bfloat16(), loss="normal")
+    for check, ours, exact in first_checks(net, KFAC(net, seed=0), torch.randn(6, 3).bfloat16()):
+        assert check.rounding > COARSE
+        torch.testing.assert_close(ours, exact, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("bound", "calm"), [(1e-6, False), (1e30, True)])
