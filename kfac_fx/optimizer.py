@@ -42,10 +42,10 @@ class KFAC(Optimizer, Joinable):
     2. The inverses are computed anew, if they are due.
     3. Momentum and the preconditioner P give an update Δ, and θ <- θ - lr (Δ + weight_decay θ). The momentum type says
        what Δ is:
-       "eigen_moments", the default: Δ lies between Adam's step and K-FAC's in the eigenbasis of the Fisher blocks, and
-       is in every block 0.02 times as long as Adam's (see `kfac_fx.optim.eigen_moments`). Every few steps the exact
-       Fisher of the batch scales it, and steps that made the batch's loss rise are undone (see
-       `kfac_fx.optim.step_checks`). It needs no number and no closure;
+       "eigen_moments", the default: Δ lies between Adam's step and K-FAC's in the eigenbasis of the Fisher blocks, as
+       long as Adam's, times 0.02 (see `kfac_fx.optim.eigen_moments`). Every few steps the exact Fisher of the batch
+       scales it, and steps that made the batch's loss rise are undone (see `kfac_fx.optim.step_checks`). It needs no
+       number and no closure;
        "adaptive": Δ = α P m, with m the averaged gradient. Every few steps the exact Fisher of the batch gives α, and
        the change of the batch's loss adapts the damping. A step, or the steps since the last check, that made this loss
        rise by more than half of it are undone. It needs no number and no closure (see `kfac_fx.optim.step_checks`);
@@ -101,7 +101,7 @@ class KFAC(Optimizer, Joinable):
             fraction=options.fraction,
             exps=() if options.eigen_moments else (-1,),
         )
-        self.estimator.relative_damping = options.damping_of_sides
+        self.estimator.relative_damping = options.relative_damping
         self.estimator.new_extras = new_moments if options.eigen_moments else None
         shards = Shards.of(self.net.named_parameters())
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))

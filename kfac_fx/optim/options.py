@@ -30,13 +30,19 @@ from kfac_fx.values import (
     whole_number,
 )
 
-# Of "eigen_moments", unless they are given:
-BOUND = 0.03  # c, norm_constraint
-EXPONENT = 0.5  # w, eigenvalue_exponent
-RELATIVE_DAMPING = 0.003  # δ
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
 STEPS = "steps"
+DEFAULTS = {  # of options that are None, by momentum type; "" for all others that have them
+    "momentum": {"eigen_moments": 0.95, "": 0.9},
+    "second_moment_decay": {"grafted": 0.999, "": 0.95},
+    "eigenvalue_exponent": {"": 0.5},
+    "relative_damping": {"": 0.003},
+    "cov_ema_decay": {"eigen_moments": 0.98, "": 0.95},
+    "overhead": {"adaptive": 0.6, "": 0.4},
+    "norm_constraint": {"": 0.03},
+    "damping_adaptation_decay": {"adaptive": 0.9, "": 0.95},
+}
 
 
 def a_mode(name: str, value: Any) -> None:
@@ -64,14 +70,14 @@ class KFACOptions:
         momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments" or "grafted"; see
             KFAC. None means "regular" if both lr and damping are given, as in TF K-FAC; "adaptive" if damping alone
             is given, and for a net with blocks that have no eigenbasis; and "eigen_moments" otherwise.
-        second_moment_decay: of "eigen_moments", the weight of the past in the second moments of gradients in the
-            eigenbasis (`kfac_fx.optim.eigen_moments`), where 1 weighs all steps alike; of "grafted", β₂ of Adam. None
-            means 0.95, and 0.999 with "grafted".
-        eigenvalue_exponent: w of "eigen_moments" (`kfac_fx.optim.eigen_moments`), from 0, Adam in the eigenbasis, to 1,
-            the direction of K-FAC with Adam's length. None means 0.5.
+        second_moment_decay: β₂ of "eigen_moments" (`kfac_fx.optim.eigen_moments`), where 1 weighs all steps alike, and
+            of "grafted". None means 0.95, and 0.999 with "grafted".
+        eigenvalue_exponent: w of "eigen_moments", from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with
+            Adam's length. None means 0.5.
         relative_damping: in the place of damping: every side of a block is damped by this part of its mean eigenvalue,
             λ_A = c tr A / dim A. "eigen_moments" has no other damping; None means 0.003 there.
-        cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
+        cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power. None
+            means 0.95, and 0.98 with "eigen_moments".
         cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive" and
             "eigen_moments", which update them as early as the inverses, what `overhead` allows.
         invert_every: the inverses are updated every so many steps, and also after 1, 2, 5, 10, 20, 50, ... steps while
@@ -136,7 +142,7 @@ class KFACOptions:
     second_moment_decay: Annotated[float | None, a_weight] = None
     eigenvalue_exponent: Annotated[float | None, a_weight] = None
     relative_damping: Annotated[float | None, positive] = None
-    cov_ema_decay: Annotated[float, a_weight] = 0.95
+    cov_ema_decay: Annotated[float | None, a_weight] = None
     cov_update_every: Annotated[int | None, whole_number(1, STEPS)] = None
     invert_every: Annotated[int | None, whole_number(1, STEPS)] = None
     overhead: Annotated[float | None, positive] = None
@@ -172,7 +178,7 @@ class KFACOptions:
             for check in () if value is None and may_be_none else getattr(annotation, "__metadata__", ()):
                 check(field.name, value)
         if self.momentum is None and self.kind != "qmodel":
-            object.__setattr__(self, "momentum", 0.95 if self.eigen_moments else 0.9)
+            object.__setattr__(self, "momentum", self.value("momentum"))
         self.check_step_size()
         if self.reduction == "sum" and (self.quadratic or self.checked or self.adapt_damping):
             raise ValueError(
@@ -180,7 +186,7 @@ class KFACOptions:
                 "'qmodel', or with adapt_damping=True, divide the loss by the number of cases and write "
                 "reduction='mean'"
             )
-        if self.recording_in_training and self.fraction != 1.0:
+        if self.recording_in_training and self.fraction != 1:
             raise ValueError(
                 "estimation_mode='empirical' records in the whole training backward: leave fraction at 1.0"
             )
@@ -191,6 +197,8 @@ class KFACOptions:
                 "have to grow and to shrink"
             )
         self.refuse_without_effect()
+        if self.eigen_moments and self.relative_damping is None:
+            object.__setattr__(self, "relative_damping", self.value("relative_damping"))
 
     def refuse_without_effect(self) -> None:
         """Raises ValueError for options that another one would have to be given for."""
@@ -203,7 +211,7 @@ class KFACOptions:
             "l2_reg": (adapting, adapt),
             "damping_adaptation_interval": (adapting or self.checked, adapt),
             "update_damping_immediately": (self.adapt_damping, adapt),
-            "relative_damping": (not self.eigen_moments or self.exponent > 0, "an eigenvalue_exponent above 0"),
+            "relative_damping": (self.eigenvalue_exponent != 0, "an eigenvalue_exponent above 0"),
             "precon_damping_mult": (self.relative_damping is None, "damping in the place of relative_damping"),
             "norm_constraint_form": (self.norm_constraint is not None, "norm_constraint"),
         }
@@ -225,10 +233,7 @@ class KFACOptions:
                 "momentum_type='eigen_moments'"
             )
         if self.eigenvalue_exponent is not None and not self.eigen_moments:
-            raise ValueError(
-                f"momentum_type={kind!r} has no second moments that share the divisor: leave eigenvalue_exponent out, "
-                "or write momentum_type='eigen_moments'"
-            )
+            raise ValueError(f"eigenvalue_exponent is an option of 'eigen_moments', and not of {kind!r}: leave it out")
         if self.relative_damping is not None and kind not in ("regular", "adam", "grafted", "eigen_moments"):
             raise ValueError(
                 f"momentum_type={kind!r} has no relative damping: leave relative_damping out, or write 'regular', "
@@ -271,7 +276,7 @@ class KFACOptions:
 
     def refuse_unfit(self) -> None:
         """Raises ValueError for options that "adaptive", "eigen_moments" and "grafted" do not have."""
-        relative = "damps eigenvalues by relative_damping"
+        damped = "damps eigenvalues by relative_damping"
         rescaled = "takes lr in the place of qmodel_update_rescale"
         regularized = "does not know l2_reg: write weight_decay, which is decoupled"
         averaging = {"averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1}
@@ -284,9 +289,9 @@ class KFACOptions:
                 f"{regularized}, or use 'qmodel'": self.l2_reg != 0,
             },
             "eigen_moments": {
-                f"{relative}: leave damping out": self.damping is not None,
-                f"{relative}: leave adapt_damping out": self.adapt_damping,
-                f"{relative}: leave precon_damping_mult out": self.precon_damping_mult != 1,
+                f"{damped}: leave damping out": self.damping is not None,
+                f"{damped}: leave adapt_damping out": self.adapt_damping,
+                f"{damped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
                 "bounds what is applied: leave norm_constraint_form out": self.norm_constraint_form != "update",
                 **averaging,
                 rescaled: self.qmodel_update_rescale is not None,
@@ -322,20 +327,10 @@ class KFACOptions:
         """`norm_constraint` if it bounds the norm of this in the blocks, "update" or "gradient"."""
         return self.norm_constraint if self.norm_constraint_form == what and not self.checked else None
 
-    @property
-    def bound(self) -> float:
-        """c of "eigen_moments", see `kfac_fx.optim.step_checks`."""
-        return self.norm_constraint or BOUND
-
-    @property
-    def exponent(self) -> float:
-        """w of "eigen_moments"."""
-        return EXPONENT if self.eigenvalue_exponent is None else self.eigenvalue_exponent
-
-    @property
-    def damping_of_sides(self) -> float | None:
-        """δ, or c of `relative_damping`; None if λ is split."""
-        return self.relative_damping or (RELATIVE_DAMPING if self.eigen_moments else None)
+    def value(self, name: str) -> float:
+        """An option or, if it is None, its default for the momentum type."""
+        given: float | None = getattr(self, name)
+        return DEFAULTS[name].get(self.kind, DEFAULTS[name][""]) if given is None else given
 
     @functools.cached_property
     def adaptive(self) -> bool:
@@ -387,23 +382,11 @@ class KFACOptions:
             return 1.0 if self.adaptive else 0.0
         return self.damping.reshape(()) if isinstance(self.damping, Tensor) else self.damping
 
-    @property
-    def allowed(self) -> float:
-        """The overhead that "adaptive" and "eigen_moments" may have."""
-        return self.overhead or (0.6 if self.adaptive else 0.4)
-
-    @property
-    def decay_of_squares(self) -> float:
-        """β₂ of "eigen_moments" and "grafted"."""
-        if self.second_moment_decay is None:
-            return 0.999 if self.grafted else 0.95
-        return self.second_moment_decay
-
     @functools.cached_property
     def damping_rule(self) -> DampingRule:
         return DampingRule(
             interval=self.damping_adaptation_interval or 5,
-            decay=self.damping_adaptation_decay or (0.9 if self.adaptive else 0.95),
+            decay=self.value("damping_adaptation_decay"),
             decrease_above=self.damping_decrease_rho_threshold,
             increase_below=self.damping_increase_rho_threshold,
             min_damping=self.min_damping,

@@ -244,7 +244,9 @@ class Schedule:
 
     def choose(self, costs: StepCosts) -> None:
         """Take the intervals that a cost model allows, and those that are given."""
-        self.intervals = self.with_given(costs.intervals(self.options.allowed, LONGEST_INTERVALS[self.options.kind]))
+        self.intervals = self.with_given(
+            costs.intervals(self.options.value("overhead"), LONGEST_INTERVALS[self.options.kind])
+        )
         self.overhead = costs.overhead(self.intervals)
 
     def with_given(self, chosen: StepIntervals) -> StepIntervals:
@@ -258,7 +260,7 @@ class Schedule:
     @property
     def decay(self) -> float:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
-        return self.options.cov_ema_decay**self.intervals.statistics
+        return self.options.value("cov_ema_decay") ** self.intervals.statistics
 
     def described(self) -> list[str]:
         """For the report: the intervals of a type with checks."""
@@ -269,13 +271,17 @@ class Schedule:
         checks = f"checks every {every.checks}{most} steps"
         text = f"statistics every {every.statistics}, inverses every {every.inverses}, {checks}"
         if not self.overhead:
-            return [f"{text}, until the first step chooses the intervals for an overhead of {options.allowed:.0%}"]
+            return [
+                f"{text}, until the first step chooses the intervals for an overhead of {options.value('overhead'):.0%}"
+            ]
         cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
-        if self.overhead <= options.allowed:
-            return [f"{cost}, at most the stated {options.allowed:.0%}"]
+        if self.overhead <= options.value("overhead"):
+            return [f"{cost}, at most the stated {options.value('overhead'):.0%}"]
         limit = LONGEST_INTERVALS[options.kind]
         longest = f"statistics every {limit.statistics} and checks every {limit.checks} steps"
-        return [f"{cost}, above the stated {options.allowed:.0%}: no longer intervals are chosen than {longest}"]
+        return [
+            f"{cost}, above the stated {options.value('overhead'):.0%}: no longer intervals are chosen than {longest}"
+        ]
 
     @property
     def adapting(self) -> bool:

@@ -291,7 +291,9 @@ def update(
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and state.options.eigen_moments:
         proposal, may_move = propose_eigen(state, in_blocks, ok), ok
-        ok, change, rho = move_bounded(state.size, in_blocks, proposal, state.options.bound, ok, check)
+        ok, change, rho = move_bounded(
+            state.size, in_blocks, proposal, state.options.value("norm_constraint"), ok, check
+        )
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and (state.options.quadratic or state.options.grafted):
         proposal = propose(state, in_blocks)

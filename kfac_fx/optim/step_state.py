@@ -236,8 +236,8 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
         state.estimator,
         {**gradient, **absent},
         momentum,
-        state.options.decay_of_squares,
-        state.options.exponent,
+        state.options.value("second_moment_decay"),
+        state.options.value("eigenvalue_exponent"),
         nesterov,
         accept=ok,
         still=absent.keys(),
@@ -250,7 +250,7 @@ def propose_grafted(state: StepState, flat: FlatParameters, precondition: Produc
     """The direction P m̂ with the norms of Adam's step; NaN where a new average is not finite."""
     momentum = state.options.momentum
     assert momentum is not None, "bug in kfac_fx: 'grafted' without a momentum"
-    adam, new = FirstOrder(betas=(momentum, state.options.decay_of_squares))(flat.g, flat.state, flat.flat)
+    adam, new = FirstOrder(betas=(momentum, state.options.value("second_moment_decay")))(flat.g, flat.state, flat.flat)
     blocks = [block.registration.owners for block in state.estimator.blocks.values()]
     update = grafted(precondition(new["exp_avg"]), adam, flat.flat, blocks, flat.division)
     finite = torch.stack([is_finite(average) for average in new.values()]).all()

@@ -270,7 +270,7 @@ class Slow:
         self.w = [net.model[n].weight.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.b = [net.model[n].bias.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.m, self.v = [0.0, 0.0], [0.0, 0.0]
-        self.a, self.g, self.weight = [0.0, 0.0], [0.0, 0.0], 0.0
+        self.a, self.g = [0.0, 0.0], [0.0, 0.0]
         self.q: Any = [None, None]
         self.values: Any = [None, None]
         self.exponent, self.damping = exponent, damping
@@ -282,9 +282,9 @@ class Slow:
         d1 = 2 * (hidden @ self.w[1].T + self.b[1] - y) / y.numel()
         d0 = (d1 @ self.w[1]) * (1 - hidden**2)
         ones = torch.ones(len(x), 1, dtype=x.dtype)
-        self.t, self.weight = self.t + 1, 0.95 * self.weight + 1
+        self.t += 1
         for n, (rows, d) in enumerate([(torch.cat([x, ones], 1), d0), (torch.cat([hidden, ones], 1), d1)]):
-            self.a[n], self.g[n] = 0.95 * self.a[n] + rows.T @ rows, 0.95 * self.g[n] + d.T @ d
+            self.a[n], self.g[n] = 0.98 * self.a[n] + rows.T @ rows, 0.98 * self.g[n] + d.T @ d
             if self.t - 1 in (0, 1, 2, 3, 6, 9):
                 sides = [torch.linalg.eigh(side) for side in (self.g[n], self.a[n])]
                 q = torch.kron(*(vectors for _, vectors in sides))

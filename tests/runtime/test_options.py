@@ -70,8 +70,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an exponent of another type": (
         {"momentum_type": "adaptive", "eigenvalue_exponent": 0.5},
-        r"momentum_type='adaptive' has no second moments that share the divisor: leave eigenvalue_exponent out, or "
-        r"write momentum_type='eigen_moments'",
+        r"eigenvalue_exponent is an option of 'eigen_moments', and not of 'adaptive': leave it out",
     ),
     "a relative damping of no eigenvalues": (
         {

@@ -133,7 +133,7 @@ def test_the_first_step_chooses_the_intervals_and_the_report_prints_them() -> No
     costs = StepCosts.of(net.program, optimizer.estimator.groups, rows, with_product=False)
     chosen = costs.intervals(9.0, LONGEST)
     assert schedule.intervals == chosen and schedule.overhead == costs.overhead(chosen) <= 9.0
-    assert optimizer.estimator.cov_ema_decay == pytest.approx(0.95**chosen.statistics)
+    assert optimizer.estimator.cov_ema_decay == pytest.approx(0.98**chosen.statistics)
     text = (
         f"statistics every {chosen.statistics}, inverses every {chosen.inverses}, checks every {chosen.checks} to "
         f"{4 * chosen.checks} steps: by the cost model {schedule.overhead:.0%} of a training step, at most the stated "
