@@ -33,9 +33,8 @@ CPU time.
   their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
 - CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and was
   shared with other work, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
-- The runs at chosen rates were made on one machine, the others of the search on a faster one. The processor has no
-  AVX-512, so products in bfloat16 take many times as long as in float32. Muon has such products: its seconds here say
-  little about other machines.
+- The runs at chosen rates were made on one machine, whose processor has AVX-512, and the others of the searches on
+  others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
 

@@ -117,8 +117,8 @@ def means_of(group: BlockGroup) -> tuple[Stack, Stack]:
 
 
 def eigenvalues_of(group: BlockGroup) -> list[Tensor]:
-    """Λ_G / λ_G + 1 and Λ_A / λ_A + 1, whose outer product Λ̃ is a multiple of, as they broadcast with [L, g, o, i]. Of
-    blocks that are no Kronecker product, Λ / λ + 1."""
+    """Λ_G / λ_G + 1 and Λ_A / λ_A + 1, as they broadcast with [L, g, o, i]; their product is Λ̃ / (λ_G λ_A). Blocks that
+    are no Kronecker product have Λ / λ + 1 alone."""
     outputs = group.extras["eigenvalues/outputs"]
     if group.right is None:
         return [outputs]

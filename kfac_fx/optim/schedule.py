@@ -9,8 +9,8 @@ small networks. With a forward f = Σ 2 n i o + the operations of the graph:
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
     inverses                 Σ 2 (i³ + o³) + their operations
-    a check                  3 f + its operations: three forwards. Of "adaptive" 2 f + 3 Σ 2 n i o + its operations: two
-                             forwards, and a product with the Jacobian
+    a check                  3 f + its operations: three forwards
+    a check of "adaptive"    2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
 with the smallest sum are taken: s = √c Σ √c / (overhead · training). Inverses follow every second update of the
@@ -71,7 +71,7 @@ class StepIntervals(NamedTuple):
 
 
 ANY = 10**6
-LONGEST_INTERVALS = {  # by momentum type; of "eigen_moments" only bases and eigenvalues depend on the statistics
+LONGEST_INTERVALS = {  # by momentum type; "eigen_moments" only takes bases and eigenvalues from the statistics
     "adaptive": StepIntervals(statistics=10, inverses=ANY, checks=5),
     "eigen_moments": StepIntervals(statistics=20, inverses=ANY, checks=5),
 }

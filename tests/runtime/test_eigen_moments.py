@@ -14,7 +14,15 @@ from torch.nn import functional as F
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.eigen_moments import EPSILON, basis_of, means_of, new_moments, step_in_bases, update_bases
+from kfac_fx.optim.eigen_moments import (
+    EPSILON,
+    basis_of,
+    eigenvalues_of,
+    means_of,
+    new_moments,
+    step_in_bases,
+    update_bases,
+)
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import ApproximationError
 
@@ -221,6 +229,52 @@ def test_a_block_whose_squares_overflow_keeps_its_means_and_no_other_block_does(
         weights[block.registration.owners[0]] = (average, squares)
     assert weights == {"0.weight": (1.9, 1.5), "1.weight": (1.0, 1.0), "2.weight": (1.9, 1.5)}
     assert len(fisher.groups) == 2
+
+
+# --- the eigenvalues -----------------------------------------------------------------------------------------------
+
+
+def relative(side: Tensor, damping: float) -> Tensor:
+    """The eigenvalues of a matrix, divided by their damping, and 1."""
+    values = torch.linalg.eigvalsh(side)
+    return values / (damping * values.mean()) + 1
+
+
+@pytest.mark.parametrize("dense_limit", [4096, 4], ids=["dense", "diagonal blocks"])
+def test_eigenvalues_are_those_of_the_sides_divided_by_their_damping(dense_limit: int) -> None:
+    """A wide side has diagonal blocks, and one damping for all of them."""
+    torch.manual_seed(0)
+    net = compile(
+        nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 2)).double(), loss="mse", dense_limit=dense_limit
+    )
+    fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
+    fisher.new_extras, fisher.relative_damping = new_moments, 0.01
+    fisher.update_covariances(torch.randn(9, 4, dtype=torch.float64))
+    update_bases(fisher)
+    block = fisher.blocks[("0.weight",)]
+    outputs, inputs = (tensor.flatten() for tensor in eigenvalues_of(block.group))
+    sides = {name: block.factors[name].value for name in "AG"}
+    widths = {"A": 4, "G": 5}  # the last block is filled up
+    moments = {
+        name: torch.block_diag(*side.reshape(-1, *side.shape[-2:]))[: widths[name], : widths[name]]
+        for name, side in sides.items()
+    }
+    assert (moments["G"] == 0).any() == (dense_limit == 4)
+    torch.testing.assert_close(outputs.sort().values, relative(moments["G"], 0.01))
+    torch.testing.assert_close(inputs.sort().values, relative(moments["A"], 0.01))
+
+
+def test_a_block_without_any_gradient_has_eigenvalues_of_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    nn.init.constant_(model[0].bias, -1e3)  # type: ignore[arg-type]
+    fisher = estimator(model)
+    fisher.update_covariances(data()[0])
+    update_bases(fisher)
+    assert all((tensor == 1).all() for tensor in eigenvalues_of(fisher.blocks["0.weight", "0.bias"].group)[:1])
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in fisher.net.named_parameters()}  # type: ignore[attr-defined]
+    step = step_in_bases(fisher, zeros, dict.fromkeys(zeros, MOMENTUM), 0.9, 0.5, TRUE, TRUE)
+    assert all(not tensor.any() for tensor in step.values())
 
 
 # --- whole steps ---------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_memory_of_inverses_is_that_of_eigen_moments() -> None:
     metrics = Metrics(opt, every=1)
     train(net, opt, range(1))
     extras = [tensor for group in opt.estimator.groups for tensor in group.extras.values()]
-    assert len(extras) == 12  # the bases of A and G, and both means with their weights, of two groups
+    assert len(extras) == 16  # the bases and eigenvalues of A and G, and both means with their weights, of two groups
     assert metrics.values["memory/inverses"] == sum(tensor.nbytes for tensor in extras) > 0
 
 

@@ -117,7 +117,7 @@ def test_a_parameter_keeps_its_owner() -> None:
 
 
 def test_owners_are_chosen_by_all_that_a_block_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bases and both means of "eigen_moments", too."""
+    """The bases, the eigenvalues and both means of "eigen_moments", too."""
     net = kfac_fx.compile(Several(8, 3), (torch.zeros(2, 8),), loss="normal")
     estimator = kfac_fx.KFAC(net, lr=0.1, momentum_type="eigen_moments", placement="owners").estimator
     seen: list[int] = []
@@ -130,8 +130,8 @@ def test_owners_are_chosen_by_all_that_a_block_keeps(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(BlockOwners, "assign", watched)
     estimator.build()
     assert sum(seen) == sum(group.elements for group in estimator.groups)
-    # Factors and bases, both means with their weights, and positions.
-    assert max(seen) == 2 * (9**2 + 8**2) + 2 * (8 * 9 + 1) + 1
+    # Factors and bases, eigenvalues, both means with their weights, and positions.
+    assert max(seen) == 2 * (9**2 + 8**2) + 9 + 8 + 2 * (8 * 9 + 1) + 1
 
 
 @pytest.mark.parametrize("wrong", ["owner", None])

@@ -190,7 +190,8 @@ class Dense:
         chosen, k = self.chosen, self.k
         burning = k < 0
         self.k += finite or k > 0
-        if finite and (burning or k % chosen["cov_update_every"] == 0):
+        early = k == 1 and chosen["momentum_type"] == "eigen_moments"  # as its first bases
+        if finite and (burning or early or k % chosen["cov_update_every"] == 0):
             decay = 1.0 if burning else DECAY ** chosen["cov_update_every"]
             recorded = self.of_blocks(self.fisher(x, y, chosen["estimation_mode"]))
             self.total, self.weight = decay * self.total + recorded, decay * self.weight + 1
@@ -198,7 +199,7 @@ class Dense:
             return
         damped = self.total / self.weight + DAMPING * torch.eye(len(self.lr))
         if k % chosen["invert_every"] == 0 or k in (1, 2):
-            self.inverse = damped.inverse()
+            self.inverse, self.eigenvalues = damped.inverse(), (self.total / self.weight).diag()
         loss = F.cross_entropy(self.model(x), y)
         g = self.flat(dict(zip(self.parameters, torch.autograd.grad(loss, [*self.parameters.values()]), strict=True)))
         if finite:
@@ -232,7 +233,8 @@ class Dense:
         self.t += 1
         self.velocity, self.squares = mu * self.velocity + (1 - mu) * g, 0.95 * self.squares + 0.05 * g.square()
         mean, square = self.velocity / (1 - mu**self.t), self.squares / (1 - 0.95**self.t)
-        return (mu * mean + (1 - mu) * g) / (square.sqrt() + 1e-8)
+        n, root = mu * mean + (1 - mu) * g, square.sqrt() + 1e-8
+        return torch.cat([*map(between_adam_and_kfac, *(v.split(self.sizes) for v in (n, root, self.eigenvalues)))])
 
     def next_ratio(self) -> float:
         """Far below the bound, where only the first three steps are checked."""
@@ -247,6 +249,14 @@ class Dense:
             return update
         step = self.lr * update
         return min(1.0, math.sqrt(1e-3 / float(step @ damped @ step))) * update
+
+
+def between_adam_and_kfac(n: Tensor, root: Tensor, eigenvalues: Tensor) -> Tensor:
+    """The step of a block with a diagonal F: as long as Adam's, n / root."""
+    mean = eigenvalues.mean()
+    damped = eigenvalues + torch.where(mean > 0, 0.003 * mean, 1.0)
+    direction = n / (root * damped).sqrt()
+    return direction * (n / root).norm() / direction.norm().clamp(min=1e-300)
 
 
 # --- the trainings --------------------------------------------------------------------------------------------------
