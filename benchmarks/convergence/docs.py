@@ -31,8 +31,8 @@ CPU time.
   model find their own step size. No method decays weights.
 - The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
   their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
-- CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and was
-  shared with other work, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
+- CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and
+  made two runs at once, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
 - The runs at chosen rates were made on one machine, whose processor has AVX-512, and the others of the searches on
   others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.

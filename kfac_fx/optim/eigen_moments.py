@@ -201,7 +201,7 @@ def step_in_bases(
         still: the parameters without a gradient. Blocks of these alone keep their means.
     """
 
-    def adam(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterator[Tensor]:
+    def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterator[Tensor]:
         turned = [group.to_eigenbasis(g, basis_of(group)) for group, g in zip(groups, matrices, strict=True)]
         accepted = blocks_in_means(groups, turned, accept, still)
         scalars = scalars_of_blocks(groups, accepted, momentum_of(groups, momentum), decay, nesterov)
@@ -227,7 +227,7 @@ def step_in_bases(
             yield group.from_eigenbasis(step, basis_of(group))
 
     updated = [group for group in fisher.kept if group.updated]
-    return fisher.of_groups(updated, adam, gradient, kept=True) if updated else {}
+    return fisher.of_groups(updated, updates, gradient, kept=True) if updated else {}
 
 
 def with_curvature(group: BlockGroup, step: Tensor, root: Tensor, exponent: float) -> Tensor:

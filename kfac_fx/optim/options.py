@@ -344,7 +344,7 @@ class KFACOptions:
 
     @functools.cached_property
     def eigen_moments(self) -> bool:
-        """Whether steps are Adam's in the eigenbasis; see `kfac_fx.optim.eigen_moments`."""
+        """Whether steps are made in the eigenbasis; see `kfac_fx.optim.eigen_moments`."""
         return self.kind == "eigen_moments"
 
     @functools.cached_property

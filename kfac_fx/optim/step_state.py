@@ -226,7 +226,7 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
 
 
 def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposal:
-    """Adam's move in the eigenbasis at `RATE`; the gradient enters the means of the blocks where `ok` is true."""
+    """The move in the eigenbasis at `RATE`; the gradient enters the means of the blocks where `ok` is true."""
     assert state.grouped is not None, "bug in kfac_fx: a move before the parameter groups are read"
     momentum, nesterov = state.grouped.scalars["momentum"], ~(state.size.same | state.size.near)
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
