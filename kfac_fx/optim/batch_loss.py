@@ -109,6 +109,11 @@ class BatchLoss:
         parameters beside its curvature."""
         return all(forward.gradients for forward in self.forwards)
 
+    @property
+    def rounding(self) -> float:
+        """The ε of the coarsest precision that takes part."""
+        return max(forward.rounding for forward in self.forwards)
+
     @contextmanager
     def same_noise(self) -> Iterator[None]:
         with same_random(self.devices):

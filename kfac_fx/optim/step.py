@@ -28,7 +28,7 @@ from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.loss_scale import scale_of_caller
 from kfac_fx.optim.schedule import Schedule, StepCosts
-from kfac_fx.optim.step_checks import Check, more_damping, move_adaptive, move_bounded, revert
+from kfac_fx.optim.step_checks import Check, against_quotients, more_damping, move_adaptive, move_bounded, revert
 from kfac_fx.optim.step_state import (
     StepState,
     preconditioner,
@@ -271,7 +271,10 @@ def new_check(state: StepState, loss_scale: float) -> Check:
     )
     state.unobserved = state.unobserved or not batch.observed
     parameters = {name: parameter.detach() for parameter, name in state.names.items()}
-    return Check.of(batch, parameters, state.schedule.steps_since_check)
+    if state.options.eigen_moments:
+        state.by_product = against_quotients(batch)
+    by_quotient = state.options.eigen_moments and state.by_product is None
+    return Check.of(batch, parameters, state.schedule.steps_since_check, by_quotient)
 
 
 def update(

@@ -37,8 +37,9 @@ norm is at most max(1, h).
                                 gets longer, half of the way to it on a logarithmic scale, and at most three times; this
                                 does not depend on lr, so that it leaves a schedule alone
 
-<d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. "adaptive"
-divides by <d, F d>, so it takes the product with the Jacobian, which costs four.
+<d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
+product with the Jacobian costs four. It takes the place of this quotient in "adaptive", which divides by <d, F d>, and
+where a quotient is no measure of the batch (`against_quotients`).
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -69,6 +70,8 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.rules import DampingRule, Product
+from kfac_fx.passes.graphs.labels import gradient_stop
+from kfac_fx.passes.registration import where
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
@@ -111,14 +114,16 @@ class Check:
     before: list[Values]  # up to rounding
     value: Tensor  # of the loss there
     steps: int  # since the last check
-    rounding: float  # the ε of the coarsest precision that takes part
+    step: float | None = None  # of a difference quotient; None where a product with the Jacobian takes its place
 
     @staticmethod
-    def of(batch: BatchLoss, parameters: Tensors, steps: int) -> Check:
-        rounding = max(LEAST_ROUNDING, *(forward.rounding for forward in batch.forwards))
+    def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
+        """by_quotient: whether a difference quotient takes the place of a product with the Jacobian."""
+        rounding = batch.rounding
         repeated = rounding <= COARSE and batch.net.repeats_recordings
         before = batch.returned(parameters) if repeated else batch.at(parameters)
-        return Check(batch, parameters, before, batch.value(before), steps, rounding)
+        step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
+        return Check(batch, parameters, before, batch.value(before), steps, step)
 
     def values_at(self, there: Tensors) -> list[Values]:
         """The values at other parameters, or other shards of them, by name."""
@@ -269,14 +274,29 @@ def along_move(check: Check, flat: FlatParameters, move: Tensor) -> tuple[Tensor
     """(<δ, F δ> of a move, the change of the loss by its slope, the values before it).
 
     Outputs change by a small part of themselves in a step, so a difference quotient with the cube root of the rounding
-    errors loses less to these than to the curvature. The probe is as long at every lr. In coarse precisions it would be
-    lost in the rounding of the parameters, and the product with the Jacobian takes its place.
+    errors loses less to these than to the curvature. The probe is as long at every lr.
     """
-    if check.rounding > COARSE:
+    if check.step is None:
         return check.batch.along(check.parameters, flat.everywhere(move))
-    step = check.rounding ** (1 / 3) / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
+    step = check.step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
     probe = {name: flat.copies[name] + part for name, part in flat.everywhere(move * step).items()}
     return (*check.batch.between(check.before, check.values_at(probe), step), check.before)
+
+
+def against_quotients(batch: BatchLoss) -> str | None:
+    """Why a difference quotient is no measure of this batch; None if it is one.
+
+    In a coarse precision a small part of a step is lost in the rounding of the parameters. Where the outputs jump, as
+    behind the choice of an expert or in quantized networks, a few jumps in a small part of a step look like a steep
+    slope.
+    """
+    if batch.rounding > COARSE:
+        return f"parameters and products are rounded by up to {batch.rounding:.0e} of themselves"
+    if any(not forward.recorder.whole for forward in batch.forwards):
+        return "no single graph holds the model, and what Python does between its graphs may jump"
+    stops = (gradient_stop(forward.recorder.program) for forward in batch.forwards)
+    stop = next((node for node in stops if node is not None), None)
+    return None if stop is None else f"{where(stop)} has no gradient, so it may jump where parameters change"
 
 
 def move_bounded(

@@ -111,6 +111,7 @@ class StepState:
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
     shards: Shards | None = None  # None if every process has whole parameters
     unobserved: bool = False  # a check did not know the gradient of the outputs
+    by_product: str | None = None  # why the last check of "eigen_moments" took a product with the Jacobian
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
     grouped: GroupedParameters | None = None  # None to read the parameter groups anew
@@ -169,6 +170,11 @@ class StepState:
             reasons.append(
                 "the checks of the step size take the loss as linear in the parameters beside its curvature, and undo "
                 "no steps: no backward was seen to reach the Fisher's outputs, or a loss that forward returns"
+            )
+        if self.by_product is not None:
+            reasons.append(
+                "the checks of the step size take a product with the Jacobian, which costs four forwards in the place "
+                f"of one: {self.by_product}"
             )
         chosen = self.options.momentum_type is None and self.options.damping is None
         if chosen and (without := without_basis(registrations)):

@@ -31,6 +31,7 @@ from .operations import (
     OWN_BACKWARD,
     SHAPE_ONLY,
     SIZED_BY_CASES,
+    STOPS_GRADIENT,
     no_grad_region,
     op_name,
 )
@@ -222,6 +223,28 @@ def entries(program: Program) -> dict[Edge, set[str]]:
     edges = use_edges(program.graph, label, program.outputs)
     behind = {pure: parameters_behind(pure, label, program.behind) for pure, _ in edges}
     return {(pure, act): behind[pure] for pure, act in edges}
+
+
+# --- where gradients stop ---------------------------------------------------------------------------------------------
+
+JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "floor_divide", "cond", OWN_BACKWARD}
+
+
+def gradient_stop(program: Program) -> fx.Node | None:
+    """The first node that follows the parameters in steps, or in a way that no gradient tells: a rounded or detached
+    value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is none."""
+    moving: set[fx.Node] = set()
+    node: fx.Node
+    for node in program.graph.nodes:
+        if node.op == "get_attr" and node.target in program.parameters:
+            moving.add(node)
+        elif op_name(node) not in SHAPE_ONLY and not moving.isdisjoint(node.all_input_nodes):
+            value = node.meta.get("val")
+            whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+            if whole or op_name(node) in JUMPS or no_grad_region(node):
+                return node
+            moving.add(node)
+    return None
 
 
 # --- sizes: numbers, or symbols where only the batch knows them -------------------------------------------------------

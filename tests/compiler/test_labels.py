@@ -12,7 +12,16 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx.passes.graphs import labels as module
-from kfac_fx.passes.graphs.labels import Label, ancestors, entries, labels, labels_of, parameters_behind, use_edges
+from kfac_fx.passes.graphs.labels import (
+    Label,
+    ancestors,
+    entries,
+    gradient_stop,
+    labels,
+    labels_of,
+    parameters_behind,
+    use_edges,
+)
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
@@ -174,3 +183,65 @@ def test_behind_a_node_made_of_pieces_are_the_pieces_and_not_their_parameter() -
     pure, cut = node(graph, "mul"), node(graph, "getitem")
     assert parameters_behind(pure, label) == {"w", "v"}
     assert parameters_behind(pure, label, {cut: ["w[0:2]"]}) == {"w[0:2]", "v"}
+
+
+# --- where gradients stop ---------------------------------------------------------------------------------------------
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def without_gradient(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = y.abs().amax()
+    return y / scale
+
+
+STOPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of an input and the output of a linear layer
+    "a rounded value": lambda x, y: y.round() + y,
+    "a detached value": lambda x, y: y * y.detach(),
+    "a comparison": lambda x, y: torch.where(y > 0, y + 1, y),
+    "chosen experts": lambda x, y: y * y.topk(2).indices.sum(),
+    "a class": lambda x, y: y * y.argmax(-1, keepdim=True),
+    "whole numbers": lambda x, y: y * y.to(torch.int32),
+    "without gradients": lambda x, y: without_gradient(y),
+    "a function of the user's": lambda x, y: Rounded.apply(y),  # type: ignore[no-any-return]
+}
+SMOOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a mask of the inputs": lambda x, y: y.masked_fill(x > 0, 0.0) + x.round() * y,
+    "kinks": lambda x, y: F.max_pool1d(y.relu().abs().clamp(max=2.0), 2),
+    "sizes": lambda x, y: y / y.shape[-1] + torch.zeros_like(y),
+    "attention": lambda x, y: F.scaled_dot_product_attention(y[None], y[None], y[None], is_causal=True)[0],
+    "the largest": lambda x, y: y.max(-1).values + y.amax(-1) + y.topk(2).values.sum(-1),
+}
+
+
+def stop_of(of: Callable[[Tensor, Tensor], Tensor]) -> fx.Node | None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(F.dropout(self.norm(self.linear(x))))
+            return of(x, y)
+
+    net = kfac_fx.compile(Model(), (torch.randn(6, 4),), loss="normal", verify=False)
+    return gradient_stop(net.program)
+
+
+@pytest.mark.parametrize("of", STOPS.values(), ids=STOPS)
+def test_a_gradient_stops_where_values_jump_or_move_without_it(of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert stop_of(of) is not None
+
+
+@pytest.mark.parametrize("of", SMOOTH.values(), ids=SMOOTH)
+def test_no_gradient_stops_in_what_is_continuous_in_the_parameters(of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert stop_of(of) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from kfac_fx.compiler import compile
 from kfac_fx.optim import step_checks
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.schedule import FIRST_CHECKS
-from kfac_fx.optim.step_checks import COARSE, FALL, RATE, STRETCH, Check, along_move, next_divisor
+from kfac_fx.optim.step_checks import FALL, RATE, STRETCH, Check, along_move, next_divisor
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_step_checks_adaptive import Curved, fisher, step, theta
@@ -87,16 +88,57 @@ def test_a_check_knows_the_exact_fisher_along_a_step_without_a_derivative(
     checks = first_checks(net, KFAC(net, lr=lr, seed=0), batch(0)[0].to(dtype))
     assert len(checks) == FIRST_CHECKS
     for check, quotient, exact in checks:
-        assert check.rounding == rounding and (exact[0] > 0) == (lr > 0)
+        assert check.step == rounding ** (1 / 3) and (exact[0] > 0) == (lr > 0)
         torch.testing.assert_close(quotient, exact, rtol=2 * rounding ** (1 / 3), atol=0)
 
 
-def test_where_parameters_round_coarsely_a_check_takes_the_product_with_the_jacobian() -> None:
+class Quantized(torch.nn.Module):
+    """A straight-through estimator: rounded values with the gradient of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y + (y.round() - y).detach()
+
+
+class Divided(torch.nn.Module):
+    """Python reads a number between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        z: Tensor = self.last(y if float(y.detach().sum()) > 1e9 else 2 * y)
+        return z
+
+
+BY_PRODUCT = {
+    "coarse": (lambda: torch.nn.Linear(3, 2).bfloat16(), "parameters and products are rounded by up to 8e-03 of them"),
+    "jumps": (Quantized, r"round\S* \(test_step_checks_eigen_moments.py:\d+\) has no gradient, so it may jump where"),
+    "divided": (Divided, "no single graph holds the model, and what Python does between its graphs may jump"),
+}
+
+
+@pytest.mark.parametrize(("model", "reason"), BY_PRODUCT.values(), ids=BY_PRODUCT)
+def test_where_a_quotient_is_no_measure_a_check_takes_the_product_with_the_jacobian(model: Any, reason: str) -> None:
     torch.manual_seed(0)
-    net = compile(torch.nn.Linear(3, 2).bfloat16(), loss="normal")
-    for check, ours, exact in first_checks(net, KFAC(net, seed=0), torch.randn(6, 3).bfloat16()):
-        assert check.rounding > COARSE
+    x = torch.randn(6, 3)
+    x = x.bfloat16() if "rounded" in reason else x
+    net = compile(model(), (x,), loss="normal")
+    opt = KFAC(net, seed=0)
+    for check, ours, exact in first_checks(net, opt, x):
+        assert check.step is None
         torch.testing.assert_close(ours, exact, rtol=0, atol=0)
+    report = " ".join(str(net.report).split())
+    words = (
+        "the checks of the step size take a product with the Jacobian, which costs four forwards in the place of one: "
+    )
+    assert re.search(words + reason, report), report
 
 
 @pytest.mark.parametrize(("bound", "calm"), [(1e-6, False), (1e30, True)])
