@@ -2,7 +2,7 @@
 
 python -m examples.convolution
 
-K-FAC  training loss 0.0007  test errors 2.3%
+K-FAC  training loss 0.0012  test errors 1.3%
 AdamW  training loss 0.0082  test errors 2.0%
 """
 

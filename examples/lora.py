@@ -5,7 +5,7 @@ through the sum and the product, and nothing is declared.
 
     python -m examples.lora
 
-    errors on digits upside down: 56.9% before, 5.0% after 60 steps
+    errors on digits upside down: 56.9% before, 4.3% after 60 steps
 """
 
 from __future__ import annotations
