@@ -481,13 +481,16 @@ def long_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     yield from processes(work_long, tmp_path_factory.mktemp("long"), here=False)
 
 
+SLOWER_CHECKS = ("in reverse mode", "divided, eigen_moments")  # the report says why
+
+
 def assert_steps_of_one(results: Results, name: str, number: int, run: dict[str, Any]) -> None:
     expected, damping, alone = train(part=slice(None), **run)
     for result in results[:number]:
         parameters, of_rank, fallbacks = result[f"{name} {number}"]
         owned = [OWNED] if run["options"].get("placement") and run.get("steps") != "full" else []
         expected_fallbacks = list(alone.net.report.fallbacks())
-        assert fallbacks == [*owned, *expected_fallbacks] and bool(expected_fallbacks) == (name == "in reverse mode")
+        assert fallbacks == [*owned, *expected_fallbacks] and bool(expected_fallbacks) == (name in SLOWER_CHECKS)
         torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
         assert of_rank == pytest.approx(damping, rel=1e-9)
 
