@@ -114,7 +114,9 @@ class Check:
     before: list[Values]  # up to rounding
     value: Tensor  # of the loss there
     steps: int  # since the last check
-    step: float | None = None  # of a difference quotient; None where a product with the Jacobian takes its place
+    quotient_step: float | None = (
+        None  # of a difference quotient; None where a product with the Jacobian takes its place
+    )
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
@@ -276,9 +278,9 @@ def along_move(check: Check, flat: FlatParameters, move: Tensor) -> tuple[Tensor
     Outputs change by a small part of themselves in a step, so a difference quotient with the cube root of the rounding
     errors loses less to these than to the curvature. The probe is as long at every lr.
     """
-    if check.step is None:
+    if check.quotient_step is None:
         return check.batch.along(check.parameters, flat.everywhere(move))
-    step = check.step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
+    step = check.quotient_step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
     probe = {name: flat.copies[name] + part for name, part in flat.everywhere(move * step).items()}
     return (*check.batch.between(check.before, check.values_at(probe), step), check.before)
 

@@ -88,7 +88,7 @@ def test_a_check_knows_the_exact_fisher_along_a_step_without_a_derivative(
     checks = first_checks(net, KFAC(net, lr=lr, seed=0), batch(0)[0].to(dtype))
     assert len(checks) == FIRST_CHECKS
     for check, quotient, exact in checks:
-        assert check.step == rounding ** (1 / 3) and (exact[0] > 0) == (lr > 0)
+        assert check.quotient_step == rounding ** (1 / 3) and (exact[0] > 0) == (lr > 0)
         torch.testing.assert_close(quotient, exact, rtol=2 * rounding ** (1 / 3), atol=0)
 
 
@@ -132,7 +132,7 @@ def test_where_a_quotient_is_no_measure_a_check_takes_the_product_with_the_jacob
     net = compile(model(), (x,), loss="normal")
     opt = KFAC(net, seed=0)
     for check, ours, exact in first_checks(net, opt, x):
-        assert check.step is None
+        assert check.quotient_step is None
         torch.testing.assert_close(ours, exact, rtol=0, atol=0)
     report = " ".join(str(net.report).split())
     words = (
