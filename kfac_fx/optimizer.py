@@ -17,7 +17,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import Shards
-from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
+from kfac_fx.optim.eigen_moments import new_extras, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions
@@ -102,7 +102,7 @@ class KFAC(Optimizer, Joinable):
             exps=() if options.eigen_moments else (-1,),
         )
         self.estimator.relative_damping = options.relative_damping
-        self.estimator.new_extras = new_moments if options.eigen_moments else None
+        self.estimator.new_extras = new_extras if options.eigen_moments else None
         shards = Shards.of(self.net.named_parameters())
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:

@@ -50,7 +50,8 @@ class BlockDiagonalFisher(Operator):
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
         self.owners: Owners | None = None  # None: this process keeps all blocks
         self.relative_damping: float | None = None  # of every group
-        self.new_extras: Callable[[BlockGroup], dict[str, Tensor]] | None = None  # makes `BlockGroup.extras`
+        self.new_extras: Callable[[Sequence[BlockGroup]], list[dict[str, Tensor]]] | None = None
+        """Makes `BlockGroup.extras` of groups in their order."""
         self._registrations: tuple[Registration, ...] | None = None
         self._never_inverted: set[Key] = set()  # blocks whose decompositions have all failed, as far as the host knows
 
@@ -110,6 +111,7 @@ class BlockDiagonalFisher(Operator):
             for owner in dict.fromkeys(owner_of[registration.parameters] for registration in cohort):
                 members = [registration for registration in cohort if owner_of[registration.parameters] == owner]
                 self._groups += self._make_groups(members, parameters, owner)
+        self._make_extras(self._groups)
         blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
         self._blocks = Blocks({r.parameters: by_key[r.parameters] for r in registrations})
@@ -127,6 +129,7 @@ class BlockDiagonalFisher(Operator):
             return everywhere
         owned = [registration for registration in registrations if registration.parameters not in self._divided]
         blocks = [group for r in owned for group in self._new_groups([r], parameters, META)]
+        self._make_extras(blocks)
         known = {name: owner for name, owner in owners.items() if owner is not None}
         assigned = self.owners.assign(blocks, known)
         return everywhere | {r.parameters: owner for r, owner in zip(owned, assigned, strict=True)}
@@ -144,8 +147,8 @@ class BlockDiagonalFisher(Operator):
     def _new_groups(
         self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], device: torch.device | None
     ) -> list[BlockGroup]:
-        """The groups of registrations with all that they keep. device: None for that of the parameters."""
-        groups = make_groups(
+        """The groups of registrations, without extras. device: None for that of the parameters."""
+        return make_groups(
             registrations,
             parameters,
             roots=self.roots,
@@ -154,9 +157,11 @@ class BlockDiagonalFisher(Operator):
             device=device,
             divided=self._divided,
         )
-        for group in groups:
-            group.extras = {} if self.new_extras is None else self.new_extras(group)
-        return groups
+
+    def _make_extras(self, groups: Sequence[BlockGroup]) -> None:
+        if self.new_extras is not None:
+            for group, extras in zip(groups, self.new_extras(groups), strict=True):
+                group.extras = extras
 
     @property
     def groups(self) -> list[BlockGroup]:

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, detached, model_kept
-from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable
+from kfac_fx.linalg.host import HostCopy
+from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError
 from kfac_fx.passes.graphs.labels import sizes_of, symbolic_sizes
 from kfac_fx.passes.losses import ANSWER, CONVENTION, free_sizes

@@ -32,6 +32,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.host import zero_unless_
 from kfac_fx.linalg.matrices import are_finite, mean_eigenvalue, pi_correction, unsqueeze_like
 from kfac_fx.passes.approximations import Approximation, Side
 from kfac_fx.passes.errors import FactorNotReady
@@ -72,11 +73,11 @@ class Stack:
     ) -> None:
         """moment <- decay moment + weight batch, for the accepted blocks [L].
 
-        decay: of all blocks, or [L]. anew: [L], blocks that drop the past.
+        batch: overwritten. decay: of all blocks, or [L]. anew: [L], blocks that drop the past.
         """
         decays = decay if isinstance(decay, Tensor) else torch.full_like(self.total_weight, decay)
         decays = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
-        added = torch.where(unsqueeze_like(accepted, batch), batch, 0)
+        added = zero_unless_(unsqueeze_like(accepted, batch), batch)
         self.moment.mul_(unsqueeze_like(decays, self.moment)).add_(added, alpha=weight)
         self.total_weight.mul_(decays).add_(accepted, alpha=weight)
 

@@ -20,15 +20,15 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kfac_fx.factors.factor import ALL_BLOCKS, FactorGroup, Failures, NotRegisteredError, VectorForm
+from kfac_fx.linalg.host import HostCopy, copy_if_
 from kfac_fx.linalg.matrices import (
     HERE,
-    HostCopy,
     Place,
     Root,
     are_finite,
@@ -48,6 +48,7 @@ from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import AlikeForms
 
+WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
 Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
 
 
@@ -263,7 +264,7 @@ class BlockGroup(FactorGroup):
         good = self.agreed(torch.stack(valid).all(0))
         for root, operators in new.items():
             for last_operator, operator in zip(self.roots[root], operators, strict=True):
-                torch.where(unsqueeze_like(good, operator), operator, last_operator, out=last_operator)
+                copy_if_(unsqueeze_like(good, operator), last_operator, operator)
         self.failed += ~good
         self.inverted = True
 
@@ -285,6 +286,15 @@ class FailureWatch:
         return (last.value if last.arrived else torch.zeros_like(last.value)).nonzero().squeeze(-1)
 
 
+class BatchKey(NamedTuple):
+    """What the matrices of a batch have in common."""
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    alone: tuple[int, Side] | None  # the only side in the batch, by the place of its group
+
+
 class Inverter:
     """Updates the roots of the damped factors of all groups. deferred: see `FailureWatch`; None: except on a CPU.
 
@@ -296,12 +306,14 @@ class Inverter:
 
     def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root], deferred: bool | None = None) -> None:
         self.groups, self.roots = groups, roots
-        self.batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, Side]]] = defaultdict(list)
+        self.batches: defaultdict[BatchKey, list[tuple[int, Side]]] = defaultdict(list)
         for g, group in enumerate(groups):
             for side in group.decomposed:
-                self.batches[group.size(side), group.dtype, group.device].append((g, side))
+                alone = group.device.type == "cpu" and group.size(side) >= WORTH_DECOMPOSING_ALONE
+                key = BatchKey(group.size(side), group.dtype, group.device, (g, side) if alone else None)
+                self.batches[key].append((g, side))
         self.watches = {
-            key: FailureWatch(key[2].type != "cpu" if deferred is None else deferred) for key in self.batches
+            key: FailureWatch(key.device.type != "cpu" if deferred is None else deferred) for key in self.batches
         }
 
     @torch.no_grad()
@@ -311,18 +323,25 @@ class Inverter:
         with full_precision():
             dampings = [group.split_damping() for group in self.groups]
             decomposed: list[dict[Side, Roots]] = [{} for _ in self.groups]
+            for g, group in enumerate(self.groups):
+                if not group.decomposed:
+                    group.store({}, dampings[g])
             for key, members in self.batches.items():
-                stacks = [self.groups[g].value(side) for g, side in members]
-                matrices = torch.cat([stack.flatten(0, 1) for stack in stacks])
+                stacks = [self.groups[g].value(side).flatten(0, 1) for g, side in members]
+                sizes, matrices = [len(stack) for stack in stacks], torch.cat(stacks) if len(stacks) > 1 else stacks[0]
+                del stacks
                 roots, valid = self.decompose(
                     matrices, torch.cat([dampings[g][side].flatten() for g, side in members]), self.watches[key]
                 )
-                sizes = [stack.shape[0] * stack.shape[1] for stack in stacks]
-                for part, (g, side) in enumerate(members):
-                    of_side = {root: torch.split(matrices, sizes)[part] for root, matrices in roots.items()}
-                    decomposed[g][side] = of_side, torch.split(valid, sizes)[part]
-            for group, sides, damping in zip(self.groups, decomposed, dampings, strict=True):
-                group.store(sides, damping)
+                parts = {root: torch.split(matrices, sizes) for root, matrices in roots.items()}
+                for n, (g, side) in enumerate(members):
+                    of_side = {root: each[n] for root, each in parts.items()}
+                    decomposed[g][side] = of_side, torch.split(valid, sizes)[n]
+                del matrices, roots, parts, of_side
+                for g in dict.fromkeys(g for g, _ in members):
+                    if len(decomposed[g]) == len(self.groups[g].decomposed):  # and its roots make place for the next
+                        self.groups[g].store(decomposed[g], dampings[g])
+                        decomposed[g] = {}
 
     def decompose(self, matrices: Tensor, damping: Tensor, watch: FailureWatch) -> tuple[dict[Root, Tensor], Tensor]:
         """From matrices [m, d, d] and damping [m]: the roots [m, d, d], and which of them are valid [m]."""

@@ -7,6 +7,7 @@ them takes a handful of operations.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece, ranges, unallocated
+from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
 
 Tensors = dict[str, Tensor]
 
@@ -29,8 +31,14 @@ class Flat:
 
     def joined(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         """[P], in the widest of the precisions, or in `out` if it is passed. Other names are ignored."""
-        each = (tensors[name] for name in self.shapes)
-        return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in each], out=out)
+        each = [tensors[name] for name in self.shapes]
+        if all(tensor.is_contiguous() for tensor in each):
+            return torch.cat([tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in each], out=out)
+        if out is None:
+            dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in each))
+            out = each[0].new_empty(sum(tensor.numel() for tensor in each), dtype=dtype)
+        foreach_copy_(list(self.parts(out).values()), each)  # `cat` would copy the others twice
+        return out
 
     def parts(self, vector: Tensor) -> Tensors:
         """The inverse of `joined`: views of the vector."""
@@ -44,6 +52,18 @@ class Flat:
         if all(scalar is first for scalar in others):
             return first
         return torch.cat([scalars[name].expand(shape.numel()) for name, shape in self.shapes.items()])
+
+
+def joint_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One vector [P] over tensors that lie one behind another in memory; None if they do not."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    memory = StorageWeakRef(first.untyped_storage())
+    for tensor in tensors:
+        here = tensor.storage_offset() == end and StorageWeakRef(tensor.untyped_storage()) == memory
+        if not (here and tensor.is_contiguous() and tensor.dtype == first.dtype):
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------

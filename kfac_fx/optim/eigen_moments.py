@@ -39,22 +39,21 @@ which would be a third of the products of a step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
-from kfac_fx.factors.factor import Stack
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import full_precision, unsqueeze_like, zero_unless_
+from kfac_fx.linalg.host import copy_if_
+from kfac_fx.linalg.matrices import full_precision, unsqueeze_like
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.eigen_means import Means, means_of, new_means
 from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 
-EPSILON = 1e-8
-MEANS = ("average", "squares")
 HAVE_BASIS = ("stacked",)  # of `Approximation.group`: every side has its own eigenvectors
 
 
@@ -75,9 +74,13 @@ def refuse_without_basis(registrations: Iterable[Registration]) -> None:
         )
 
 
-def new_moments(group: BlockGroup) -> Tensors:
-    """The extras of a new group: zero bases of the dense sides, eigenvalues of 1, and both means before the first
+def new_extras(groups: Sequence[BlockGroup]) -> list[Tensors]:
+    """The extras of new groups: zero bases of the dense sides, eigenvalues of 1, and both means before the first
     update."""
+    return [new_bases(group) | means for group, means in zip(groups, new_means(groups), strict=True)]
+
+
+def new_bases(group: BlockGroup) -> Tensors:
     bases = {
         f"basis/{side}": torch.zeros_like(group.as_operator(side, group.factors[side.factor].moment))
         for side in group.decomposed
@@ -90,14 +93,7 @@ def new_moments(group: BlockGroup) -> Tensors:
         f"eigenvalues/{side}": torch.ones(len(group), *shape, dtype=group.dtype, device=group.device)
         for side, shape in shapes.items()
     }
-    means = {name: Stack.zeros(len(group), group.shape, group.dtype, group.device) for name in MEANS}
-    moments = {f"{name}/moment": stack.moment for name, stack in means.items()}
-    return {
-        **bases,
-        **eigenvalues,
-        **moments,
-        **{f"{name}/total_weight": stack.total_weight for name, stack in means.items()},
-    }
+    return {**bases, **eigenvalues}
 
 
 def basis_of(group: BlockGroup) -> list[Tensor]:
@@ -108,12 +104,6 @@ def basis_of(group: BlockGroup) -> list[Tensor]:
         else group.extras[f"basis/{side}"]
         for side in group.sides
     ]
-
-
-def means_of(group: BlockGroup) -> tuple[Stack, Stack]:
-    """m̂ and v̂ as running averages, [L, g, o, i] each."""
-    average, squares = (Stack(group.extras[f"{n}/moment"], group.extras[f"{n}/total_weight"]) for n in MEANS)
-    return average, squares
 
 
 def eigenvalues_of(group: BlockGroup) -> list[Tensor]:
@@ -154,7 +144,7 @@ def turn(group: BlockGroup) -> None:
             ]
         renewed += [(of, to) for side, of, to in zip(group.sides, old, new, strict=True) if not side.diagonal]
     for last, tensor in renewed:
-        torch.where(unsqueeze_like(good, tensor), tensor, last, out=last)
+        copy_if_(unsqueeze_like(good, tensor), last, tensor)
 
 
 def damped(group: BlockGroup, of_sides: Sequence[Tensor]) -> list[Tensor]:
@@ -169,17 +159,9 @@ def damped(group: BlockGroup, of_sides: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def forget_averages(fisher: BlockDiagonalFisher, where: Tensor) -> None:
-    """Begin m̂ anew in all blocks where `where`, 0-dim, is true."""
-    for group in fisher.kept:
-        average, _ = means_of(group)
-        average.moment.masked_fill_(where, 0)
-        average.total_weight.masked_fill_(where, 0)
-
-
-@torch.no_grad()
 def step_in_bases(
     fisher: BlockDiagonalFisher,
+    means: Means,
     gradient: Tensors,
     momentum: Mapping[str, Tensor],
     decay: float,
@@ -191,114 +173,56 @@ def step_in_bases(
     """Δ by parameter, after the gradient has entered both means.
 
     Args:
-        gradient: g, of all parameters in Fisher blocks of this process that are not idle.
+        means: those of `fisher`.
+        gradient: g, of all parameters in Fisher blocks of this process that are not idle; zero if `accept` is false.
         momentum: β₁ by parameter, 0-dim. The parameters of a block have the same.
         decay: β₂.
         exponent: w.
         nesterov: 0-dim; whether n is not m̂ alone.
-        accept: 0-dim; if it is false, the means stay as they are. A block whose squares are not finite keeps its own,
-            too.
-        still: the parameters without a gradient. Blocks of these alone keep their means.
+        accept: 0-dim; if it is false, the means stay as they are.
+        still: the parameters without a gradient, which have zeros. Blocks of these alone keep their means.
     """
 
     def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterator[Tensor]:
         turned = [group.to_eigenbasis(g, basis_of(group)) for group, g in zip(groups, matrices, strict=True)]
-        accepted = blocks_in_means(groups, turned, accept, still)
-        scalars = scalars_of_blocks(groups, accepted, momentum_of(groups, momentum), decay, nesterov)
-        steps, lengths = [], []
-        for group, h, accepts, of_group in zip(groups, turned, split_by_group(groups, accepted), scalars, strict=True):
-            (average, squares), new = means_of(group), zero_unless_(accepts, h.clone())
-            average.moment.mul_(of_group.keep_average).add_(new)
-            squares.moment.mul_(of_group.keep_squares).addcmul_(new, new)
-            n = h.mul_(of_group.gradient).addcmul_(average.moment, of_group.average)
-            root = squares.moment.sqrt().add_(of_group.epsilon)
-            step = n.div_(root)
-            if exponent:
-                direction = with_curvature(group, step, root, exponent)
-                lengths.append(norms(group, step, direction))
-                step = direction
-            steps.append(step)
+        scalars = means.advance(moving(groups, accept, still), momentum_of(groups, momentum), decay, nesterov)
+        pairs = means.adam_steps(turned, scalars)
+        of_groups = means.of_groups(pairs)
         if exponent:
-            of_steps, of_directions = torch.cat(lengths, dim=1)
-            scales = of_steps / of_directions.clamp(min=torch.finfo(of_steps.dtype).tiny)
-            for step, scale in zip(steps, split_by_group(groups, scales), strict=True):
-                step.mul_(scale)
-        for group, step in zip(groups, steps, strict=True):
-            yield group.from_eigenbasis(step, basis_of(group))
+            graft(means, pairs, of_groups, exponent)
+        for group, pair in zip(groups, of_groups, strict=True):
+            yield group.from_eigenbasis(pair[1 if exponent else 0], basis_of(group))
 
-    updated = [group for group in fisher.kept if group.updated]
-    return fisher.of_groups(updated, updates, gradient, kept=True) if updated else {}
+    return fisher.of_groups(means.groups, updates, gradient, kept=True) if means.groups else {}
 
 
-def with_curvature(group: BlockGroup, step: Tensor, root: Tensor, exponent: float) -> Tensor:
-    """d up to a factor for each block: a (√v̂ / Λ̃)ʷ. step: a. root: √v̂, up to a factor for each block; overwritten."""
-    for eigenvalues in eigenvalues_of(group):
-        root.div_(eigenvalues)
-    return root.pow_(exponent).mul_(step)
+def graft(means: Means, pairs: Sequence[Tensor], of_groups: Sequence[Tensor], exponent: float) -> None:
+    """Overwrite √v̂ with d |a| / |d|; d is a (√v̂ / Λ̃)ʷ, up to a factor for each block.
+
+    pairs, of_groups: of `Means`.
+    """
+    for group, (_, root) in zip(means.groups, of_groups, strict=True):
+        for eigenvalues in eigenvalues_of(group):
+            root.div_(eigenvalues)
+    for pair in pairs:
+        pair[1].pow_(exponent).mul_(pair[0])
+    lengths = [norms(group, pair) for group, pair in zip(means.groups, of_groups, strict=True)]
+    of_adam, of_directions = torch.cat(lengths, dim=1)
+    scales = of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
+    for (_, direction), scale in zip(of_groups, means.split(scales), strict=True):
+        direction.mul_(scale)
 
 
-def norms(group: BlockGroup, *matrices: Tensor) -> Tensor:
-    """|W| of the blocks in matrices W [L, g, o, i], one row for each of them."""
-    each = torch.stack([torch.linalg.vector_norm(matrix, dim=(1, 2, 3)) for matrix in matrices])
+def norms(group: BlockGroup, matrices: Tensor) -> Tensor:
+    """|W| of the blocks, [B, L], in B matrices [B, L, g, o, i]."""
+    each = torch.linalg.vector_norm(matrices, dim=(2, 3, 4))
     return group.total(each.square()).sqrt() if group.divided else each
 
 
-def blocks_in_means(
-    groups: Sequence[BlockGroup], turned: Sequence[Tensor], accept: Tensor, still: Collection[str]
-) -> Tensor:
-    """Which blocks of all groups take their gradient into the means, [blocks]."""
-    accepted = torch.cat([torch.linalg.vector_norm(h, dim=(1, 2, 3)) for h in turned]).isfinite() & accept
-    if any(group.divided for group in groups):
-        of_groups = accepted.split([len(group) for group in groups])
-        accepted = torch.cat([group.agreed(flags) for group, flags in zip(groups, of_groups, strict=True)])
-    moving = [not still or not set(r.owners).issubset(still) for group in groups for r in group.registrations]
-    if not all(moving):  # the host waits for a copy to the device
-        accepted = accepted & torch.tensor(moving, device=accepted.device)
-    return accepted
-
-
-class StepScalars(NamedTuple):
-    """The scalars of a step for the blocks of one group, [L, 1, 1, 1] each.
-
-    With m̂ = S / s and v̂ = T / t of sums and their total weights, and n = m m̂ + (1 - m) h:
-
-        n / (√v̂ + ε) = √t (m S / s + (1 - m) h) / (√T + ε √t)
-
-    so that the tensors themselves are divided once.
-    """
-
-    keep_average: Tensor  # β₁, or 1 for blocks that keep their means
-    keep_squares: Tensor  # β₂, or 1
-    gradient: Tensor  # √t (1 - m)
-    average: Tensor  # √t m / s
-    epsilon: Tensor  # ε √t
-
-
-def scalars_of_blocks(
-    groups: Sequence[BlockGroup], accepted: Tensor, beta: Tensor, decay: float, nesterov: Tensor
-) -> list[StepScalars]:
-    """The scalars of every group. Stores the new total weights.
-
-    They are computed for all blocks at once, because an operation on a few numbers takes as long as one on thousands.
-    """
-    of_averages, of_squares = zip(*map(means_of, groups), strict=True)
-    keep_average = torch.where(accepted, beta, 1)
-    s = torch.cat([stack.total_weight for stack in of_averages]) * keep_average + accepted
-    keep_squares = torch.where(accepted, torch.full_like(s, decay), 1)
-    t = torch.cat([stack.total_weight for stack in of_squares]) * keep_squares + accepted
-    for stacks, weights in ((of_averages, s), (of_squares, t)):
-        for stack, weight in zip(stacks, weights.split([len(group) for group in groups]), strict=True):
-            stack.total_weight.copy_(weight)
-    root, m = t.sqrt(), torch.where(nesterov, beta, 1)
-    rows = keep_average, keep_squares, root * (1 - m), root * m / s, EPSILON * root
-    return [StepScalars(*part.unbind(-1)) for part in split_by_group(groups, torch.stack(rows, -1))]
-
-
-def split_by_group(groups: Sequence[BlockGroup], blocks: Tensor) -> Iterator[Tensor]:
-    """Scalars of all blocks, [blocks, ...], as those of every group, [L, 1, 1, 1, ...], in its precision."""
-    for group, part in zip(groups, blocks.split([len(group) for group in groups]), strict=True):
-        scalars = part.reshape(len(part), 1, 1, 1, *part.shape[1:])
-        yield scalars.to(group.dtype) if part.is_floating_point() else scalars
+def moving(groups: Sequence[BlockGroup], accept: Tensor, still: Collection[str]) -> Tensor:
+    """Which blocks of all groups take their gradient into the means: `accept`, or [blocks] if some have none."""
+    each = [not still or not set(r.owners).issubset(still) for group in groups for r in group.registrations]
+    return accept if all(each) else accept & torch.tensor(each, device=accept.device)  # the host waits for the copy
 
 
 def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor]) -> Tensor:

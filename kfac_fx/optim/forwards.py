@@ -43,8 +43,9 @@ class MicroBatches:
     watched: list[Watched] = field(default_factory=list)  # the gradients of the outputs, until the first step
     observed: list[ObservedForward] = field(default_factory=list)  # those whose loss is measured by a check
 
-    def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
-        """The statistics of the forwards whose backward happened, for gradients of the loss summed over cases.
+    def take_moments(self, reduction: str, loss_scale: float) -> list[Moments]:
+        """The statistics of the forwards whose backward happened, for gradients of the loss summed over cases. They
+        wait no longer.
 
         Args:
             reduction: "mean" if the step's gradient is that of a mean over the cases of all micro-batches.
@@ -56,6 +57,7 @@ class MicroBatches:
         for batch in self.dropped:
             batch.check_backwards()
         done = [batch for batch in self.pending if backward_happened(batch)]
+        self.pending = [batch for batch in self.pending if not backward_happened(batch)]
         cases = sum(batch.cases for batch in done)
         return [batch.moments(reduction, cases, loss_scale) for batch in done]
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import dense, zero_unless_
+from kfac_fx.linalg.host import copy_if_, zero_unless_
+from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
@@ -28,6 +29,7 @@ NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
 FIRST_LR = "first_lr"  # in a group: its lr when it was added, if `norm_constraint` compares later ones with it
 # "first_order" in a group says which rule moves it.
+MANY = 1e3  # steps, of which a mean of squares keeps something
 OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"params", "first_order"}
 
 
@@ -147,18 +149,19 @@ class FlatParameters:
         """Whether a move is a multiple of the update: true with one parameter group and no weight decay."""
         return self.weight_decay is None and self.lr.dim() == 0
 
-    def displacement(self, update: Tensor) -> Tensor:
-        """δ = -lr (Δ + weight_decay θ), in the precision of the update Δ."""
+    def displacement(self, update: Tensor, rate: float | Tensor = 1.0) -> Tensor:
+        """δ = -rate lr (Δ + weight_decay θ), in the precision of the update Δ. rate: a number, or 0-dim."""
+        lr = -rate * self.lr
         if self.weight_decay is None:
-            return -self.lr * update
+            return lr * update
         theta = self.flat.joined(self.parameters).to(update.dtype)
-        return -self.lr * (update + self.weight_decay * theta)
+        return lr * (update + self.weight_decay * theta)
 
     def commit(self, proposal: Proposal, ok: Tensor) -> None:
         """Add the move and store the new state; if `ok` is False, everything stays as it was. Overwrites the move."""
         self.add(zero_unless_(ok, proposal.move))
         for name, new in proposal.state.items():
-            torch.where(ok, new, self.state[name], out=self.state[name])
+            copy_if_(ok, self.state[name], new)
 
     def add(self, move: Tensor) -> None:
         """Add a vector to the parameters, in place and in their own precision."""
@@ -175,6 +178,10 @@ class FlatParameters:
     def is_finite(self, vector: Tensor) -> Tensor:
         """A 0-dim bool."""
         return is_finite(self.division.total(vector.sum()))
+
+    def has_finite_squares(self, vector: Tensor) -> Tensor:
+        """Whether sums of up to `MANY` such squared vectors are finite, a 0-dim bool."""
+        return is_finite(MANY * self.division.total(torch.linalg.vector_norm(vector).square()))
 
 
 def rule_state(state: Tensors) -> Tensors:

@@ -23,7 +23,7 @@ from kfac_fx.in_place import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.eigen_moments import forget_averages, refuse_divided_momentum, update_bases
+from kfac_fx.optim.eigen_moments import refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.loss_scale import scale_of_caller
@@ -31,10 +31,10 @@ from kfac_fx.optim.schedule import Schedule, StepCosts
 from kfac_fx.optim.step_checks import Check, against_quotients, more_damping, move_adaptive, move_bounded, revert
 from kfac_fx.optim.step_state import (
     StepState,
+    eigen_update,
     preconditioner,
     predicted_change,
     propose,
-    propose_eigen,
     set_estimator_damping,
     step_bound,
 )
@@ -98,9 +98,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     check_losses(schedule, losses)
     usable = estimator.usable()
     scale = first_check(state, gradients, losses.loss)
-    with state.phases.measure("statistics"):
-        for moments in forwards.seen.moments(state.options.reduction, scale):
-            estimator.accumulate(moments)
+    accumulate(state, scale)
     if schedule.counter == 0 and state.options.checked and not schedule.burning_in:
         choose_intervals(state)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
@@ -119,7 +117,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
                 risen = revert(state.size, in_blocks, check, state.options.eigen_moments, ok)
                 more_damping(state.damping, state.options.damping_rule, check, risen)
                 if state.options.eigen_moments:
-                    forget_averages(estimator, risen)
+                    state.means.forget_average(risen)
                 ok = ok & ~risen
     with state.phases.measure("statistics"):
         recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
@@ -150,6 +148,13 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
             ok = update(state, in_blocks, others, ok, check)
     state.skipped += ~ok
     schedule.advance(None if check is None else state.size.calm)
+
+
+def accumulate(state: StepState, loss_scale: float) -> None:
+    """Take the statistics of the forwards, which nothing else holds from here on."""
+    with state.phases.measure("statistics"):
+        for moments in state.forwards.seen.take_moments(state.options.reduction, loss_scale):
+            state.estimator.accumulate(moments)
 
 
 def choose_intervals(state: StepState) -> None:
@@ -293,10 +298,9 @@ def update(
         )
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and state.options.eigen_moments:
-        proposal, may_move = propose_eigen(state, in_blocks, ok), ok
-        ok, change, rho = move_bounded(
-            state.size, in_blocks, proposal, state.options.value("norm_constraint"), ok, check
-        )
+        ok = may_move = ok & in_blocks.has_finite_squares(in_blocks.g)
+        step = eigen_update(state, in_blocks, ok)
+        ok, change, rho = move_bounded(state.size, in_blocks, step, state.options.value("norm_constraint"), ok, check)
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and (state.options.quadratic or state.options.grafted):
         proposal = propose(state, in_blocks)

@@ -1,6 +1,7 @@
 """The steps of "adaptive" and "eigen_moments": their length is checked now and then, and bad ones are undone.
 
-A *check*, at the first three steps and then every `damping_adaptation_interval` steps, computes on the step's batch,
+A *check*, after 0, 1, 2, 5, 10, 20, 50, ... steps and then every `damping_adaptation_interval` steps, computes on the
+step's batch,
 with its exact Fisher F and its loss h (`kfac_fx.optim.batch_loss`):
 
     r, by which steps are divided until the next check
@@ -302,31 +303,33 @@ def against_quotients(batch: BatchLoss) -> str | None:
 
 
 def move_bounded(
-    size: StepSize, flat: FlatParameters, proposal: Proposal, bound: float, ok: Tensor, check: Check | None
+    size: StepSize, flat: FlatParameters, update: Tensor, bound: float, ok: Tensor, check: Check | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the proposed step divided by r.
+    """Take the step along an update at `RATE`, divided by r.
 
     Args:
+        update: Δ, [P].
         bound: c.
 
     Returns (whether it was made, the predicted change, actual over predicted change): NaN without a check.
     """
     last = torch.where(size.ratio > 0, size.ratio, 1.0)
     if check is None:
-        move = proposal.move / last
+        move = flat.displacement(update, RATE / last)
         ok = ok & flat.is_finite(move)
-        flat.commit(Proposal(move, proposal.state), ok)
+        flat.commit(Proposal(move, {}), ok)
         nothing = torch.full_like(size.ratio, torch.nan)
         return ok, nothing, nothing
-    fisher, slope, before = along_move(check, flat, proposal.move)
+    proposed = flat.displacement(update, RATE)
+    fisher, slope, before = along_move(check, flat, proposed)
     longest = bound * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
     norm = (fisher / longest).sqrt()
     ratio = next_divisor(last, norm, flat.largest_lr)
-    move = proposal.move / ratio
+    move = proposed / ratio
     ok = ok & flat.is_finite(move) & fisher.isfinite()
     linear = slope / ratio if check.batch.observed else flat.inner(flat.g, move)
     predicted = linear + 0.5 * fisher / ratio.square()
-    kept, change = take(flat, Proposal(move, proposal.state), check, before, linear, tolerated(check.value), ok)
+    kept, change = take(flat, Proposal(move, {}), check, before, linear, tolerated(check.value), ok)
     size.store(ok, ratio=torch.where(kept, ratio, 2 * ratio), value=check.value)
     size.calm.copy_(kept & (norm <= CALM * ratio))
     size.near.copy_(~(norm < NEAR * ratio))

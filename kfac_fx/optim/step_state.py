@@ -19,9 +19,11 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.host import zero_unless_
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
+from kfac_fx.optim.eigen_means import Means
 from kfac_fx.optim.eigen_moments import step_in_bases, without_basis
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import (
@@ -46,7 +48,7 @@ from kfac_fx.optim.rules import (
     is_finite,
 )
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optim.step_checks import RATE, StepSize
+from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
@@ -129,6 +131,7 @@ class StepState:
         self.multiply_inverse = compiled_function(self.estimator.multiply_inverse_kept, self.net.backend)
         self._division: VectorDivision = UNDIVIDED
         self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
+        self._means: Means | None = None
 
     @property
     def division(self) -> VectorDivision:
@@ -145,6 +148,13 @@ class StepState:
                 in_turn = {name: n % self.replicas.number for n, name in enumerate(self.names.values())}
                 self._division = DivisionByOwners(self.replicas, in_turn | dict(owners or {}))
         return self._division
+
+    @property
+    def means(self) -> Means:
+        """Those of "eigen_moments", of the blocks that have factors at present."""
+        if self._means is None or not self._means.are_of(self.estimator):
+            self._means = Means.of(self.estimator)
+        return self._means
 
     def keep_kappa(self, kappa: Tensor | None) -> None:
         """Keep κ of a step; None, without a norm constraint, keeps NaN."""
@@ -231,25 +241,24 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
     return Proposal(flat.displacement(velocity), {"velocity": velocity})
 
 
-def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposal:
-    """The move in the eigenbasis at `RATE`; the gradient enters the means of the blocks where `ok` is true."""
+def eigen_update(state: StepState, flat: FlatParameters, ok: Tensor) -> Tensor:
+    """Δ of "eigen_moments", [P]; the gradient enters the means of the blocks if `ok` is true."""
     assert state.grouped is not None, "bug in kfac_fx: a move before the parameter groups are read"
-    momentum, nesterov = state.grouped.scalars["momentum"], ~(state.size.same | state.size.near)
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
-    parts = flat.flat.parts(flat.g)
+    parts = flat.flat.parts(zero_unless_(ok, flat.g))
     gradient = flat.division.to_blocks(parts)
     update = step_in_bases(
         state.estimator,
+        state.means,
         {**gradient, **absent},
-        momentum,
+        state.grouped.scalars["momentum"],
         state.options.value("second_moment_decay"),
         state.options.value("eigenvalue_exponent"),
-        nesterov,
+        nesterov=~(state.size.same | state.size.near),
         accept=ok,
         still=absent.keys(),
     )
-    update = flat.division.from_blocks({name: update[name] for name in gradient}, parts)
-    return Proposal(flat.displacement(flat.flat.joined(update)).mul_(RATE), {})
+    return flat.flat.joined(flat.division.from_blocks({name: update[name] for name in gradient}, parts))
 
 
 def propose_grafted(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:

@@ -107,7 +107,8 @@ class PendingMoments:
             )
 
     def moments(self, reduction: str = "mean", cases: int | Tensor | None = None, loss_scale: float = 1.0) -> Moments:
-        """The recorded statistics, for the gradient of the sum over cases. Raises RuntimeError as `check_backwards`.
+        """The recorded statistics, for the gradient of the sum over cases. To be called once, as the recorded tensors
+        are scaled in place. Raises RuntimeError as `check_backwards`.
 
         reduction: of the user's loss; the gradient of a mean is N times smaller, so second moments are multiplied by
             N². cases: the N of the user's mean, if it contains more cases than this forward. loss_scale: the factor
@@ -129,7 +130,7 @@ class PendingMoments:
             }
             statistics[registration.parameters] = without_turned(
                 {
-                    name: value * scale**power if (power := power_of_gradient(name)) else value
+                    name: value.mul_(scale**power) if (power := power_of_gradient(name)) else value
                     for name, value in sums.items()
                 }
             )

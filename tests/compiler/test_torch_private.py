@@ -338,10 +338,12 @@ def test_transformed_tensors_are_made_by_these_functions() -> None:
         assert private.FORWARD_MODE & targets(dual)
 
 
-def test_lists_of_tensors_are_added_in_place() -> None:
+def test_lists_of_tensors_are_added_and_copied_in_place() -> None:
     tensors = [torch.zeros(2), torch.zeros(3)]
     private.foreach_add_(tensors, [torch.ones(2), torch.ones(3)])
     assert all(bool((tensor == 1).all()) for tensor in tensors)
+    private.foreach_copy_(tensors, [torch.full((2,), 2.0), torch.full((6,), 2.0, dtype=torch.float64)[::2]])
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

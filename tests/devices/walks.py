@@ -33,8 +33,9 @@ FIRST_STEP = {
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
+    "eigen_means.py:have_equal_weights",  # have all blocks the same past?
     "state.py:on",  # numbers and random states, into the state by parameter
-    "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
+    "host.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
     "fisher.py:update_inverses",  # products of a block without an inverse raise
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device

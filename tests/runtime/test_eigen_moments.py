@@ -14,12 +14,11 @@ from torch.nn import functional as F
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.optim.eigen_means import EPSILON, Means, means_of
 from kfac_fx.optim.eigen_moments import (
-    EPSILON,
     basis_of,
     eigenvalues_of,
-    means_of,
-    new_moments,
+    new_extras,
     step_in_bases,
     update_bases,
 )
@@ -38,8 +37,12 @@ def gradients(count: int, *shape: int) -> list[Tensor]:
 def estimator(model: nn.Module, **approximations: str) -> FisherEstimator:
     net = compile(model.double(), loss="mse", approximations=approximations)
     fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
-    fisher.new_extras, fisher.relative_damping = new_moments, 0.01
+    fisher.new_extras, fisher.relative_damping = new_extras, 0.01
     return fisher
+
+
+def update_of(fisher: FisherEstimator, *arguments: Any) -> dict[str, Tensor]:
+    return step_in_bases(fisher, Means.of(fisher), *arguments)
 
 
 # --- SOAP ----------------------------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ def with_factors_of(first: Tensor) -> FisherEstimator:
 def updates_with_factors_of(first: Tensor, of_steps: Sequence[Tensor], beta: float = 0.95) -> list[Tensor]:
     fisher, momentum = with_factors_of(first), {"weight": torch.tensor(beta, dtype=first.dtype)}
     return [
-        step_in_bases(fisher, {"weight": gradient}, momentum, beta, 0.0, FALSE, TRUE)["weight"] for gradient in of_steps
+        update_of(fisher, {"weight": gradient}, momentum, beta, 0.0, FALSE, TRUE)["weight"] for gradient in of_steps
     ]
 
 
@@ -143,7 +146,7 @@ def test_in_a_frozen_basis_the_second_moments_are_those_of_a_corrected_spectrum(
     every = of_cases(net, x, y)
     for case in range(len(x)):
         gradient = {name: tensor[case] for name, tensor in every.items()}
-        step_in_bases(fisher, gradient, {"last.weight": MOMENTUM}, 1.0, 0.0, TRUE, TRUE)  # the mean of all
+        update_of(fisher, gradient, {"last.weight": MOMENTUM}, 1.0, 0.0, TRUE, TRUE)  # the mean of all
     corrected = fisher.spectrum().corrected([every])
     for group, system in zip(fisher.groups, corrected.systems, strict=True):
         torch.testing.assert_close(means_of(group)[1].value, system.values)
@@ -159,7 +162,7 @@ def test_a_new_basis_takes_the_mean_and_the_diagonal_of_the_second_moments_with_
     first, *of_steps, last = gradients(5, 4, 3)
     fisher = with_factors_of(first)
     for gradient in of_steps:
-        step_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
+        update_of(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
     (group,) = fisher.groups
     old, (m, v) = dense_basis(fisher), [mean.value.flatten() for mean in means_of(group)]
     weights = [0.9**age for age in (2, 1, 0)]
@@ -180,7 +183,7 @@ def test_a_new_basis_takes_the_mean_and_the_diagonal_of_the_second_moments_with_
 def test_factors_that_are_not_finite_leave_the_basis_as_it_was() -> None:
     first, gradient = gradients(2, 4, 3)
     fisher = with_factors_of(first)
-    step_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
+    update_of(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
     (group,) = fisher.groups
     before = {name: tensor.clone() for name, tensor in group.extras.items()}
     group.factors["A"].moment.fill_(torch.nan)
@@ -202,35 +205,6 @@ def test_one_group_of_a_convolution_that_is_not_finite_leaves_the_basis_as_it_wa
     assert all(torch.equal(tensor, before[name]) for name, tensor in group.extras.items())
 
 
-def test_a_gradient_whose_squares_overflow_is_in_no_mean() -> None:
-    first, gradient = gradients(2, 4, 3)
-    fisher = with_factors_of(first)
-    step_in_bases(fisher, {"weight": gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
-    (group,) = fisher.groups
-    before = [mean.moment.clone() for mean in means_of(group)]
-    step_in_bases(fisher, {"weight": 1e200 * gradient}, {"weight": MOMENTUM}, 0.95, 0.0, TRUE, TRUE)
-    assert all(torch.equal(mean.moment, moment) for mean, moment in zip(means_of(group), before, strict=True))
-
-
-def test_a_block_whose_squares_overflow_keeps_its_means_and_no_other_block_does() -> None:
-    """The last two blocks have one shape, so they are in one group."""
-    torch.manual_seed(0)
-    fisher = estimator(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
-    fisher.update_covariances(data()[0])
-    update_bases(fisher)
-    gradient = {name: torch.ones_like(parameter) for name, parameter in fisher.net.named_parameters()}  # type: ignore[attr-defined]
-    momentum = dict.fromkeys(gradient, MOMENTUM)
-    overflowing = {name: 1e200 * tensor if name.startswith("1.") else tensor for name, tensor in gradient.items()}
-    for of_step in (gradient, overflowing):
-        step_in_bases(fisher, of_step, momentum, 0.5, 0.0, TRUE, TRUE)
-    weights = {}
-    for block in fisher.blocks.values():
-        average, squares = (mean.total_weight[block.member].item() for mean in means_of(block.group))
-        weights[block.registration.owners[0]] = (average, squares)
-    assert weights == {"0.weight": (1.9, 1.5), "1.weight": (1.0, 1.0), "2.weight": (1.9, 1.5)}
-    assert len(fisher.groups) == 2
-
-
 # --- the eigenvalues -----------------------------------------------------------------------------------------------
 
 
@@ -248,7 +222,7 @@ def test_eigenvalues_are_those_of_the_sides_divided_by_their_damping(dense_limit
         nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 2)).double(), loss="mse", dense_limit=dense_limit
     )
     fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
-    fisher.new_extras, fisher.relative_damping = new_moments, 0.01
+    fisher.new_extras, fisher.relative_damping = new_extras, 0.01
     fisher.update_covariances(torch.randn(9, 4, dtype=torch.float64))
     update_bases(fisher)
     block = fisher.blocks[("0.weight",)]
@@ -273,7 +247,7 @@ def test_a_block_without_any_gradient_has_eigenvalues_of_one() -> None:
     update_bases(fisher)
     assert all((tensor == 1).all() for tensor in eigenvalues_of(fisher.blocks["0.weight", "0.bias"].group)[:1])
     zeros = {name: torch.zeros_like(parameter) for name, parameter in fisher.net.named_parameters()}  # type: ignore[attr-defined]
-    step = step_in_bases(fisher, zeros, dict.fromkeys(zeros, MOMENTUM), 0.9, 0.5, TRUE, TRUE)
+    step = update_of(fisher, zeros, dict.fromkeys(zeros, MOMENTUM), 0.9, 0.5, TRUE, TRUE)
     assert all(not tensor.any() for tensor in step.values())
 
 
@@ -470,6 +444,24 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     }
     assert changed == {"kfac/counter", "kfac/skipped"}
     assert opt.skipped == 1
+
+
+def test_a_gradient_whose_squares_overflow_moves_nothing_and_is_in_no_mean() -> None:
+    net, opt = made()
+    for number in range(4):
+        step(net, opt, number)
+    stacks = [stack for group in opt.estimator.groups for stack in means_of(group)]
+    tensors = [*net.parameters(), *(tensor for stack in stacks for tensor in (stack.moment, stack.total_weight))]
+    before = [tensor.detach().clone() for tensor in tensors]
+    x, y = data(4)
+    opt.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    next(net.parameters()).grad.fill_(1e160)  # type: ignore[union-attr]
+    opt.step()
+    assert all(map(torch.equal, tensors, before))
+    assert opt.skipped == 1
+    step(net, opt, 5)
+    assert opt.skipped == 1 and not torch.equal(tensors[0], before[0])
 
 
 def test_blocks_without_a_gradient_stand_still_and_keep_their_second_moments() -> None:

@@ -355,7 +355,7 @@ def pending(backward: bool, cases: int = 2) -> Any:
 
 def test_only_forwards_with_a_backward_are_micro_batches() -> None:
     seen = MicroBatches(pending=[pending(True), pending(False), pending(True, cases=3)])
-    moments = seen.moments("mean", loss_scale=1.0)
+    moments = seen.take_moments("mean", loss_scale=1.0)
     assert [recording.cases for recording in moments] == [2, 3]
     assert all(
         recording.statistics[("w",)]["count"] == 5 for recording in moments
@@ -363,7 +363,7 @@ def test_only_forwards_with_a_backward_are_micro_batches() -> None:
 
 
 def test_micro_batches_know_the_loss_scale() -> None:
-    (moments,) = MicroBatches(pending=[pending(True)]).moments("mean", loss_scale=8.0)
+    (moments,) = MicroBatches(pending=[pending(True)]).take_moments("mean", loss_scale=8.0)
     assert moments.statistics[("w",)] == {"G": torch.tensor(4.0 / 64), "count": torch.tensor(2.0)}
 
 

@@ -14,7 +14,6 @@ import kfac_fx
 from kfac_fx.linalg import matrices as linalg
 from kfac_fx.linalg.matrices import (
     RESCUES,
-    HostCopy,
     are_finite,
     bordered,
     damp,
@@ -347,25 +346,3 @@ def test_factors_are_products_in_full_precision(way: str, user_precision: Any, m
         F.cross_entropy(outputs, torch.zeros(6, dtype=torch.int64)).backward()
     assert seen == ["ieee", "ieee"]
     assert user_precision.fp32_precision == "tf32"
-
-
-class LateEvent:
-    """The event of a copy that arrives when it is waited for."""
-
-    done = False
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.done = True
-
-
-def test_a_copy_on_the_host_is_waited_for_only_where_that_is_asked() -> None:
-    tensor = torch.tensor([1.0, 2.0])
-    copy = HostCopy(tensor)
-    tensor.zero_()
-    assert copy.arrived and copy.wait().tolist() == [1.0, 2.0]
-    copy.event = LateEvent()
-    assert not copy.arrived and copy.value.tolist() == [1.0, 2.0] and not copy.arrived
-    assert copy.wait() is copy.value and copy.arrived

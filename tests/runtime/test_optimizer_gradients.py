@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kfac_fx.checks import outputs
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
+from kfac_fx.linalg import host
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
@@ -128,9 +129,9 @@ class NoHostReads(TorchDispatchMode):
 def test_an_ordinary_step_reads_nothing_back_from_the_device(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        outputs, "refuse_changed_model", lambda differs, model: None
-    )  # a CPU reads it, for it need not wait
+    # What a CPU reads, because it need not wait.
+    monkeypatch.setattr(outputs, "refuse_changed_model", lambda differs, model: None)
+    monkeypatch.setattr(host, "on_host", lambda condition: False)
     net, opt = made(**options, weight_decay=0.1)
     train(net, opt, range(3))
     backward(net, 3)  # no inverses are due, and "adaptive" checks its step size

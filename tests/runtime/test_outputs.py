@@ -7,7 +7,7 @@ import torch
 
 from kfac_fx.checks import outputs
 from kfac_fx.checks.outputs import OutputWatch, differ, sampled_elements
-from kfac_fx.linalg.matrices import HostCopy
+from kfac_fx.linalg.host import HostCopy
 from kfac_fx.passes.errors import ModelChangedError
 
 X = torch.randn(20, 5)

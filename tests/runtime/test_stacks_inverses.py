@@ -88,12 +88,28 @@ def test_a_deferred_watch_knows_failures_one_call_late_but_for_the_first(
 def test_matrices_of_one_size_are_one_batch() -> None:
     est = exact(deep(), batch())
     inverter = Inverter(est.groups, est.roots)
-    members = {
-        size: [est.groups[g].size(side) for g, side in sides] for (size, _, _), sides in inverter.batches.items()
-    }
+    members = {key.size: [est.groups[g].size(side) for g, side in sides] for key, sides in inverter.batches.items()}
     assert len(members) == len(inverter.batches) > 1
     assert all(set(sizes) == {size} for size, sizes in members.items())
     assert sum(map(len, members.values())) == sum(len(group.decomposed) for group in est.groups)
+
+
+def test_wide_matrices_on_a_cpu_are_decomposed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    est = exact(deep(), batch())
+    est.update_inverses()
+    expected = est.multiply_inverse(noise_of_ones(est))
+    sizes = sorted({group.size(side) for group in est.groups for side in group.decomposed})
+    monkeypatch.setattr(stacks, "WORTH_DECOMPOSING_ALONE", sizes[-1])
+    inverter = Inverter(est.groups, est.roots)
+    wide = [(key, sides) for key, sides in inverter.batches.items() if key.alone]
+    assert wide and all(sides == [key.alone] and key.size == sizes[-1] for key, sides in wide)
+    assert any(key.alone is None for key in inverter.batches)
+    for group in est.groups:
+        for operators in group.roots.values():
+            for operator in operators:
+                operator.zero_()
+    inverter.update()
+    torch.testing.assert_close(est.multiply_inverse(noise_of_ones(est)), expected)
 
 
 def test_failures_that_have_not_arrived_on_the_host_are_not_waited_for() -> None:
@@ -132,4 +148,4 @@ def test_factors_of_two_precisions_are_decomposed_in_their_own() -> None:
     plain, layout = register(FORMS["linear"], "kron"), Layout((3, 2)).reshape((1, 3, 2))
     registrations = [replace(plain, parameters=(name,), matrix=MatrixForm((name, layout), None)) for name in parameters]
     groups = make_groups(registrations, parameters, roots=(-1.0,), damping=torch.tensor(0.1))
-    assert {dtype for _, dtype, _ in Inverter(groups, (-1.0,)).batches} == set(dtypes)
+    assert {key.dtype for key in Inverter(groups, (-1.0,)).batches} == set(dtypes)

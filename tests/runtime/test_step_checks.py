@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.eigen_moments import means_of
+from kfac_fx.optim.eigen_means import means_of
 from kfac_fx.optim.step_checks import tolerated
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from kfac_fx.compiler import compile
 from kfac_fx.optim import step_checks
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.schedule import FIRST_CHECKS
 from kfac_fx.optim.step_checks import FALL, RATE, STRETCH, Check, along_move, next_divisor
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
@@ -71,7 +70,7 @@ def first_checks(net: Any, opt: KFAC, x: Tensor) -> list[tuple[Check, tuple[Tens
         return result
 
     with mock.patch.object(step_checks, "along_move", compared):
-        for _ in range(FIRST_CHECKS):
+        for _ in range(3):
             opt.zero_grad()
             net(x).square().sum(1).mean().backward()
             opt.step()
@@ -86,7 +85,7 @@ def test_a_check_knows_the_exact_fisher_along_a_step_without_a_derivative(
     """Up to twice the step of the difference quotient, the cube root of the rounding errors."""
     net = compile(mlp().to(dtype), loss="normal")
     checks = first_checks(net, KFAC(net, lr=lr, seed=0), batch(0)[0].to(dtype))
-    assert len(checks) == FIRST_CHECKS
+    assert len(checks) == 3
     for check, quotient, exact in checks:
         assert check.quotient_step == rounding ** (1 / 3) and (exact[0] > 0) == (lr > 0)
         torch.testing.assert_close(quotient, exact, rtol=2 * rounding ** (1 / 3), atol=0)
