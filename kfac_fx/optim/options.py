@@ -39,7 +39,7 @@ DEFAULTS = {  # of options that are None, by momentum type; "" for all others th
     "eigenvalue_exponent": {"": 0.5},
     "relative_damping": {"": 0.003},
     "cov_ema_decay": {"eigen_moments": 0.98, "": 0.95},
-    "overhead": {"adaptive": 0.6, "": 0.4},
+    "overhead": {"adaptive": 0.6, "": 0.2},
     "norm_constraint": {"": 0.03},
     "damping_adaptation_decay": {"adaptive": 0.9, "": 0.95},
 }

@@ -41,12 +41,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import HostCopy
+from kfac_fx.linalg.host import HostCopy
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.statistics.moments import Key
-
-FIRST_CHECKS = 3  # the first steps, which are all checked
 
 OPERATION = 3e5  # flops of one core in the 7 µs in which it dispatches an operation
 PER_USE = 40  # operations that record a use
@@ -73,7 +71,7 @@ class StepIntervals(NamedTuple):
 ANY = 10**6
 LONGEST_INTERVALS = {  # by momentum type; "eigen_moments" only takes bases and eigenvalues from the statistics
     "adaptive": StepIntervals(statistics=10, inverses=ANY, checks=5),
-    "eigen_moments": StepIntervals(statistics=20, inverses=ANY, checks=5),
+    "eigen_moments": StepIntervals(statistics=30, inverses=ANY, checks=15),
 }
 
 
@@ -202,11 +200,12 @@ class Schedule:
 
     @property
     def checking(self) -> bool:
-        """Whether the step size, and the damping of "adaptive", is checked in this step: in the first three, and then
-        `intervals_apart` times `intervals.checks` steps after the last."""
+        """Whether the step size, and the damping of "adaptive", is checked in this step: after 0, 1, 2, 5, 10, ...
+        steps of the first interval, and then `intervals_apart` intervals after the last check."""
         if not self.options.checked or self.burning_in:
             return False
-        return self.counter < FIRST_CHECKS or self.counter >= self.intervals_later(self.intervals_apart)
+        early = is_early(self.counter, self.intervals.checks)
+        return early or self.counter >= self.intervals_later(self.intervals_apart)
 
     def intervals_later(self, number: int) -> int:
         """The step so many intervals after the last check."""
@@ -228,7 +227,7 @@ class Schedule:
     def checked(self, step: int, intervals_apart: int, calm: Tensor) -> None:
         """Take the last check. calm: whether it was, 0-dim. intervals_apart: how far the check before it was."""
         self.last_check, self.intervals_apart = step, intervals_apart
-        unread = step >= FIRST_CHECKS and self.counter < self.intervals_later(1)
+        unread = not is_early(step, self.intervals.checks) and self.counter < self.intervals_later(1)
         self.calm = HostCopy(calm) if self.multiplies_checks and unread else None
 
     def advance(self, calm: Tensor | None) -> None:

@@ -41,6 +41,14 @@ def test_checks_become_rarer_as_long_as_they_are_calm() -> None:
     assert "checks every 5 to 20 steps" in schedule.described()[0]
 
 
+def test_a_long_first_interval_has_early_checks() -> None:
+    schedule = Schedule(KFACOptions(compile(nn.Linear(3, 2), loss="categorical")))
+    schedule.intervals = schedule.intervals._replace(checks=15)
+    assert [*checks(schedule, 100)] == [0, 1, 2, 5, 10, 15, 30, 45, 60, 90]
+    given = Schedule(KFACOptions(schedule.options.net, damping_adaptation_interval=30))
+    assert [*checks(given, 100)] == [0, 1, 2, 5, 10, 20, 30, 60, 90]
+
+
 @pytest.mark.parametrize(
     "options", [{"momentum_type": "adaptive"}, {"damping_adaptation_interval": 5}, {"overhead": 100.0}], ids=str
 )
@@ -55,16 +63,19 @@ def test_checks_stay_as_frequent_where_the_interval_is_given_or_short_or_scales_
     assert f"checks every {every} steps" in schedule.described()[0]
 
 
+@pytest.mark.parametrize("every", [5, 15])
 @pytest.mark.parametrize("saved", range(3, 50, 3))
-def test_a_schedule_that_is_restored_checks_at_the_same_steps(saved: int) -> None:
+def test_a_schedule_that_is_restored_checks_at_the_same_steps(saved: int, every: int) -> None:
     options = KFACOptions(compile(nn.Linear(3, 2), loss="categorical"))
 
     def calm(step: int) -> bool:
         return step != 30
 
-    expected, first = [*checks(Schedule(options), 90, calm)], Schedule(options)
+    never_saved, first, restored = Schedule(options), Schedule(options), Schedule(options, saved)
+    for schedule in (never_saved, first, restored):
+        schedule.intervals = schedule.intervals._replace(checks=every)
+    expected = [*checks(never_saved, 90, calm)]
     before = checks(first, saved, calm)
-    restored = Schedule(options, saved)
     restored.checked(first.last_check, first.intervals_apart, torch.tensor(calm(first.last_check)))
     after = [saved + step for step in checks(restored, 90 - saved, lambda step: calm(saved + step))]
     assert [*before, *after] == expected
