@@ -71,7 +71,7 @@ class StepIntervals(NamedTuple):
 ANY = 10**6
 LONGEST_INTERVALS = {  # by momentum type; "eigen_moments" only takes bases and eigenvalues from the statistics
     "adaptive": StepIntervals(statistics=10, inverses=ANY, checks=5),
-    "eigen_moments": StepIntervals(statistics=30, inverses=ANY, checks=15),
+    "eigen_moments": StepIntervals(statistics=30, inverses=ANY, checks=10),
 }
 
 
