@@ -7,14 +7,13 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.step_models import Make
-
+Subject = TypeVar("Subject")  # what is measured, such as a model
 Rows = Sequence[Mapping[str, Any]]
 WIDTH = 160  # characters of a line in a file or a pipe, where rich would cut cells off at 80
 
@@ -43,12 +42,12 @@ def main(
     arguments: Sequence[str] | None,
     *,
     doc: str | None,
-    models: Mapping[str, Make],
-    quick: Mapping[str, Make],
+    models: Mapping[str, Subject],
+    quick: Mapping[str, Subject],
     rounds: int,
     out: Path,
-    run: Callable[[Mapping[str, Make], int], dict[str, Any]],
-    show: Callable[[Mapping[str, Any], Console], None],
+    run: Callable[[Mapping[str, Subject], int], Any],
+    show: Callable[[Any, Console], None],
 ) -> None:
     """Run, show and write to `out`, whose name is the module's."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)

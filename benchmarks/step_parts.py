@@ -33,7 +33,7 @@ OUT = Path(__file__).parent / "results" / "step_parts.json"
 TRAINING, STATISTICS = "forward and backward", "statistics"
 PARTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "averages of factors": [(FisherEstimator, "accumulate"), (FisherEstimator, "fold")],
-    "inverses": [(FisherEstimator, "update_inverses")],
+    "inverses": [(FisherEstimator, "decompose")],
     "vectors to matrices and back": [(BlockGroup, "pack"), (BlockGroup, "unpack"), (Flat, "joined"), (Flat, "parts")],
     "preconditioning": [(BlockGroup, "multiply")],
     "momentum and move": [(optimizer, "take_step")],

@@ -86,7 +86,7 @@ class KFACOptions:
         overhead: what statistics, inverses and checks of "adaptive" and "eigen_moments" may cost in a step, as a part
             of the training step. A cost model of the network chooses their intervals at the first step
             (`kfac_fx.optim.schedule`), and net.report prints them. Intervals that are given replace those of the
-            model. None means 0.4, and 0.6 with "adaptive".
+            model. None means 0.2, and 0.6 with "adaptive".
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.

@@ -1,8 +1,7 @@
 """The steps of "adaptive" and "eigen_moments": their length is checked now and then, and bad ones are undone.
 
-A *check*, after 0, 1, 2, 5, 10, 20, 50, ... steps and then every `damping_adaptation_interval` steps, computes on the
-step's batch,
-with its exact Fisher F and its loss h (`kfac_fx.optim.batch_loss`):
+A *check*, every `damping_adaptation_interval` steps and before that after 0, 1, 2, 5, 10, 20, 50, ... steps, computes
+on the step's batch, with its exact Fisher F and its loss h (`kfac_fx.optim.batch_loss`):
 
     r, by which steps are divided until the next check
     θ <- θ at the last check    if h has risen by more than is tolerated since then, on the present batch: the averaged

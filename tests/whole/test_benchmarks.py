@@ -13,6 +13,7 @@ from benchmarks import (
     beside,
     conjugate_gradients,
     cost_docs,
+    default_step,
     gpt2_factors,
     host_time,
     methods,
@@ -27,7 +28,7 @@ from benchmarks.step_models import Loss, Problem
 from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.optim.schedule import is_early
 
-FILES = tuple(benchmark.OUT for benchmark in (step_time, step_parts, host_time, scale))
+FILES = tuple(benchmark.OUT for benchmark in (step_time, default_step, step_parts, host_time, scale))
 
 
 def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
@@ -53,6 +54,7 @@ def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
     ):
         assert text in shown, text
     assert "unheard-of: not installed: pip install a-package-that-nobody-has" in shown
+    assert "of the default and of AdamW" in shown and "of plain steps" in shown
     assert "quick: parts of a step" in shown
     assert all(part in shown for part in ("forward and backward", *step_parts.PARTS))
     assert "quick: CPU milliseconds of a step of 18 small parameters" in shown
