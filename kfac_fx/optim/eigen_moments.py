@@ -201,16 +201,16 @@ def graft(means: Means, pairs: Sequence[Tensor], of_groups: Sequence[Tensor], ex
 
     pairs, of_groups: of `Means`.
     """
-    for group, (_, root) in zip(means.groups, of_groups, strict=True):
+    for group, pair in zip(means.groups, of_groups, strict=True):
         for eigenvalues in eigenvalues_of(group):
-            root.div_(eigenvalues)
+            pair[1].div_(eigenvalues)
     for pair in pairs:
         pair[1].pow_(exponent).mul_(pair[0])
     lengths = [norms(group, pair) for group, pair in zip(means.groups, of_groups, strict=True)]
     of_adam, of_directions = torch.cat(lengths, dim=1)
     scales = of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
-    for (_, direction), scale in zip(of_groups, means.split(scales), strict=True):
-        direction.mul_(scale)
+    for pair, scale in zip(of_groups, means.split(scales), strict=True):
+        pair[1].mul_(scale)
 
 
 def norms(group: BlockGroup, matrices: Tensor) -> Tensor:
