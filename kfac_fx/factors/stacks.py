@@ -287,7 +287,7 @@ class FailureWatch:
 
 
 class BatchKey(NamedTuple):
-    """What the matrices of a batch have in common."""
+    """The properties that the matrices of a batch have in common."""
 
     size: int
     dtype: torch.dtype
@@ -333,11 +333,10 @@ class Inverter:
                 roots, valid = self.decompose(
                     matrices, torch.cat([dampings[g][side].flatten() for g, side in members]), self.watches[key]
                 )
-                parts = {root: torch.split(matrices, sizes) for root, matrices in roots.items()}
-                for n, (g, side) in enumerate(members):
-                    of_side = {root: each[n] for root, each in parts.items()}
-                    decomposed[g][side] = of_side, torch.split(valid, sizes)[n]
-                del matrices, roots, parts, of_side
+                for part, (g, side) in enumerate(members):
+                    of_side = {root: torch.split(of_all, sizes)[part] for root, of_all in roots.items()}
+                    decomposed[g][side] = of_side, torch.split(valid, sizes)[part]
+                del matrices, roots, of_side
                 for g in dict.fromkeys(g for g, _ in members):
                     if len(decomposed[g]) == len(self.groups[g].decomposed):  # and its roots make place for the next
                         self.groups[g].store(decomposed[g], dampings[g])

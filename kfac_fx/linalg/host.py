@@ -1,4 +1,4 @@
-"""What the host knows of numbers on a device.
+"""Reads of numbers on a device by the host.
 
 A CPU is its own host: it reads a condition at once, and saves what is not needed. Other devices compute both cases, so
 that the host does not wait for them, or send a copy (`HostCopy`).

@@ -32,16 +32,21 @@ def new_means(groups: Sequence[BlockGroup]) -> list[Tensors]:
     """The means as extras of new groups: zeros, those of groups with one precision and one device in one tensor."""
     extras: list[Tensors] = [{} for _ in groups]
     kinds = [(group.dtype, group.device) for group in groups]
-    for dtype, device in dict.fromkeys(kinds):
-        members = [n for n, kind in enumerate(kinds) if kind == (dtype, device)]
-        shapes = [(len(groups[n]), *groups[n].shape) for n in members]
+    for kind in dict.fromkeys(kinds):
+        members = [n for n, of_group in enumerate(kinds) if of_group == kind]
+        shapes = [torch.Size((len(groups[n]), *groups[n].shape)) for n in members]
         for name in MEANS:
-            for what, each in (("moment", shapes), ("total_weight", [shape[:1] for shape in shapes])):
-                sizes = [torch.Size(shape).numel() for shape in each]
-                vector = torch.zeros(sum(sizes), dtype=dtype, device=device)
-                for n, part, shape in zip(members, vector.split(sizes), each, strict=True):
-                    extras[n][f"{name}/{what}"] = part.view(shape)
+            moments, weights = adjoining(shapes, *kind), adjoining([shape[:1] for shape in shapes], *kind)
+            for n, moment, weight in zip(members, moments, weights, strict=True):
+                extras[n] |= {f"{name}/moment": moment, f"{name}/total_weight": weight}
     return extras
+
+
+def adjoining(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Zeros of these shapes, one behind another in memory."""
+    sizes = [shape.numel() for shape in shapes]
+    vector = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    return [part.view(shape) for part, shape in zip(vector.split(sizes), shapes, strict=True)]
 
 
 def means_of(group: BlockGroup) -> tuple[Stack, Stack]:

@@ -129,7 +129,7 @@ class NoHostReads(TorchDispatchMode):
 def test_an_ordinary_step_reads_nothing_back_from_the_device(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What a CPU reads, because it need not wait.
+    # A CPU reads these, because it need not wait.
     monkeypatch.setattr(outputs, "refuse_changed_model", lambda differs, model: None)
     monkeypatch.setattr(host, "on_host", lambda condition: False)
     net, opt = made(**options, weight_decay=0.1)

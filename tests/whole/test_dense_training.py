@@ -237,8 +237,8 @@ class Dense:
         return torch.cat([*map(between_adam_and_kfac, *(v.split(self.sizes) for v in (n, root, self.eigenvalues)))])
 
     def next_ratio(self) -> float:
-        """Far below the bound, where only the first three steps are checked."""
-        self.ratio *= FALL if self.k <= 3 else 1.0
+        """Far below the bound, with checks after 0, 1, 2 and 5 steps."""
+        self.ratio *= FALL if self.k - 1 in (0, 1, 2, 5) else 1.0
         return self.ratio
 
     def kappa(self, a: Tensor, u: Tensor) -> float:
