@@ -139,6 +139,7 @@ def test_a_differential_equation_is_solved_through_every_use_of_a_weight(capsys:
     assert all(run.steps == 200 and kfac.loss < run.loss for run in adam)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # what torch itself loads for jvp
 def test_the_energy_of_two_electrons_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     kfac, adam = vmc.main(steps=12, width=8, walkers=128)
     assert "K-FAC's energy is right" in capsys.readouterr().out
