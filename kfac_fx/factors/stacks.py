@@ -338,7 +338,7 @@ class Inverter:
                     decomposed[g][side] = of_side, torch.split(valid, sizes)[part]
                 del matrices, roots, of_side
                 for g in dict.fromkeys(g for g, _ in members):
-                    if len(decomposed[g]) == len(self.groups[g].decomposed):  # and its roots make place for the next
+                    if len(decomposed[g]) == len(self.groups[g].decomposed):  # now, to free memory for the next batch
                         self.groups[g].store(decomposed[g], dampings[g])
                         decomposed[g] = {}
 

@@ -24,7 +24,7 @@ def zero_unless_(condition: Tensor, tensor: Tensor) -> Tensor:
 
 def copy_if_(condition: Tensor, target: Tensor, source: Tensor) -> None:
     """Overwrite the target where the condition is true. On a CPU the host reads the condition, because `where` takes
-    twice as long as a copy."""
+    several times as long as a copy."""
     if on_host(condition) and condition.all():
         target.copy_(source)
     elif not on_host(condition) or condition.any():

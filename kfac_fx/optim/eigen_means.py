@@ -151,7 +151,7 @@ class Means:
             s, t = s[0], t[0]
         root, m = t.sqrt(), torch.where(nesterov, beta, 1)
         scalars = StepScalars(keep_average, keep_squares, root * (1 - m), root * m / s, EPSILON * root)
-        return [scalars] if equal else self.by_group(scalars)
+        return [scalars] if equal else self.scalars_by_group(scalars)
 
     def new_weights(self, mean: int, keep: Tensor, accept: Tensor) -> Tensor:
         """Store the new total weights of m̂ (0) or v̂ (1). Returns them, [blocks]."""
@@ -163,7 +163,7 @@ class Means:
             stack.total_weight.copy_(part)
         return new
 
-    def by_group(self, scalars: StepScalars) -> list[StepScalars]:
+    def scalars_by_group(self, scalars: StepScalars) -> list[StepScalars]:
         """Those of all blocks, [blocks] or 0-dim, as those of every group."""
         columns = [self.split(scalar.expand(sum(self.sizes))) for scalar in scalars]
         return [StepScalars(*of_group) for of_group in zip(*columns, strict=True)]
@@ -194,7 +194,7 @@ class Means:
             adam_step(pair, average.moment, squares.moment, of_group)
         return pairs
 
-    def of_groups(self, pairs: Sequence[Tensor]) -> list[Tensor]:
+    def pairs_by_group(self, pairs: Sequence[Tensor]) -> list[Tensor]:
         """The result of `adam_steps` as tensors [2, L, g, o, i] of every group, which are views."""
         if len(pairs) == len(self.groups) and pairs[0].dim() > 2:
             return list(pairs)

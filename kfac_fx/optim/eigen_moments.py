@@ -187,29 +187,29 @@ def step_in_bases(
         turned = [group.to_eigenbasis(g, basis_of(group)) for group, g in zip(groups, matrices, strict=True)]
         scalars = means.advance(moving(groups, accept, still), momentum_of(groups, momentum), decay, nesterov)
         pairs = means.adam_steps(turned, scalars)
-        of_groups = means.of_groups(pairs)
+        by_group = means.pairs_by_group(pairs)
         if exponent:
-            graft(means, pairs, of_groups, exponent)
-        for group, pair in zip(groups, of_groups, strict=True):
+            graft(means, pairs, by_group, exponent)
+        for group, pair in zip(groups, by_group, strict=True):
             yield group.from_eigenbasis(pair[1 if exponent else 0], basis_of(group))
 
     return fisher.of_groups(means.groups, updates, gradient, kept=True) if means.groups else {}
 
 
-def graft(means: Means, pairs: Sequence[Tensor], of_groups: Sequence[Tensor], exponent: float) -> None:
+def graft(means: Means, pairs: Sequence[Tensor], by_group: Sequence[Tensor], exponent: float) -> None:
     """Overwrite √v̂ with d |a| / |d|; d is a (√v̂ / Λ̃)ʷ, up to a factor for each block.
 
-    pairs, of_groups: of `Means`.
+    pairs: the result of `Means.adam_steps`. by_group: views of it, of `Means.pairs_by_group`.
     """
-    for group, pair in zip(means.groups, of_groups, strict=True):
+    for group, pair in zip(means.groups, by_group, strict=True):
         for eigenvalues in eigenvalues_of(group):
             pair[1].div_(eigenvalues)
     for pair in pairs:
         pair[1].pow_(exponent).mul_(pair[0])
-    lengths = [norms(group, pair) for group, pair in zip(means.groups, of_groups, strict=True)]
+    lengths = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]
     of_adam, of_directions = torch.cat(lengths, dim=1)
     scales = of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
-    for pair, scale in zip(of_groups, means.split(scales), strict=True):
+    for pair, scale in zip(by_group, means.split(scales), strict=True):
         pair[1].mul_(scale)
 
 

@@ -29,7 +29,7 @@ NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
 FIRST_LR = "first_lr"  # in a group: its lr when it was added, if `norm_constraint` compares later ones with it
 # "first_order" in a group says which rule moves it.
-MANY = 1e3  # steps, of which a mean of squares keeps something
+MOST_SUMMED = 1e3  # squared gradients, as many as a running sum of them holds
 OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"params", "first_order"}
 
 
@@ -180,8 +180,8 @@ class FlatParameters:
         return is_finite(self.division.total(vector.sum()))
 
     def has_finite_squares(self, vector: Tensor) -> Tensor:
-        """Whether sums of up to `MANY` such squared vectors are finite, a 0-dim bool."""
-        return is_finite(MANY * self.division.total(torch.linalg.vector_norm(vector).square()))
+        """Whether sums of up to `MOST_SUMMED` such squared vectors are finite, a 0-dim bool."""
+        return is_finite(MOST_SUMMED * self.division.total(torch.linalg.vector_norm(vector).square()))
 
 
 def rule_state(state: Tensors) -> Tensors:

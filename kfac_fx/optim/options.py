@@ -103,7 +103,8 @@ class KFACOptions:
             its inverses; that `step` then needs `previous`. The damping of every step is the same either way.
         damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps. None
             means an interval of 5 and a decay of 0.95. With "adaptive" and "eigen_moments" it is the interval of their
-            checks, and None means what `overhead` allows; the checks of "eigen_moments" then become up to four times
+            checks, which are also made after 1, 2, 5, 10, 20, ... steps while that is less, and None means what
+            `overhead` allows; the checks of "eigen_moments" then become up to four times
             as rare while steps are far below their bound. "adaptive" has a decay of 0.9.
         damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if
             ρ is below the other.

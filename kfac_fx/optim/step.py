@@ -299,8 +299,8 @@ def update(
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and state.options.eigen_moments:
         ok = may_move = ok & in_blocks.has_finite_squares(in_blocks.g)
-        step = eigen_update(state, in_blocks, ok)
-        ok, change, rho = move_bounded(state.size, in_blocks, step, state.options.value("norm_constraint"), ok, check)
+        direction, bound = eigen_update(state, in_blocks, ok), state.options.value("norm_constraint")
+        ok, change, rho = move_bounded(state.size, in_blocks, direction, bound, ok, check)
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and (state.options.quadratic or state.options.grafted):
         proposal = propose(state, in_blocks)

@@ -242,7 +242,7 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
 
 
 def eigen_update(state: StepState, flat: FlatParameters, ok: Tensor) -> Tensor:
-    """Δ of "eigen_moments", [P]; the gradient enters the means of the blocks if `ok` is true."""
+    """Δ of "eigen_moments", [P]. The gradient enters the means if `ok` is true, and becomes zero if not."""
     assert state.grouped is not None, "bug in kfac_fx: a move before the parameter groups are read"
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
     parts = flat.flat.parts(zero_unless_(ok, flat.g))

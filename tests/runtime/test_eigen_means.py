@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.eigen_means import Means, means_of
-from kfac_fx.optim.eigen_moments import step_in_bases, update_bases
+from kfac_fx.optim.eigen_moments import new_extras, step_in_bases, update_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients
 
 Gradients = dict[str, Tensor]
@@ -127,14 +128,34 @@ def test_an_average_that_is_forgotten_begins_anew_and_the_squares_stay(joint: bo
     assert means.have_equal_weights() == joint
 
 
+class TwoPrecisions(nn.Module):
+    """The dtype of the second layer is that of the estimator's tests, or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)).to(self.second.weight.dtype))
+        return y.double()
+
+
 def test_groups_of_two_precisions_have_steps_of_their_own() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    fisher = estimator(model)
-    model[1].float()
-    fisher.build()
-    kinds = {group.dtype for group in fisher.groups}
-    assert kinds == {torch.float32, torch.float64}
-    for group in fisher.groups:
-        group.updated = True
-    assert Means.of(fisher).joint is None
-    assert not Means.of(fisher).have_equal_weights()
+    updates = []
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        model = TwoPrecisions().double()
+        model.second.to(dtype)
+        fisher = FisherEstimator(compile(model, loss="mse"), exps=(), estimation_mode="exact")
+        fisher.new_extras, fisher.relative_damping = new_extras, 0.01
+        fisher.update_covariances(data()[0])
+        update_bases(fisher)
+        means = Means.of(fisher)
+        assert (means.joint is None) == (dtype is torch.float32)
+        for number in range(3):
+            gradient = {n: g.to(fisher.net.get_parameter(n).dtype) for n, g in gradient_of(fisher, number).items()}  # type: ignore[attr-defined]
+            momentum = dict.fromkeys(gradient, MOMENTUM)
+            update = step_in_bases(fisher, means, gradient, momentum, 0.95, 0.5, TRUE, TRUE)
+        assert {name: tensor.dtype for name, tensor in update.items()} == {n: g.dtype for n, g in gradient.items()}
+        updates.append({name: tensor.double() for name, tensor in update.items()})
+    torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-3)

@@ -13,12 +13,13 @@ from kfac_fx.linalg.host import HostCopy, copy_if_, zero_unless_
 CONDITIONS = ([True], [False], [True, False, True])
 
 
-@pytest.fixture(params=["read by the host", "computed with"], autouse=True)
-def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["read by the host", "computed with"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "computed with":
         monkeypatch.setattr(host, "on_host", lambda condition: False)
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("flags", CONDITIONS, ids=str)
 def test_tensors_are_zero_where_a_condition_is_false_even_if_they_are_not_finite_there(flags: list[bool]) -> None:
     condition = torch.tensor(flags).view(-1, 1)
@@ -28,6 +29,7 @@ def test_tensors_are_zero_where_a_condition_is_false_even_if_they_are_not_finite
     assert torch.equal(tensor, expected)
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("flags", CONDITIONS, ids=str)
 def test_tensors_are_overwritten_where_a_condition_is_true(flags: list[bool]) -> None:
     condition = torch.tensor(flags).view(-1, 1)
