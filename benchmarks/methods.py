@@ -67,15 +67,16 @@ def sgd(problem: Problem, n: int, m: int, backend: str = "eager") -> Step:
     return training_step(problem, torch.optim.SGD(problem.model.parameters(), lr=LR, momentum=0.9), backend)
 
 
-def adamw(problem: Problem, n: int, m: int, backend: str = "eager") -> Step:
-    return training_step(problem, torch.optim.AdamW(problem.model.parameters(), lr=LR), backend)
+def adamw(problem: Problem, n: int, m: int, backend: str = "eager", **options: Any) -> Step:
+    return training_step(problem, torch.optim.AdamW(problem.model.parameters(), lr=LR, **options), backend)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
 def ours(problem: Problem, n: int, m: int, backend: str = "eager", **options: Any) -> Step:
-    net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind, backend=backend)
+    with problem.autocast():
+        net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind, backend=backend)
     regular = {"lr": LR, "damping": 1.0, "momentum_type": "regular", "cov_update_every": n, "invert_every": m}
     optimizer = kfac_fx.KFAC(net, **{**regular, **options})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,25 +25,36 @@ class Loss(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         if self.kind == "categorical":
-            return F.cross_entropy(output, target, reduction=self.reduction)
-        total = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
+            return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction=self.reduction)
+        if self.kind == "normal":
+            total = F.mse_loss(output, target, reduction="sum")
+        else:
+            total = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
         return total / len(output) if self.reduction == "mean" else total
 
 
 @dataclass(frozen=True)
 class Problem:
+    """cast: the dtype of autocast; None for none."""
+
     model: nn.Module
     x: Tensor
     y: Tensor
     loss: Loss
+    cast: torch.dtype | None = None
 
     def backward(self, run: Callable[..., Any] | None = None) -> None:
         """Gradients of the batch's loss. run: what stands for the model."""
-        self.loss((run or self.model)(self.x), self.y).backward()
+        with self.autocast():
+            loss = self.loss((self.model if run is None else run)(self.x), self.y)
+        loss.backward()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.x.device.type, self.cast or torch.bfloat16, enabled=self.cast is not None)
 
     def to(self, device: torch.device) -> Problem:
         """The same numbers on another device."""
-        return Problem(self.model.to(device), self.x.to(device), self.y.to(device), self.loss)
+        return replace(self, model=self.model.to(device), x=self.x.to(device), y=self.y.to(device))
 
 
 Make = Callable[[], Problem]

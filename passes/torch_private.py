@@ -123,6 +123,15 @@ LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 # The beginning of the modules of the errors of torch.compile. torch.compiler exports no class of errors.
 COMPILER = "torch._dynamo"
 
+
+def mark_static(tensor: Tensor) -> None:
+    """Tell the compiler that a tensor stays where it is, as parameters do. A CUDA graph copies its other inputs, and
+    torch makes none of a function that writes into one. A place in torch.compiler would replace it."""
+    from torch._dynamo import mark_static_address  # which takes seconds to load
+
+    mark_static_address(tensor)
+
+
 # Checks that torch.fx and torch.export write into graphs.
 ASSERT, ASSERT_IS_NONE = "_assert", "_assert_is_none"
 ASSERT_METADATA = "_assert_tensor_metadata"
@@ -218,6 +227,11 @@ def transforms() -> int:
     torch has no public way to ask. Tensors do not tell either: inside of a transformation, all of them are wrapped.
     """
     return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
+
+
+def is_batched(*tensors: Tensor) -> bool:
+    """Whether one of the tensors has a dimension of torch.func.vmap, which some operations do not know yet."""
+    return any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
 def backward_roots(thread: int) -> tuple[Tensor, ...]:

@@ -16,6 +16,6 @@ if not torch.cuda.is_available():
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
 CHECK
 status=0
-"$python" -m pytest -q -m cuda "$@" || status=$?
-"$python" -m kfac_fx.cli demo --device cuda || status=$?
+"$python" -m pytest -q -p no:benchmark -m cuda tests/cuda "$@" || status=$?
+"$python" -m kfac_fx demo --device cuda || status=$?
 exit "$status"

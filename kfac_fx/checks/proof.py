@@ -21,13 +21,13 @@ from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, ran
 from kfac_fx.checks.outputs import refuse_guess
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
-from kfac_fx.losses.loss_function import precise
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.padding import without_mask
+from kfac_fx.passes.products import precise
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.meeting_cases import revealing
 from kfac_fx.recording.recorder import Recorder

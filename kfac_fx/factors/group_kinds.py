@@ -46,7 +46,7 @@ def in_blocks(name: str, blocks: int) -> str:
             width = block_width(o if name == "G" else i, blocks)
             return g * blocks, width, width
 
-        statistic(shape, VARIANTS, block_name)(moments)
+        statistic(shape, VARIANTS, block_name, takes_halves=True)(moments)
     return block_name
 
 

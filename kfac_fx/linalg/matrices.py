@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kfac_fx.passes.products import precise, row_products
+
 
 def dense(tensor: Tensor) -> Tensor:
     """The tensor with strides; gradients of `nn.Embedding(sparse=True)` are sparse."""
@@ -60,15 +62,13 @@ def cache_aligned(size: int) -> int:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Sum of rows rowsᵀ in every group: [..., g, d] -> [g, d, d]."""
+    """Sum of rows rowsᵀ in every group, in at least float32: [..., g, d] -> [g, d, d]."""
     if rows.shape[-1] == 1:  # one product of two numbers a group is slow
-        return rows.square().flatten(0, -3).sum(0).unsqueeze(-1)
+        return precise(rows).square().flatten(0, -3).sum(0).unsqueeze(-1)
     columns = rows.movedim((-2, -1), (0, 1)).flatten(2)  # a view if the rows lie one behind the other
     if columns.device.type == "cpu" and columns.shape[1] >= WORTH_STRIPS:
-        return gram_by_strips(columns)
-    if len(columns) == 1:  # `bmm` with one matrix is slower than `mm` on some devices
-        return (columns[0] @ columns[0].mT).unsqueeze(0)
-    return columns @ columns.mT
+        return gram_by_strips(precise(columns))
+    return row_products(columns, columns)
 
 
 WORTH_STRIPS = 256  # columns

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kfac_fx.losses.loss_function import LossFunction, precise
+from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.products import precise
 
 __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import LossError, TargetsMissing
+from kfac_fx.passes.products import precise
 
 
 class LossFunction(ABC):
@@ -259,8 +260,3 @@ class LossFunction(ABC):
             column = column.select(1, k)
         column.fill_(1.0)
         return one_hot
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """The tensor in float32 at least, also under autocast."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

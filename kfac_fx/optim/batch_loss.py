@@ -26,9 +26,9 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
-from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_gradient import hooked_leaves
+from kfac_fx.passes.products import precise
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder

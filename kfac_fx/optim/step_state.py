@@ -52,7 +52,7 @@ from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.recording.backends import compiled_function
+from kfac_fx.recording.backends import compiled_function, keep_in_place
 from kfac_fx.statistics.moments import Key
 
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
@@ -155,6 +155,11 @@ class StepState:
         if self._means is None or not self._means.are_of(self.estimator):
             self._means = Means.of(self.estimator)
         return self._means
+
+    def keep_in_place(self, in_blocks: FlatParameters) -> None:
+        """The vectors and roots that a compiled update reads and writes are tensors that live on."""
+        roots = (root for group in self.estimator.groups for operators in group.roots.values() for root in operators)
+        keep_in_place([in_blocks.g, *in_blocks.state.values(), *roots], self.net.backend)
 
     def keep_kappa(self, kappa: Tensor | None) -> None:
         """Keep κ of a step; None, without a norm constraint, keeps NaN."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.torch_private import COMPILER
+from kfac_fx.passes.torch_private import COMPILER, mark_static
 
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
@@ -65,6 +65,13 @@ class CompiledOrPlain:
                     f"{self.backend} cannot compile an autograd.Function in it: {message}",
                 )
         return self.function(*args)
+
+
+def keep_in_place(tensors: Iterable[Tensor], backend: str) -> None:
+    """Tell "cudagraphs" that these inputs of a function lie where they are as long as they live."""
+    if backend == "cudagraphs":
+        for tensor in tensors:
+            mark_static(tensor)
 
 
 def lasting(result: Tensor, backend: str) -> Tensor:

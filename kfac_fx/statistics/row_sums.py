@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.matrix import Shape
+from kfac_fx.passes.products import HALVES
 
 Matrix = tuple[int, int, int]
 CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
@@ -32,7 +33,7 @@ CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows and gradient rows of one use, by group and at least float32.
+    """The rows and gradient rows of one use, by group, in at least float32, or as the network has them in a half of it.
 
     Attributes:
         x: [N, S, g, i] floats without the bias column, or ids [N, S]. With N = 1 all cases share the rows.
@@ -48,6 +49,17 @@ class Rows:
     bias: bool
     matrix: Matrix
     mask: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all sums over the rows: at least float32."""
+        return torch.promote_types(self.d.dtype, torch.float32)
+
+    def widened(self) -> Rows:
+        """The same rows in at least float32."""
+        if self.d.dtype == self.dtype and (self.ids or self.x.dtype == self.dtype):
+            return self
+        return replace(self, x=self.x if self.ids else self.x.to(self.dtype), d=self.d.to(self.dtype))
 
     @property
     def ids(self) -> bool:
@@ -71,16 +83,21 @@ class Rows:
 
 def canonical(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None) -> Rows:
     """The rows of a tap as `Rows`: with a dimension of groups, at least float32, zero where the mask is false."""
+    return in_groups(rows, grad_rows, bias, matrix, mask).widened()
+
+
+def in_groups(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None) -> Rows:
+    """As `canonical`, but what has half precision stays as it is."""
     if mask is not None:
         rows = masked(rows.expand(len(mask), *rows.shape[1:]), mask, 0 if rows.is_floating_point() else -1)
         grad_rows = masked(grad_rows, mask, 0)
     d = grad_rows.unsqueeze(2) if grad_rows.dim() == 3 else grad_rows
-    d = d.to(torch.promote_types(d.dtype, torch.float32))
     if not rows.is_floating_point():
         d = d if bias else torch.where((rows >= 0)[..., None, None], d, 0)
         return Rows(rows, d, bias, matrix, mask)
     x = rows.unsqueeze(2) if rows.dim() == 3 else rows
-    return Rows(x.to(d.dtype), d, bias, matrix, mask)
+    x = x if x.dtype in HALVES else x.to(torch.promote_types(d.dtype, torch.float32))
+    return Rows(x, d, bias, matrix, mask)
 
 
 def masked(rows: Tensor, mask: Tensor, empty: int) -> Tensor:
@@ -106,11 +123,13 @@ class Statistic:
     Attributes:
         shape: the shape of the sum, from matrix = (g, o, i) with the bias column, and N.
         of: the sum, a new tensor. It is called without autocast.
+        takes_halves: whether `of` takes rows in half precision. The others take `widened` rows.
     """
 
     name: str
     shape: Callable[[Matrix, int], Shape]
     of: Callable[[Rows], Tensor]
+    takes_halves: bool = False
 
     def compute(
         self, rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None
@@ -135,18 +154,22 @@ def whole_statistic(name: str) -> str:
 
 
 def statistic(
-    shape: Callable[[int, int, int, int], Shape], table: dict[str, Statistic] = STATISTICS, name: str | None = None
+    shape: Callable[[int, int, int, int], Shape],
+    table: dict[str, Statistic] = STATISTICS,
+    name: str | None = None,
+    takes_halves: bool = False,
 ) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
     """Decorator that adds a function of rows to the table.
 
     Args:
         shape: of its result, from g, o, i and N.
         name: of the statistic; None: the function's.
+        takes_halves: see `Statistic`.
     """
 
     def add(function: Callable[[Rows], Tensor]) -> Statistic:
         key = name or function.__name__
-        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), function)
+        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), function, takes_halves)
         return table[key]
 
     return add
@@ -155,7 +178,7 @@ def statistic(
 # --- second moments -------------------------------------------------------------------------------------------------
 
 
-@statistic(shape=lambda g, o, i, n: ())
+@statistic(shape=lambda g, o, i, n: (), takes_halves=True)
 def count(rows: Rows) -> Tensor:
     return row_count(rows)
 
@@ -163,13 +186,13 @@ def count(rows: Rows) -> Tensor:
 def row_count(rows: Rows) -> Tensor:
     """The number of rows, []. Routed rows of several groups are counted once."""
     if rows.ids and not rows.bias:
-        return (rows.x >= 0).sum().to(rows.d.dtype) * rows.repeats
+        return (rows.x >= 0).sum().to(rows.dtype) * rows.repeats
     if rows.mask is not None:
-        return rows.mask.flatten(2).any(-1).sum().to(rows.d.dtype) if rows.routed else rows.mask.sum().to(rows.d.dtype)
-    return rows.d.new_full((), rows.d.shape[0] * rows.d.shape[1])
+        return rows.mask.flatten(2).any(-1).sum().to(rows.dtype) if rows.routed else rows.mask.sum().to(rows.dtype)
+    return rows.d.new_full((), rows.d.shape[0] * rows.d.shape[1], dtype=rows.dtype)
 
 
-@statistic(shape=lambda g, o, i, n: (g, i, i))
+@statistic(shape=lambda g, o, i, n: (g, i, i), takes_halves=True)
 def A(rows: Rows) -> Tensor:
     body = torch.diag_embed(squares(rows)) if rows.ids else repeated(rows, gram(rows.x))
     return scaled_by_group(rows, bordered(body, total(rows), corner(rows)) if rows.bias else body)
@@ -182,7 +205,7 @@ def A_diag(rows: Rows) -> Tensor:
     )
 
 
-@statistic(shape=lambda g, o, i, n: (g, o, o))
+@statistic(shape=lambda g, o, i, n: (g, o, o), takes_halves=True)
 def G(rows: Rows) -> Tensor:
     return gram(rows.d)
 
@@ -205,8 +228,8 @@ def squares(rows: Rows) -> Tensor:
 def total(rows: Rows) -> Tensor:
     """Σ x: [g, i] without the bias column; of ids, how often each occurs."""
     if not rows.ids:
-        return repeated(rows, rows.x.sum((0, 1)))
-    present = (rows.x >= 0).to(rows.d.dtype) * rows.repeats
+        return repeated(rows, rows.x.sum((0, 1), dtype=rows.dtype))
+    present = (rows.x >= 0).to(rows.dtype) * rows.repeats
     return by_id(rows.x, present.unsqueeze(-1), rows.matrix[2] - rows.bias).squeeze(-1).unsqueeze(0)
 
 
@@ -214,8 +237,8 @@ def corner(rows: Rows) -> Tensor:
     """The number of rows of every group, [g]. Where rows are pixels it differs from the number of gradient rows."""
     g = rows.matrix[0]
     if rows.mask is not None:
-        return rows.mask.sum((0, 1)).to(rows.d.dtype) if rows.routed else rows.mask.sum().to(rows.d.dtype).expand(g)
-    return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1])
+        return rows.mask.sum((0, 1)).to(rows.dtype) if rows.routed else rows.mask.sum().to(rows.dtype).expand(g)
+    return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1], dtype=rows.dtype)
 
 
 def scaled_by_group(rows: Rows, sums: Tensor) -> Tensor:

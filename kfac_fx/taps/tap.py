@@ -29,8 +29,9 @@ from kfac_fx.passes.ir import CASES, KEPT, Registration, Use, tensor_attrs, wher
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
+from kfac_fx.passes.products import HALVES
 from kfac_fx.statistics.moments import TURNED
-from kfac_fx.statistics.row_sums import Matrix, Rows, canonical, named, whole_statistic
+from kfac_fx.statistics.row_sums import Matrix, Rows, canonical, in_groups, named, whole_statistic
 from kfac_fx.taps.rows import LAGGED, BothRows, both_rows, moment_and_grad_rows, unfolded, with_patch_mask
 from kfac_fx.taps.subsample import SAMPLED, SampledShares, sample, sampled_parts
 
@@ -123,8 +124,13 @@ def sums_of(
     """
 
     def of_rows(rows: Tensor, grad_rows: Tensor, row_mask: Tensor | None) -> StatisticOf:
-        all_rows = canonical(rows, grad_rows, bias, matrix, row_mask)
-        return lambda name: named(name).of(all_rows)
+        as_given = in_groups(rows, grad_rows, bias, matrix, row_mask)
+
+        def of(name: str) -> Tensor:
+            statistic = named(name)
+            return statistic.of(as_given if statistic.takes_halves else as_given.widened())
+
+        return of
 
     def sums(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
         values, phases = (values, None) if sampling is None else (values[:-1], values[-1])
@@ -189,7 +195,7 @@ def tap_function(
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
             # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
-                computed = sums(ctx.names, output_grad, input, values)
+                computed = sums(ctx.names, output_grad, as_computed_with(input, output_grad), values)
                 with torch.autocast(output_grad.device.type, enabled=False):
                     probe_grads = [
                         over_cases(name, placed(name, computed(name), shape), values) if want else None
@@ -198,6 +204,12 @@ def tap_function(
             return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
     return quick(TapFunction)
+
+
+def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
+    """The input as the layer computes with it. Under autocast a layer rounds its input to the precision of its
+    output."""
+    return input.to(output.dtype) if input.is_floating_point() and output.dtype in HALVES else input
 
 
 def is_tapped(output: Tensor) -> bool:

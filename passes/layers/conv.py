@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
+from ..products import row_products
 from .declaration import Example, Layer, composite, layer
 
 
@@ -74,7 +75,7 @@ def patches(x: Tensor, attrs: Attrs) -> Tensor:
 
 
 def second_moment(x: Tensor, attrs: Attrs) -> tuple[Tensor, Tensor]:
-    """(Σ r rᵀ [g, i, i], Σ r [g, i]) over all `patches`, in the precision of x; see the module's docstring."""
+    """(Σ r rᵀ [g, i, i], Σ r [g, i]) over all `patches`, in at least float32; see the module's docstring."""
     kernel, stride, dilation = attrs["weight"][2:], per_axis("stride", attrs), per_axis("dilation", attrs)
     (k, *_), (s, *_), (d, *_) = kernel, stride, dilation
     x = padded(batched(x, attrs), padding_of(attrs))
@@ -84,8 +85,7 @@ def second_moment(x: Tensor, attrs: Attrs) -> tuple[Tensor, Tensor]:
 
     def product(m: int, n: int, begin: int, end: int) -> Tensor:
         """The product of the lines that meet the kernel's lines m and n, from one output line to another."""
-        left, right = (u[:, :, starts[at] + begin : starts[at] + end].flatten(2) for at in (m, n))
-        return (left[0] @ right[0].mT).unsqueeze(0) if len(u) == 1 else left @ right.mT
+        return row_products(*(u[:, :, starts[at] + begin : starts[at] + end].flatten(2) for at in (m, n)))
 
     # Pairs at the same distance that begin in the same residue of the stride meet the same lines, except at the edge.
     alike: defaultdict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -105,7 +105,7 @@ def second_moment(x: Tensor, attrs: Attrs) -> tuple[Tensor, Tensor]:
             before, after = product(m, n, 0, apart - skipped), product(m, n, outputs - skipped, outputs)
             blocks[m, n] = before + shared + after
     square = torch.stack([torch.stack([block(blocks, m, n) for n in range(k)]) for m in range(k)])
-    sums = u.sum(-1)
+    sums = u.sum(-1, dtype=square.dtype)
     total = torch.stack([sums[:, :, at : at + outputs].sum(-1) for at in starts])
     channels, g = attrs["weight"][1], attrs["groups"]
     square = square.unflatten(4, (channels, -1)).unflatten(3, (channels, -1)).permute(2, 3, 0, 4, 5, 1, 6)

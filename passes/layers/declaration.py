@@ -163,8 +163,8 @@ def layer(
         approximations: the names of the approximations that the layer has.
         pixels: from the input to [N, pixels, g, c], without patches, if rows are its patches in the order (c, kernel)
             and the weight is [o, c, *kernel]. The layer then has "kron_sua" and its relatives, too.
-        second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) over all rows, in the input's precision, if
-            there is a faster way than by the rows.
+        second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) over all rows, in at least float32, if
+            there is a faster way than by the rows. The input may have half precision.
         name: the layer's name; the function's, unless given.
 
     Raises:

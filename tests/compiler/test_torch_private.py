@@ -209,6 +209,12 @@ def test_the_loggers_are_those_of_modules_that_log(name: str) -> None:
     assert module.log is logging.getLogger(name)
 
 
+def test_a_tensor_is_marked_as_one_that_stays_in_its_place() -> None:
+    tensor = torch.zeros(2)
+    private.mark_static(tensor)
+    assert tensor._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
+
+
 def test_errors_of_the_compiler_are_in_its_module() -> None:
     @torch.compile(fullgraph=True, backend="eager")
     def breaks(x: Tensor) -> Tensor:
@@ -475,6 +481,18 @@ def test_transformations_are_counted() -> None:
     with forward_ad.dual_level():
         function(torch.ones(2))
     assert seen == [1, 2, 1] and private.transforms() == outside
+
+
+def test_tensors_with_a_dimension_of_vmap_are_told() -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(private.is_batched(torch.ones(2), x))
+        return x.sum()
+
+    torch.func.vmap(function)(torch.ones(2, 2))
+    torch.func.grad(function)(torch.ones(2))
+    assert seen == [True, False] and not private.is_batched(torch.ones(2))
 
 
 def test_hooks_find_the_losses_of_the_backward_that_runs() -> None:

@@ -45,6 +45,8 @@ def _no_grad() -> Iterator[None]:
 class FakeEstimator:
     """Its Fisher is H. Logs what a step asks of it."""
 
+    groups = ()
+
     log: list[str]
     recorded: bool = True
     ready: bool = True

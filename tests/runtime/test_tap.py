@@ -179,6 +179,18 @@ def test_statistics_are_float32_at_least(dtype: torch.dtype, expected: torch.dty
     assert {value.dtype for value in statistics.values()} == {expected}
 
 
+def test_rows_are_rounded_as_the_layer_rounds_them_under_autocast() -> None:
+    model, x, weight = nn.Linear(3, 2), X[:, 0], torch.randn(5, 2).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(x)
+    assert output.dtype is torch.bfloat16
+    statistics = through(registered(model), output, x, weight, ("A", "gradient"))
+    rows = x.bfloat16().float()
+    torch.testing.assert_close(statistics["A"][0, :-1, :-1], rows.mT @ rows)
+    torch.testing.assert_close(statistics["gradient"][0, :, :-1], weight.float().mT @ rows)
+    assert not torch.equal(rows, x)
+
+
 def test_statistics_are_those_without_autocast() -> None:
     registration, output, weight = registered(nn.Linear(3, 2)), torch.randn(5, 2, requires_grad=True), torch.randn(5, 2)
     expected = through(registration, output, X[:, 0], weight)

@@ -13,6 +13,7 @@ from benchmarks import (
     beside,
     conjugate_gradients,
     cost_docs,
+    decompositions,
     default_step,
     gpt2_factors,
     host_time,
@@ -60,6 +61,38 @@ def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
     assert "quick: CPU milliseconds of a step of 18 small parameters" in shown
     assert "CPU seconds after capture, by pass" in shown
     assert before == [path.read_bytes() if path.exists() else None for path in FILES]
+
+
+def test_quick_decompositions_show_every_method_that_a_cpu_has_and_write_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    threads = torch.get_num_threads()
+    before = decompositions.OUT.read_bytes() if decompositions.OUT.exists() else None
+    try:
+        decompositions.main(["--quick"])
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    for name in decompositions.METHODS:
+        assert (f"┃ {name} ┃" in " ".join(shown.split())) == (name not in decompositions.NOT_ON_CPU), name
+    assert before == (decompositions.OUT.read_bytes() if decompositions.OUT.exists() else None)
+
+
+def test_decompositions_are_exact_up_to_rounding() -> None:
+    torch.manual_seed(0)
+    given = decompositions.case(16, 3, torch.device("cpu"))
+    for name, method in decompositions.METHODS.items():
+        allowed = decompositions.RESIDUAL if name == "Newton-Schulz" else 1e-4
+        assert decompositions.residual(method(given), given) < allowed, name
+    fewer = given._replace(iterations=given.iterations - 3)
+    assert decompositions.residual(decompositions.newton_schulz(fewer), fewer) > decompositions.RESIDUAL
+
+
+def test_a_decomposition_is_left_out_by_the_times_of_smaller_ones() -> None:
+    assert decompositions.estimate({}, 64, 1) == 0
+    known = {(64, 1): 1.0, (64, 4): 2.0, (128, 1): 3.0}
+    assert decompositions.estimate(known, 128, 4) == min(1.0 * 4 * 8, 2.0 * 8, 3.0 * 4)
+    assert decompositions.estimate({(64, 4): 2.0}, 128, 1) == float("inf")
 
 
 def test_no_timed_step_of_a_short_run_inverts_early_or_compares_outputs() -> None:
