@@ -1,11 +1,11 @@
 """A step of K-FAC on a GPU, beside other methods: `python -m benchmarks.device_step --device cuda`.
 
 Milliseconds of the clock from an idle device to an idle device. Every method trains a model of its own from the same
-start, and takes turns of `TURN` steps with fused AdamW, which shares its backend: a ratio is that of two neighbors. Of
-K-FAC with given intervals, statistics are due at every second step of a turn and inverses at the first, so the steps
-tell what each costs, and a mean step follows for any intervals (`SCHEDULES`). The default `KFAC(net)` has its own
-intervals; its mean is over turns of `DEFAULT_TURN` steps. TF32 is allowed for the products of all methods. K-FAC's
-factors do without it.
+start, and takes turns of `TURN` steps with fused AdamW, which shares its backend. A ratio is that of two neighbors.
+K-FAC with given intervals takes statistics at every second step of a turn and inverses at the first. So the steps tell
+what each costs, and a mean step follows for any intervals (`SCHEDULES`). The default `KFAC(net)` has its own intervals;
+its mean is over turns of `DEFAULT_TURN` steps. TF32 is allowed for the products of all methods. K-FAC's factors do
+without it.
 
 *gradient* is one forward and backward, and *factors* are the empirical ones of one batch, from their own forward and
 backward. *GB* is the peak of the device's memory in a turn, with everything due. A model has a process of its own.
@@ -209,8 +209,14 @@ def row(name: str, method: Method, make: Callable[[], Problem], reference: Conte
     }
 
 
-def measure(subject: Subject, rounds: int, device: torch.device, keep: Callable[[Any], None] = lambda _: None) -> Any:
-    """The rows of all methods, by backend. keep: called with what is known after each of them."""
+def measure(
+    subject: Subject,
+    rounds: int,
+    device: torch.device,
+    only: Sequence[str] | None = None,
+    keep: Callable[[Any], None] = lambda _: None,
+) -> Any:
+    """The rows of all methods, or of some only, by backend. keep: called with what is known after each of them."""
 
     def make() -> Problem:
         return replace(subject.make(), cast=subject.cast)
@@ -222,6 +228,8 @@ def measure(subject: Subject, rounds: int, device: torch.device, keep: Callable[
         reference = warmed(ADAMW, fused, make, device)
         rows[ADAMW] = row(ADAMW, fused, make, reference, rounds)
         for name, method in methods_of(subject, backend, device).items():
+            if only is not None and name not in only:
+                continue
             try:
                 rows[name] = row(name, method, make, reference, rounds)
             except Exception as error:  # the others go on
@@ -269,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--backends", nargs="+", help="default: those of the model")
+    parser.add_argument("--methods", nargs="+", help="beside AdamW; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--out", type=Path, default=OUT)
@@ -297,10 +306,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             def keep(result: Any, model: str = model) -> None:
                 record = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"results": {}}
                 earlier = record["results"].get(model, {"backends": {}})["backends"]
-                record["results"][model] = {**origin, **result, "backends": {**earlier, **result["backends"]}}
+                rows = {name: {**earlier.get(name, {}), **new} for name, new in result["backends"].items()}
+                record["results"][model] = {**origin, **result, "backends": {**earlier, **rows}}
                 chosen.out.write_text(json.dumps(record, indent=1) + "\n")
 
-            show({model: measure(subject, chosen.rounds, chosen.device, keep)}, program.console())
+            show({model: measure(subject, chosen.rounds, chosen.device, chosen.methods, keep)}, program.console())
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -13,13 +13,8 @@ from torch import Tensor
 
 
 def zero_unless_(condition: Tensor, tensor: Tensor) -> Tensor:
-    """`torch.where(condition, tensor, 0)` in place, of a tensor that is finite where the condition is true.
-
-    On a CPU the host reads the condition, which saves two passes over the tensor.
-    """
-    if not on_host(condition):
-        return tensor.nan_to_num_(0.0, 0.0, 0.0).mul_(condition)
-    return tensor if condition.all() else tensor.masked_fill_(~condition, 0)
+    """`torch.where(condition, tensor, 0)` in place. On a CPU the host reads the condition, which saves a pass."""
+    return tensor if on_host(condition) and condition.all() else tensor.masked_fill_(~condition, 0)
 
 
 def copy_if_(condition: Tensor, target: Tensor, source: Tensor) -> None:

@@ -38,7 +38,7 @@ which would be a third of the products of a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ from torch import Tensor
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.host import copy_if_
-from kfac_fx.linalg.matrices import full_precision, unsqueeze_like
+from kfac_fx.linalg.matrices import full_precision, unsqueeze_like, zero_operator
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.eigen_means import Means, means_of, new_means
+from kfac_fx.optim.eigen_means import Means, StepScalars, means_of, new_means
 from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
@@ -82,7 +82,7 @@ def new_extras(groups: Sequence[BlockGroup]) -> list[Tensors]:
 
 def new_bases(group: BlockGroup) -> Tensors:
     bases = {
-        f"basis/{side}": torch.zeros_like(group.as_operator(side, group.factors[side.factor].moment))
+        f"basis/{side}": zero_operator(group.as_operator(side, group.factors[side.factor].moment))
         for side in group.decomposed
     }
     groups, outputs, inputs = group.shape
@@ -169,6 +169,7 @@ def step_in_bases(
     nesterov: Tensor,
     accept: Tensor,
     still: Collection[str] = (),
+    run: Callable[..., Tensors] | None = None,
 ) -> Tensors:
     """Δ by parameter, after the gradient has entered both means.
 
@@ -181,29 +182,55 @@ def step_in_bases(
         nesterov: 0-dim; whether n is not m̂ alone.
         accept: 0-dim; if it is false, the means stay as they are.
         still: the parameters without a gradient, which have zeros. Blocks of these alone keep their means.
+        run: `directions`, or what a compiler made of it.
     """
+    if not means.groups:
+        return {}
+    accepted, beta = moving(means.groups, accept, still), momentum_of(means.groups, momentum)
+    scalars = means.advance(accepted, beta, decay, nesterov)
+    bases, eigenvalues = ([of(group) for group in means.groups] for of in (basis_of, eigenvalues_of))
+    return (run or directions)(fisher, means, gradient, scalars, exponent, bases, eigenvalues)
 
-    def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterator[Tensor]:
-        turned = [group.to_eigenbasis(g, basis_of(group)) for group, g in zip(groups, matrices, strict=True)]
-        scalars = means.advance(moving(groups, accept, still), momentum_of(groups, momentum), decay, nesterov)
+
+@torch.no_grad()
+def directions(
+    fisher: BlockDiagonalFisher,
+    means: Means,
+    gradient: Tensors,
+    scalars: Sequence[StepScalars],
+    exponent: float,
+    bases: Sequence[Sequence[Tensor]],
+    eigenvalues: Sequence[Sequence[Tensor]],
+) -> Tensors:
+    """Δ by parameter; the gradient enters the sums of both means. scalars: of `Means.advance`. bases, eigenvalues: of
+    every group."""
+
+    def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> list[Tensor]:
+        turned = [group.to_eigenbasis(g, q) for group, g, q in zip(groups, matrices, bases, strict=True)]
         pairs = means.adam_steps(turned, scalars)
         by_group = means.pairs_by_group(pairs)
         if exponent:
-            graft(means, pairs, by_group, exponent)
-        for group, pair in zip(groups, by_group, strict=True):
-            yield group.from_eigenbasis(pair[1 if exponent else 0], basis_of(group))
+            graft(means, pairs, by_group, eigenvalues, exponent)
+        each = zip(groups, by_group, bases, strict=True)
+        return [group.from_eigenbasis(pair[1 if exponent else 0], q) for group, pair, q in each]
 
-    return fisher.of_groups(means.groups, updates, gradient, kept=True) if means.groups else {}
+    return fisher.of_groups(means.groups, updates, gradient, kept=True)
 
 
-def graft(means: Means, pairs: Sequence[Tensor], by_group: Sequence[Tensor], exponent: float) -> None:
+def graft(
+    means: Means,
+    pairs: Sequence[Tensor],
+    by_group: Sequence[Tensor],
+    eigenvalues: Sequence[Sequence[Tensor]],
+    exponent: float,
+) -> None:
     """Overwrite √v̂ with d |a| / |d|; d is a (√v̂ / Λ̃)ʷ, up to a factor for each block.
 
     pairs: the result of `Means.adam_steps`. by_group: views of it, of `Means.pairs_by_group`.
     """
-    for group, pair in zip(means.groups, by_group, strict=True):
-        for eigenvalues in eigenvalues_of(group):
-            pair[1].div_(eigenvalues)
+    for of_group, pair in zip(eigenvalues, by_group, strict=True):
+        for of_side in of_group:
+            pair[1].div_(of_side)
     for pair in pairs:
         pair[1].pow_(exponent).mul_(pair[0])
     lengths = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]

@@ -2,13 +2,14 @@
 
 A cost model of the network chooses the intervals of "adaptive" and "eigen_moments". It counts floating-point
 operations. A layer with n rows and a matrix [o, i] takes 2 n i o in a forward, its statistics take 2 n (i² + o²), and
-its inverses 2 (i³ + o³). The time that the host needs for an operation counts as `OPERATION` of them, which decides in
-small networks. With a forward f = Σ 2 n i o + the operations of the graph:
+its inverses D(i) + D(o). Other work counts as the products that the machine does in the same time (`Rates`): an
+operation for the time in which the host issues it, which decides in small networks, and a decomposition D(d) for a
+linear and a cubic term of its width. With a forward f = Σ 2 n i o + the operations of the graph:
 
     a training step          3 f
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
-    inverses                 Σ 2 (i³ + o³) + their operations
+    inverses                 Σ D(i) + D(o) + their operations
     a check                  3 f + its operations: three forwards
     a check of "adaptive"    2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
 
@@ -21,20 +22,25 @@ step sizes make the loss rise, which only a check undoes. Where an interval is c
 left; in networks of a few operations, whose training step is short beside all else, the overhead is then larger than
 stated.
 
+On an accelerator eigenvectors take as long as products of hundreds of times d³ operations, so the decompositions of
+wide layers can cost a hundred training steps. There k is also so large that inverses cost at most a quarter of the
+overhead. The early inverses, after 1, 2, 5, 10, 20, ... steps, are in no overhead.
+
 The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
 (`kfac_fx.optim.step_checks`), the next one comes after twice as many intervals as the last one did, at most
 `MOST_INTERVALS`, and after no more than half of the steps so far, because a training changes fast in its first steps;
 after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
 was calm when the next one may be due, so that it hardly waits.
 
-The model knows no device: equal networks and batches have equal intervals everywhere. Preconditioning and momentum are
-in every step, so no interval changes what they cost.
+The model sees no clock. It sees whether the parameters are on the CPU or on an accelerator, and has two machines for
+these, so equal networks and batches have equal intervals on all machines of a kind, and on all processes.
+Preconditioning and momentum are in every step, so no interval changes what they cost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,7 +52,6 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.statistics.moments import Key
 
-OPERATION = 3e5  # flops of one core in the 7 µs in which it dispatches an operation
 PER_USE = 40  # operations that record a use
 PER_GROUP = 60  # operations that average the factors of equal blocks
 PER_INVERSE = 30  # operations that invert them
@@ -77,17 +82,18 @@ LONGEST_INTERVALS = {  # by momentum type; "eigen_moments" only takes bases and 
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Floating-point operations of blocks: statistics as plain products, inverses d³ of a side."""
+    """Floating-point operations of blocks: statistics as plain products, inverses d³ of a side. widths: d of a side."""
 
     forward: float
     statistics: float
     preconditioning: float
     inverses: float
+    widths: float
 
     @staticmethod
     def of(groups: Sequence[BlockGroup], rows: Mapping[Key, float]) -> LayerFlops:
         """rows: n of every registration; others are left out."""
-        forward = statistics = preconditioning = inverses = 0.0
+        forward = statistics = preconditioning = inverses = widths = 0.0
         for group in groups:
             members = [r.parameters for r in group.registrations if r.parameters in rows]
             n, elements = sum(rows[key] for key in members), math.prod(group.whole_shape)
@@ -97,7 +103,64 @@ class LayerFlops:
                 statistics += 2 * n * dense
                 preconditioning += 2 * len(members) * elements * (1 if side.diagonal else width)
                 inverses += len(members) * dense * (0 if side.diagonal else width)
-        return LayerFlops(forward, statistics, preconditioning, inverses)
+                widths += 0 if side.diagonal else len(members) * dense / side.size(group.whole_shape)
+        return LayerFlops(forward, statistics, preconditioning, inverses, widths)
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """A decomposition of a matrix of width d: linear · d + cubic · d³ flops."""
+
+    linear: float
+    cubic: float
+
+    def flops(self, layers: LayerFlops) -> float:
+        """Those of all matrices."""
+        return self.linear * layers.widths + self.cubic * layers.inverses
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A kind of machine: the flops of matrix products that it does in the time of other work.
+
+    Attributes:
+        operation: the host issues an operation.
+        eigh: an eigendecomposition.
+        cholesky: a Cholesky decomposition, and the inverse from it.
+        share: inverses may cost this part of the overhead.
+    """
+
+    operation: float
+    eigh: Decomposition
+    cholesky: Decomposition
+    share: float
+
+    @staticmethod
+    def of(device_types: Iterable[str]) -> Rates:
+        """device_types: those of the parameters. All but "cpu" are accelerators."""
+        return HOST if set(device_types) <= {"cpu"} else ACCELERATOR
+
+
+HOST = Rates(
+    operation=3e5,  # flops of one core in the 7 µs in which it dispatches an operation
+    # d³ multiplications and as many additions are those of Cholesky with the inverse; eigh counts as if it took these.
+    eigh=Decomposition(0.0, 2.0),
+    cholesky=Decomposition(0.0, 2.0),
+    share=math.inf,
+)
+SPEED = 5e13  # flops/s that an H100 does in products of float32 with TF32, about
+ACCELERATOR = Rates(
+    operation=5e-6 * SPEED,  # the host takes about 5 µs for an operation, as without an accelerator
+    # Measured on an H100 by benchmarks/decompositions, for one matrix: 0.7 ms at a width of 64, 3.8 at 256, 14 at 512,
+    # 11.5 at 1024 and 31.6 at 2048. These seconds give 0.8, 3.1, 6.3, 13.4 and 33.2 ms.
+    eigh=Decomposition(12e-6 * SPEED, 1e-12 * SPEED),
+    # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09 at
+    # 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
+    cholesky=Decomposition(2e-7 * SPEED, 1e-13 * SPEED),
+    # An H100 does about 2e14 flops/s in products of bfloat16, four times as many, and the model does not know of these:
+    # there inverses cost about the whole overhead at most.
+    share=0.25,
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +171,7 @@ class StepCosts:
     statistics: float
     inverses: float
     check: float
+    share: float = math.inf  # as of `Rates`
 
     @staticmethod
     def of(
@@ -117,6 +181,8 @@ class StepCosts:
         fraction: float = 1.0,
         in_training: bool = False,
         with_product: bool = True,
+        rates: Rates = HOST,
+        eigenbases: bool = True,
     ) -> StepCosts:
         """
         Args:
@@ -125,20 +191,24 @@ class StepCosts:
             fraction: the part of a batch that is recorded.
             in_training: whether the training step records it.
             with_product: whether a check takes a product with the Jacobian.
+            rates: the kind of machine.
+            eigenbases: whether new inverses are eigenbases, and not inverses from Cholesky decompositions.
         """
-        flops = LayerFlops.of(groups, rows)
+        flops, operation = LayerFlops.of(groups, rows), rates.operation
+        decomposition = rates.eigh if eigenbases else rates.cholesky
         calls = [node for node in program.graph.nodes if node.op.startswith("call_")]
         unrolled = sum(UNROLLED in node.meta for node in calls)
-        forward = flops.forward + OPERATION * len(calls)
+        forward = flops.forward + operation * len(calls)
         uses = sum(len(registration.uses) for registration in program.registrations)
-        recording = OPERATION * (PER_USE * uses + PER_GROUP * len(groups) + PER_RECORDING)
-        passes = 0.0 if in_training else 2 * fraction * flops.forward + 3 * OPERATION * len(calls)
+        recording = operation * (PER_USE * uses + PER_GROUP * len(groups) + PER_RECORDING)
+        passes = 0.0 if in_training else 2 * fraction * flops.forward + 3 * operation * len(calls)
         check, operations = (5, 2 + PRODUCT) if with_product else (CHECK_FORWARDS, CHECK_FORWARDS)
         return StepCosts(
-            training=3 * (forward - OPERATION * unrolled * (1 - 1 / FUSED)),
+            training=3 * (forward - operation * unrolled * (1 - 1 / FUSED)),
             statistics=passes + fraction * flops.statistics + recording,
-            inverses=2 * flops.inverses + OPERATION * PER_INVERSE * len(groups),
-            check=check * flops.forward + OPERATION * (operations * len(calls) + PER_CHECK),
+            inverses=decomposition.flops(flops) + operation * PER_INVERSE * len(groups),
+            check=check * flops.forward + operation * (operations * len(calls) + PER_CHECK),
+            share=rates.share,
         )
 
     def overhead(self, intervals: StepIntervals) -> float:
@@ -154,6 +224,7 @@ class StepCosts:
         checks = min(math.ceil(roots[1] * sum(roots) / allowed), longest.checks)
         left = allowed - self.check / checks
         statistics = min(math.ceil(update / left), longest.statistics) if left > 0 else longest.statistics
+        updates = max(updates, math.ceil(self.inverses / (self.share * allowed * statistics)))
         return StepIntervals(statistics, updates * statistics, checks)
 
 

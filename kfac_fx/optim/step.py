@@ -27,7 +27,7 @@ from kfac_fx.optim.eigen_moments import refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.loss_scale import scale_of_caller
-from kfac_fx.optim.schedule import Schedule, StepCosts
+from kfac_fx.optim.schedule import Rates, Schedule, StepCosts
 from kfac_fx.optim.step_checks import Check, against_quotients, more_damping, move_adaptive, move_bounded, revert
 from kfac_fx.optim.step_state import (
     StepState,
@@ -172,6 +172,8 @@ def choose_intervals(state: StepState) -> None:
         options.fraction,
         in_training=options.recording_in_training,
         with_product=options.adaptive,
+        rates=Rates.of(parameter.device.type for parameter in state.names),
+        eigenbases=options.eigen_moments,
     )
     state.schedule.choose(costs)
     estimator.cov_ema_decay = state.schedule.decay

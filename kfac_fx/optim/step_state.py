@@ -24,7 +24,7 @@ from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.eigen_means import Means
-from kfac_fx.optim.eigen_moments import step_in_bases, without_basis
+from kfac_fx.optim.eigen_moments import directions, step_in_bases, without_basis
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import (
     FlatParameters,
@@ -129,6 +129,7 @@ class StepState:
         self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
         self.first_order_update = compiled_function(first_order_update, self.net.backend)
         self.multiply_inverse = compiled_function(self.estimator.multiply_inverse_kept, self.net.backend)
+        self.directions = compiled_function(directions, self.net.backend)
         self._division: VectorDivision = UNDIVIDED
         self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
         self._means: Means | None = None
@@ -157,9 +158,15 @@ class StepState:
         return self._means
 
     def keep_in_place(self, in_blocks: FlatParameters) -> None:
-        """The vectors and roots that a compiled update reads and writes are tensors that live on."""
-        roots = (root for group in self.estimator.groups for operators in group.roots.values() for root in operators)
-        keep_in_place([in_blocks.g, *in_blocks.state.values(), *roots], self.net.backend)
+        """The tensors that a compiled update reads and writes, and that live on."""
+        if self.net.backend != "cudagraphs":
+            return
+        tensors = [in_blocks.g, *in_blocks.state.values()]
+        for group in self.estimator.groups:
+            tensors += [*group.extras.values(), *(root for operators in group.roots.values() for root in operators)]
+        if self.options.eigen_moments:
+            tensors += [stack.moment for stack in self.means.joint or ()]
+        keep_in_place(tensors)
 
     def keep_kappa(self, kappa: Tensor | None) -> None:
         """Keep κ of a step; None, without a norm constraint, keeps NaN."""
@@ -262,6 +269,7 @@ def eigen_update(state: StepState, flat: FlatParameters, ok: Tensor) -> Tensor:
         nesterov=~(state.size.same | state.size.near),
         accept=ok,
         still=absent.keys(),
+        run=state.directions,
     )
     return flat.flat.joined(flat.division.from_blocks({name: update[name] for name in gradient}, parts))
 

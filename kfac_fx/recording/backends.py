@@ -67,11 +67,10 @@ class CompiledOrPlain:
         return self.function(*args)
 
 
-def keep_in_place(tensors: Iterable[Tensor], backend: str) -> None:
-    """Tell "cudagraphs" that these inputs of a function lie where they are as long as they live."""
-    if backend == "cudagraphs":
-        for tensor in tensors:
-            mark_static(tensor)
+def keep_in_place(tensors: Iterable[Tensor]) -> None:
+    """Tell the compiler that these inputs of functions lie where they are as long as they live."""
+    for tensor in tensors:
+        mark_static(tensor)
 
 
 def lasting(result: Tensor, backend: str) -> Tensor:

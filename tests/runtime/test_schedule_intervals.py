@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
 from kfac_fx.optim.schedule import (
+    ACCELERATOR,
     CHECK_FORWARDS,
+    HOST,
     LONGEST_INTERVALS,
-    OPERATION,
     PER_CHECK,
     PER_GROUP,
     PER_INVERSE,
@@ -24,6 +25,7 @@ from kfac_fx.optim.schedule import (
     PER_USE,
     PRODUCT,
     LayerFlops,
+    Rates,
     StepCosts,
     StepIntervals,
 )
@@ -47,10 +49,10 @@ def after_a_step(model: nn.Module | None = None, **options: Any) -> KFAC:
     return optimizer
 
 
-def costs_of(optimizer: KFAC, **options: Any) -> StepCosts:
+def costs_of(optimizer: KFAC, rows: float = CASES, **options: Any) -> StepCosts:
     estimator = optimizer.estimator
-    rows = dict.fromkeys(estimator.blocks, float(CASES))
-    return StepCosts.of(optimizer.net.program, estimator.groups, rows, **options)
+    counts = dict.fromkeys(estimator.blocks, float(rows))
+    return StepCosts.of(optimizer.net.program, estimator.groups, counts, **options)
 
 
 @pytest.mark.parametrize(("fraction", "in_training"), [(1.0, False), (0.25, False), (1.0, True)])
@@ -60,16 +62,104 @@ def test_the_costs_are_those_of_the_layers_and_of_the_operations(fraction: float
     products = sum(2 * CASES * i * o for i, o in layers)
     statistics = sum(2 * CASES * (i**2 + o**2) for i, o in layers)
     inverses = sum(2 * (i**3 + o**3) for i, o in layers)
-    forward = products + 3 * OPERATION
+    forward = products + 3 * HOST.operation
     assert costs.training == pytest.approx(3 * forward)
-    recording = fraction * statistics + OPERATION * (2 * PER_USE + 2 * PER_GROUP + PER_RECORDING)
-    recording += 0 if in_training else 2 * fraction * products + 9 * OPERATION
+    recording = fraction * statistics + HOST.operation * (2 * PER_USE + 2 * PER_GROUP + PER_RECORDING)
+    recording += 0 if in_training else 2 * fraction * products + 9 * HOST.operation
     assert costs.statistics == pytest.approx(recording)
-    assert costs.inverses == pytest.approx(inverses + 2 * OPERATION * PER_INVERSE)
-    with_product = 5 * products + OPERATION * (3 * (2 + PRODUCT) + PER_CHECK)
+    assert costs.inverses == pytest.approx(inverses + 2 * HOST.operation * PER_INVERSE)
+    with_product = 5 * products + HOST.operation * (3 * (2 + PRODUCT) + PER_CHECK)
     assert costs.check == pytest.approx(with_product)
-    check = CHECK_FORWARDS * products + OPERATION * (3 * CHECK_FORWARDS + PER_CHECK)
+    check = CHECK_FORWARDS * products + HOST.operation * (3 * CHECK_FORWARDS + PER_CHECK)
     assert costs_of(after_a_step(), with_product=False).check == pytest.approx(check)
+
+
+@pytest.mark.parametrize("rates", [HOST, ACCELERATOR])
+@pytest.mark.parametrize("eigenbases", [True, False])
+def test_the_kind_of_machine_decides_what_operations_and_decompositions_cost(rates: Rates, eigenbases: bool) -> None:
+    costs = costs_of(after_a_step(), rates=rates, eigenbases=eigenbases)
+    sides = [d for i, o in itertools.pairwise(WIDTHS) for d in (i + 1, o)]
+    cost = rates.eigh if eigenbases else rates.cholesky
+    decompositions = sum(cost.linear * d + cost.cubic * d**3 for d in sides)
+    assert costs.inverses == pytest.approx(decompositions + 2 * rates.operation * PER_INVERSE)
+    products = sum(2 * CASES * (i + 1) * o for i, o in itertools.pairwise(WIDTHS))
+    assert costs.training == pytest.approx(3 * (products + 3 * rates.operation))
+
+
+def test_a_decomposition_takes_what_was_measured_on_an_accelerator() -> None:
+    per_second = ACCELERATOR.operation / 5e-6
+    for cost, measured in (
+        (ACCELERATOR.eigh, {64: 0.7e-3, 256: 3.8e-3, 1024: 11.5e-3, 2048: 31.6e-3, 3072: 70e-3}),
+        (ACCELERATOR.cholesky, {256: 0.05e-3, 512: 0.09e-3, 1024: 0.26e-3, 2048: 2.3e-3, 3072: 4e-3}),
+    ):
+        for width, seconds in measured.items():
+            flops = cost.flops(LayerFlops(0.0, 0.0, 0.0, inverses=width**3, widths=width))
+            assert 0.5 < flops / per_second / seconds < 2
+
+
+@pytest.mark.parametrize("types", [["cpu"], ["cpu", "cpu"]])
+def test_parameters_on_the_cpu_have_a_host(types: list[str]) -> None:
+    assert Rates.of(types) is HOST
+
+
+@pytest.mark.parametrize("types", [["cuda"], ["meta"], ["mps", "cpu"]])
+def test_parameters_elsewhere_have_an_accelerator(types: list[str]) -> None:
+    assert Rates.of(types) is ACCELERATOR
+
+
+@pytest.mark.parametrize(("kind", "overhead"), [("eigen_moments", 0.2), ("adaptive", 0.6)])
+def test_the_first_step_takes_the_kind_of_machine_of_the_parameters(
+    monkeypatch: pytest.MonkeyPatch, kind: str, overhead: float
+) -> None:
+    asked: list[set[str]] = []
+    monkeypatch.setattr(Rates, "of", lambda types: asked.append(set(types)) or ACCELERATOR)
+    optimizer, bases = after_a_step(momentum_type=kind), kind == "eigen_moments"
+    costs = costs_of(optimizer, rates=ACCELERATOR, with_product=not bases, eigenbases=bases)
+    assert optimizer._step_state.schedule.intervals == costs.intervals(overhead, LONGEST_INTERVALS[kind])
+    assert asked == [{"cpu"}]
+
+
+def test_wide_layers_rarely_have_new_bases_on_an_accelerator_and_stay_within_the_overhead() -> None:
+    layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    optimizer = KFAC(compile(layers, loss="normal"))
+    (host, on_host), (accelerator, chosen) = (
+        (costs, costs.intervals(0.2, LONGEST))
+        for costs in (costs_of(optimizer, 30_000, rates=rates, with_product=False) for rates in (HOST, ACCELERATOR))
+    )
+    assert host.inverses < 0.1 * host.training and accelerator.inverses > 5 * accelerator.training
+    assert on_host.inverses == 2 * on_host.statistics and host.overhead(on_host) <= 0.2
+    assert chosen.inverses > 100 and chosen.inverses % chosen.statistics == 0
+    assert accelerator.inverses / chosen.inverses <= ACCELERATOR.share * 0.2 * accelerator.training
+    assert accelerator.overhead(chosen) <= 0.2
+    more = chosen.inverses - chosen.statistics
+    assert accelerator.inverses / more > ACCELERATOR.share * 0.2 * accelerator.training  # no rarer than need be
+
+
+@pytest.mark.parametrize("overhead", [0.01, 0.2, 2.0])
+@pytest.mark.parametrize("statistics", [1.0, 30.0])
+@pytest.mark.parametrize("inverses", [0.5, 60.0, 5000.0])
+def test_inverses_on_an_accelerator_have_their_share_also_where_the_rest_exceeds_the_overhead(
+    inverses: float, statistics: float, overhead: float
+) -> None:
+    host, accelerator = (StepCosts(1.0, statistics, inverses, 1.0, rates.share) for rates in (HOST, ACCELERATOR))
+    before, chosen = (costs.intervals(overhead, LONGEST) for costs in (host, accelerator))
+    assert inverses / chosen.inverses <= ACCELERATOR.share * overhead
+    assert chosen.inverses >= before.inverses and accelerator.overhead(chosen) <= host.overhead(before)
+    assert (chosen.statistics, chosen.checks) == (before.statistics, before.checks)
+
+
+def test_operations_decide_the_intervals_of_a_small_network_on_an_accelerator() -> None:
+    optimizer = after_a_step()
+    for rates in (HOST, ACCELERATOR):
+        few, many = (
+            costs_of(optimizer, rows, rates=rates, with_product=False).intervals(3.0, LONGEST)
+            for rows in (CASES, 3000 * CASES)
+        )
+        assert (few == many) == (rates is ACCELERATOR)
+    costs = costs_of(optimizer, rates=ACCELERATOR)
+    operations = 2 * PER_USE + 2 * PER_GROUP + PER_RECORDING + 9
+    assert costs.training == pytest.approx(9 * ACCELERATOR.operation, rel=1e-3)
+    assert costs.statistics == pytest.approx(operations * ACCELERATOR.operation, rel=1e-3)
 
 
 def test_layers_in_one_group_cost_what_they_cost_apart() -> None:
@@ -79,7 +169,7 @@ def test_layers_in_one_group_cost_what_they_cost_apart() -> None:
     apart = [LayerFlops.of(estimator.groups, {key: n}) for key, n in rows.items()]
     together = LayerFlops.of(estimator.groups, rows)
     assert len(estimator.groups) == 2 and astuple(together) == tuple(map(sum, zip(*map(astuple, apart), strict=True)))
-    assert astuple(apart[-1]) == (2 * CASES * 5**2, 2 * CASES * 2 * 5**2, 2 * 2 * 5**3, 2 * 5**3)
+    assert astuple(apart[-1]) == (2 * CASES * 5**2, 2 * CASES * 2 * 5**2, 2 * 2 * 5**3, 2 * 5**3, 2 * 5)
 
 
 @pytest.mark.parametrize("overhead", [0.2, 0.4, 2.0, 500.0])
