@@ -1,9 +1,9 @@
 """Ways to invert and to diagonalize stacks of covariance matrices: `python -m benchmarks.decompositions --device cuda`.
 
 C = X Xᵀ/d is a float32 matrix of mean eigenvalue 1. The squares of the columns of X decay as 1, 1/2, 1/3, ... Inverses
-are of C + λ I with λ = 0.01. Cholesky and eigh are the library's: for a batch, for one matrix after another (loop), and
-on the host with copies both ways. "Cholesky, torch" ends with `torch.cholesky_inverse`, as the library does on a CPU.
-Newton-Schulz is X ← X (2 I - A X), from I/|A|. Its number of iterations is computed from the condition.
+are of C + λ I with λ = 0.01. Cholesky is the library's and eigh is torch's: of a batch, of one matrix after another
+(loop), and on the host with copies both ways. "Cholesky, torch" ends with `torch.cholesky_inverse`, as the library does
+on a CPU. Newton-Schulz is X ← X (2 I - A X), from I/|A|. Its number of iterations is computed from the condition.
 
 A time is a median of three runs after a warm-up. No run follows when those of a cell have taken `LONG` seconds, so
 that a run of more than a second is the only one. A stack of more than `ROOM` numbers is left out. So is a run that is
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks import program
 from benchmarks.step_time import clock
-from kfac_fx.linalg.matrices import cholesky, damp, eigh, full_precision, invert_from_cholesky
+from kfac_fx.linalg.matrices import cholesky, damp, full_precision, invert_from_cholesky
 
 OUT = Path(__file__).parent / "results" / "decompositions.json"
 WIDTHS, STACKS = (64, 128, 256, 512, 1024, 2048, 4096), (1, 4, 16, 64)
@@ -75,9 +75,9 @@ METHODS: dict[str, Callable[[Case], Decomposed]] = {
     "Cholesky, torch": lambda case: torch.cholesky_inverse(cholesky(case.damped)[0]),
     "linalg.inv": lambda case: torch.linalg.inv(case.damped),
     "Newton-Schulz": newton_schulz,
-    "eigh": lambda case: eigh(case.covariance),
-    "eigh, loop": lambda case: eigh(case.covariance),
-    "eigh, host": lambda case: [part.to(case.covariance.device) for part in eigh(case.covariance.cpu())],
+    "eigh": lambda case: torch.linalg.eigh(case.covariance),
+    "eigh, loop": lambda case: torch.linalg.eigh(case.covariance),
+    "eigh, host": lambda case: [part.to(case.covariance.device) for part in torch.linalg.eigh(case.covariance.cpu())],
 }
 LOOPS = {"Cholesky, loop": "Cholesky", "eigh, loop": "eigh"}  # and what does the same for a batch
 NOT_ON_CPU = ("Cholesky, torch", "eigh, host")

@@ -146,6 +146,5 @@ MODELS: Mapping[str, Subject] = {
 }
 QUICK: Mapping[str, Subject] = {
     "gpt2": Subject("a small GPT", lambda: gpt2(2, 8, 1, 64, 64), BF16, muon=True),
-    "resnet50": Subject("a small ResNet", lambda: resnet50(1, 32, (1,)), BF16),
     "pinn": Subject("a small PINN", lambda: pinn(8, 4, 2)),
 }

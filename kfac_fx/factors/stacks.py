@@ -42,7 +42,6 @@ from kfac_fx.linalg.matrices import (
     rescued_eigh,
     rescued_roots,
     unsqueeze_like,
-    zero_operator,
 )
 from kfac_fx.passes.approximations import Side
 from kfac_fx.passes.errors import FactorNotReady
@@ -76,7 +75,7 @@ class BlockGroup(FactorGroup):
         super().__init__(registrations, forms, damping=damping, dtype=dtype, device=device)
         # Zero until the first decomposition: products with the roots of a block without an inverse are zero.
         self.roots = {
-            root: [zero_operator(self.as_operator(side, self.factors[side.factor].moment)) for side in self.sides]
+            root: [torch.zeros_like(self.as_operator(side, self.factors[side.factor].moment)) for side in self.sides]
             for root in roots
         }
         self.extras: dict[str, Tensor] = {}

@@ -35,7 +35,7 @@ def real_numbers(tensor: Tensor) -> Tensor:
 
 # --- products -------------------------------------------------------------------------------------------------------
 
-CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache, and 16 bytes several times
+CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache
 WORTH_ALIGNING = 256  # columns
 
 
@@ -43,44 +43,17 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, [..., a, b] and [..., b, c] with the same leading dimensions -> [..., a, c].
 
     A bias makes sides of odd width. A CPU takes 2/3 of the time if every row of the result begins a line of its cache;
-    where the rows of the operands begin does not matter. A GPU has fast products only of operands whose rows are
-    aligned, so it copies others first. Compilers and autograd cannot handle such results.
+    where the rows of the operands begin does not matter. Compilers and autograd cannot handle such results.
     """
-    columns, on_host = right.shape[-1], left.device.type == "cpu"
-    if columns < WORTH_ALIGNING or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    columns = right.shape[-1]
+    if columns < WORTH_ALIGNING or (width := cache_aligned(columns)) == columns:
         return left @ right
-    aligned = cache_aligned(columns) == columns
-    if aligned and (on_host or (has_aligned_rows(left) and has_aligned_rows(right))):
+    if left.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return left @ right
-    result = empty_aligned(left, (*left.shape[:-1], columns))
-    if on_host:
-        for a, b, out in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
-            torch.mm(a, b, out=out)
-    else:
-        operands = (side if has_aligned_rows(side) else aligned_copy(side) for side in (left, right))
-        torch.bmm(*(side.flatten(0, -3) for side in operands), out=result.flatten(0, -3))
+    result = left.new_empty(*left.shape[:-1], width)[..., :columns]
+    for a, b, out in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
+        torch.mm(a, b, out=out)
     return result
-
-
-def empty_aligned(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A new tensor of this shape, whose rows begin at multiples of `CACHE_LINE` numbers."""
-    return like.new_empty(*shape[:-1], cache_aligned(shape[-1]))[..., : shape[-1]]
-
-
-def aligned_copy(matrix: Tensor) -> Tensor:
-    return empty_aligned(matrix, matrix.shape).copy_(matrix)
-
-
-def zero_operator(like: Tensor) -> Tensor:
-    """Zeros of the shape of an operator [..., d, d] or [..., d], aligned for the products of a GPU."""
-    wide = like.dim() > 3 and like.shape[-1] >= WORTH_ALIGNING
-    return empty_aligned(like, like.shape).zero_() if wide and like.is_cuda else torch.zeros_like(like)
-
-
-def has_aligned_rows(matrix: Tensor) -> bool:
-    """Whether the rows, or the columns of a transposed matrix, begin at multiples of 16 bytes."""
-    along, across = sorted(matrix.stride()[-2:])
-    return along == 1 and across * matrix.element_size() % 16 == 0
 
 
 def cache_aligned(size: int) -> int:
@@ -233,7 +206,7 @@ def invert_from_cholesky(lower: Tensor) -> Tensor:
     return inverse.mT @ inverse
 
 
-WIDEST_ON_HOST = 512  # where CUDA's eigh takes as long, one matrix after another, with a hundred times the error
+WIDEST_ON_HOST = 512  # where CUDA's eigh takes as long, with thirty times the error or more; docs/cost.md has a table
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

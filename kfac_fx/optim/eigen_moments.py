@@ -47,7 +47,7 @@ from torch import Tensor
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.host import copy_if_
-from kfac_fx.linalg.matrices import full_precision, unsqueeze_like, zero_operator
+from kfac_fx.linalg.matrices import full_precision, unsqueeze_like
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.eigen_means import Means, StepScalars, means_of, new_means
 from kfac_fx.passes.errors import ApproximationError, table
@@ -82,7 +82,7 @@ def new_extras(groups: Sequence[BlockGroup]) -> list[Tensors]:
 
 def new_bases(group: BlockGroup) -> Tensors:
     bases = {
-        f"basis/{side}": zero_operator(group.as_operator(side, group.factors[side.factor].moment))
+        f"basis/{side}": torch.zeros_like(group.as_operator(side, group.factors[side.factor].moment))
         for side in group.decomposed
     }
     groups, outputs, inputs = group.shape

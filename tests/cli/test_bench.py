@@ -1,5 +1,6 @@
 """`bench`: contestants, and the schedule that fits an overhead."""
 
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -13,9 +14,11 @@ from kfac_fx.cli.bench import (
     STATISTICS,
     Contestant,
     bench,
+    clock,
     fitting_schedule,
     scalar_loss,
     schedule,
+    table_of_times,
 )
 from kfac_fx.cli.problem import CommandError, Problem
 
@@ -60,6 +63,23 @@ def test_a_scalar_output_is_the_loss_and_other_outputs_are_squared() -> None:
     assert scalar_loss((x, x)).item() == 5.0
     with pytest.raises(CommandError, match="no output of the model has a gradient"):
         scalar_loss(x.detach())
+
+
+def test_another_device_is_timed_by_the_clock_when_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)
+    assert clock(torch.device("cpu")) == 1.0 and not waited
+    assert clock(torch.device("cuda")) == 7.0 and waited == [torch.device("cuda")]
+
+
+def test_the_times_of_a_table_are_named_after_what_they_are() -> None:
+    for device, name in (("cpu", "CPU ms"), ("meta", "ms")):
+        model = nn.Linear(5, 2, device=device)
+        problem = Problem(model, (torch.empty(4, 5, device=device),), {}, "normal", strict=False)
+        contestant = Contestant(model, torch.optim.AdamW(model.parameters()), problem, seconds=[0.01])
+        assert [column.header for column in table_of_times({"AdamW": contestant}).columns][1] == name
 
 
 def test_contestants_train_copies_and_count_their_state() -> None:

@@ -48,7 +48,8 @@ def labels_for(net: kfac_fx.CompiledModule, args: tuple[Any, ...], kwargs: dict[
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_statistics_are_those_of_the_cpu(case: Case) -> None:
-    """In float64, where what cancels in a statistic leaves no rounding."""
+    """In float64, where what cancels in a statistic leaves little rounding. "language" casts to float32 itself, and
+    CUDA's weight norm takes a root in float32."""
     torch.manual_seed(0)
     model = without_dropout(case.make()).double()
     args, kwargs = in_float64(case.inputs()), in_float64(dict(case.keywords()))
@@ -68,7 +69,7 @@ def test_statistics_are_those_of_the_cpu(case: Case) -> None:
             found = other.statistics[key][name]
             assert found.is_cuda and found.dtype == value.dtype
             scale = float(value.abs().max()) + 1e-12
-            torch.testing.assert_close(found.cpu() / scale, value / scale, rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(found.cpu() / scale, value / scale, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", ["record", "record_in_training"])

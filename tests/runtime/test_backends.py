@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile as compiled
+from kfac_fx.optimizer import KFAC
 from kfac_fx.recording.backends import compiled_function
 from tests.runtime.recorded_by_hand import generator
 
@@ -60,6 +61,28 @@ def test_a_compiled_ride_equals_an_eager_one(backend: str) -> None:
     for ours, theirs in zip(eager.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(eager.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_step_of_the_default_equals_an_eager_one(backend: str) -> None:
+    """With checks, new bases and a block that is diagonal. Later steps compile nothing."""
+    ends = []
+    for name in ("eager", backend):
+        torch.manual_seed(0)
+        args, labels = (torch.randn(6, 1, 6, 6).double(), torch.randint(7, (6, 3))), torch.arange(6) % 3
+        net = compiled(Mixed().double(), args, loss="categorical", backend=name)
+        optimizer = KFAC(net, estimation_mode="empirical", seed=0)
+        for step in range(12):
+            torch.compiler.set_stance("default" if step < 8 else "fail_on_recompile")
+            optimizer.zero_grad()
+            F.cross_entropy(net(*args), labels).backward()
+            optimizer.step()
+        torch.compiler.set_stance("default")
+        assert int(optimizer.skipped) == 0
+        ends.append([parameter.detach().clone() for parameter in net.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)
 
 
 def test_any_number_of_nets_is_compiled_in_one_process() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.frames import writable
 from kfac_fx.statistics.row_sums import STATISTICS
-from kfac_fx.taps.tap import Tap, apart, is_tapped, make_probes, tap_function
+from kfac_fx.taps.tap import Tap, apart, is_tapped, make_probes, saves_time, tap_function
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)
@@ -189,6 +190,18 @@ def test_rows_are_rounded_as_the_layer_rounds_them_under_autocast() -> None:
     torch.testing.assert_close(statistics["A"][0, :-1, :-1], rows.mT @ rows)
     torch.testing.assert_close(statistics["gradient"][0, :, :-1], weight.float().mT @ rows)
     assert not torch.equal(rows, x)
+
+
+def test_the_short_way_saves_time_except_for_halves_on_cuda_and_compiled_code_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def saves(is_cuda: bool, dtype: torch.dtype) -> bool:
+        return saves_time(cast(Any, SimpleNamespace(is_cuda=is_cuda, dtype=dtype)))
+
+    half, single = torch.bfloat16, torch.float32
+    assert saves(False, half) and saves(False, single) and saves(True, single) and not saves(True, half)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert saves(False, single) and not saves(True, single)
 
 
 def test_statistics_are_those_without_autocast() -> None:

@@ -15,6 +15,7 @@ from benchmarks import (
     cost_docs,
     decompositions,
     default_step,
+    device_step,
     gpt2_factors,
     host_time,
     methods,
@@ -76,6 +77,32 @@ def test_quick_decompositions_show_every_method_that_a_cpu_has_and_write_nothing
     for name in decompositions.METHODS:
         assert (f"┃ {name} ┃" in " ".join(shown.split())) == (name not in decompositions.NOT_ON_CPU), name
     assert before == (decompositions.OUT.read_bytes() if decompositions.OUT.exists() else None)
+
+
+def test_quick_steps_on_a_device_show_every_method_and_write_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_step, "WARM_TURNS", 1)
+    before = device_step.OUT.read_bytes() if device_step.OUT.exists() else None
+    device_step.main(["--quick"])
+    shown = capsys.readouterr().out
+    for name in (device_step.ADAMW, "sgd", "muon", "kfac_fx, sampled", "kfac_fx, empirical", device_step.KFAC):
+        assert name in shown, name
+    assert "factors of one batch take" in shown and "Error" not in shown
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert before == (device_step.OUT.read_bytes() if device_step.OUT.exists() else None)
+
+
+def test_the_mean_step_on_a_device_has_its_share_of_what_is_due() -> None:
+    def step() -> None: ...
+
+    both = device_step.Contestant(step, Method(methods.sgd, parts=methods.SECOND_ORDER), torch.device("cpu"))
+    both.seconds = {"plain": [0.01], "statistics": [0.02], "inverses": [0.12]}
+    assert both.mean_step((10, 100)) == pytest.approx(10 + 10 / 10 + 100 / 100)
+    assert [device_step.kind_of(n) for n in range(4)] == ["inverses", "plain", "statistics", "plain"]
+    one = device_step.Contestant(step, Method(methods.sgd, parts=("inverses",)), torch.device("cpu"))
+    one.seconds = {"plain": [0.01], "statistics": [0.01], "inverses": [0.06]}
+    assert one.mean_step((1, 10)) == pytest.approx(10 + 50 / 10)
 
 
 def test_decompositions_are_exact_up_to_rounding() -> None:
