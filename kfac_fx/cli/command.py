@@ -189,8 +189,8 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     timed = commands.add_parser(
         "bench",
         help="the time and memory of a training step of a model, beside SGD and AdamW",
-        description="Time training steps of a model with SGD, AdamW and K-FAC on one CPU thread, and print a schedule "
-        "of statistics and inverses that stays within an overhead.",
+        description="Time training steps of a model with SGD, AdamW and K-FAC, on a CPU thread or a GPU, and print a "
+        "schedule of statistics and inverses that stays within an overhead.",
         epilog="example: kfac-fx bench timm/resnet18 --input 8,3,96,96 --loss categorical --overhead 0.5",
     )
     add_arguments(timed)
@@ -198,6 +198,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     timed.add_argument(
         "--overhead", type=float, default=0.5, help="over a step of AdamW; 0.5 is 50 percent; default: %(default)s"
     )
+    add_device(timed)
     timed.set_defaults(command=bench_command)
 
     fit = commands.add_parser(
@@ -238,9 +239,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
         "--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs"
     )
     show.add_argument("--seed", type=seed, default=0, help="of the initial models and batches; default: %(default)s")
-    show.add_argument(
-        "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
-    )
+    add_device(show)
     show.add_argument(
         "--png", type=Path, metavar="FILE", default=Path("kfac-fx-demo.png"), help="the figure; default: %(default)s"
     )
@@ -280,7 +279,7 @@ def passes_command(options: argparse.Namespace) -> None:
 
 def bench_command(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    contestants = bench(read(options), options.rounds)
+    contestants = bench(read(options).on(options.device), options.rounds)
     console = Console()
     console.print(table_of_times(contestants))
     console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)
@@ -358,6 +357,12 @@ def step_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
+    )
 
 
 def device(text: str) -> torch.device:

@@ -18,7 +18,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.passes.errors import first_line, nearest
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.values import a_seed
 
 MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
@@ -64,6 +65,11 @@ class Problem:
     loss: str | None
     strict: bool
     layers: tuple[Layer, ...] = ()
+
+    def on(self, device: torch.device) -> Problem:
+        """The same problem on another device. The model itself moves."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (self.args, dict(self.kwargs)))
+        return replace(self, model=self.model.to(device), args=args, kwargs=kwargs)
 
     def compiled(self) -> kfac_fx.CompiledModule:
         """The compiled model. Raises CommandError if it cannot be captured or registered."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.cli.problem import CommandError, example_input, inputs_of, load, named_value, refuse_ignored
+from kfac_fx.cli.problem import CommandError, Problem, example_input, inputs_of, load, named_value, refuse_ignored
 from tests.cli.running import run
 
 
@@ -232,3 +232,12 @@ def test_a_configuration_of_no_class_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", library)
     with pytest.raises(CommandError, match=r"^the configuration in '.+' names no class under 'architectures'$"):
         load(f"transformers/{tmp_path}", {})
+
+
+def test_a_problem_moves_with_all_its_inputs() -> None:
+    tensor = torch.zeros(2)
+    problem = Problem(nn.Linear(2, 1), (tensor, [tensor, 3]), {"mask": {"a": tensor}}, None, strict=False)
+    moved = problem.on(torch.device("meta"))
+    assert moved.args[0].is_meta and moved.args[1][0].is_meta and moved.args[1][1] == 3
+    assert moved.kwargs["mask"]["a"].is_meta and next(moved.model.parameters()).is_meta
+    assert not problem.args[0].is_meta
