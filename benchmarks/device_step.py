@@ -170,7 +170,7 @@ def clock(device: torch.device) -> float:
 
 
 def memory(device: torch.device, name: str) -> float:
-    """GB of tensors on a GPU: "allocated" now, or "max" since the last reset."""
+    """GB of tensors on a GPU: "now", or at most since the last reset, "max"."""
     if device.type != "cuda":
         return 0.0
     return (torch.cuda.memory_allocated(device) if name == "now" else torch.cuda.max_memory_allocated(device)) / 1e9
