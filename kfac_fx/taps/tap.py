@@ -370,6 +370,7 @@ def link_function(
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             output_grad, later_grad = grads
             input, earlier, *masks = ctx.saved_tensors
+            input, earlier = (as_computed_with(value, output_grad) for value in (input, earlier))
             row_masks = [mask if real is None else real(output_grad, mask) for mask in masks]
             device = output_grad.device.type
             with torch.no_grad(), torch.autocast(device, enabled=False), full_precision_in_eager():

@@ -125,6 +125,23 @@ def test_statistics_keep_their_digits_in_a_backward_under_autocast(steps: int) -
     assert all(torch.equal(plain, cast) for plain, cast in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rows_are_rounded_as_the_layer_rounds_them_under_autocast(steps: int) -> None:
+    """Taps round them, too, so that A and A1 are moments of the same rows."""
+    registration = registered()
+    link = link_of(registration, 0 if steps > 1 else 1, steps=steps)
+    x, earlier = torch.randn(2, steps * N, D, dtype=torch.float32)
+    y, g, later = torch.randn(3, steps * N, D).bfloat16()
+    found = []
+    for rows in ((x, earlier), (x.bfloat16(), earlier.bfloat16())):
+        probes = {name: torch.zeros_like(probe, dtype=torch.float32) for name, probe in probes_of(registration).items()}
+        beside = (None, None) if steps > 1 else (torch.zeros_like(y), rows[1])
+        output, carrier = link(y, rows[0], {name: probe.requires_grad_() for name, probe in probes.items()}, *beside)
+        torch.autograd.backward([output, carrier], [g, later])
+        found.append(probes["A1"].grad)
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_rows_that_do_not_hold_the_steps_are_refused() -> None:
     registration = replace(registered(), uses=registered().uses[:1])
     link = link_of(registration, 0, steps=3)
