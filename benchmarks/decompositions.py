@@ -29,7 +29,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import program
-from benchmarks.step_time import clock
+from kfac_fx.demo import clock
 from kfac_fx.linalg.matrices import cholesky, damp, full_precision, invert_from_cholesky
 
 OUT = Path(__file__).parent / "results" / "decompositions.json"

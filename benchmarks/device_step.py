@@ -35,6 +35,7 @@ from benchmarks.device_models import MODELS, QUICK, Subject
 from benchmarks.methods import LR, PEERS, SECOND_ORDER, Method, Step, adamw, installed, ours, sgd
 from benchmarks.step_models import Problem
 from benchmarks.step_time import INVERSES, NEVER, PLAIN, STATISTICS, seeded
+from kfac_fx.demo import clock
 from kfac_fx.recording.backends import compiled_model
 
 OUT = Path(__file__).parent / "results" / "device_step.json"
@@ -162,18 +163,14 @@ class Contestant:
         return total
 
 
-def clock(device: torch.device) -> float:
-    """Seconds, when the device has done all that it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
+def allocated(device: torch.device) -> float:
+    """GB of the tensors on a GPU."""
+    return torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
 
 
-def memory(device: torch.device, name: str) -> float:
-    """GB of tensors on a GPU: "now", or at most since the last reset, "max"."""
-    if device.type != "cuda":
-        return 0.0
-    return (torch.cuda.memory_allocated(device) if name == "now" else torch.cuda.max_memory_allocated(device)) / 1e9
+def peak(device: torch.device) -> float:
+    """GB at most since the last reset."""
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
 
 
 def warmed(name: str, method: Method, make: Callable[[], Problem], device: torch.device) -> Contestant:
@@ -188,13 +185,13 @@ def row(name: str, method: Method, make: Callable[[], Problem], reference: Conte
     """Measure a method in turns with the reference."""
     device, start = reference.device, time.perf_counter()
     gc.collect()
-    before = memory(device, "now")
+    before = allocated(device)
     contestant = warmed(name, method, make, device)
     warm = time.perf_counter() - start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     contestant.take_turn(measured=False)
-    peak = memory(device, "max") - before
+    more = peak(device) - before
     reference.seconds.clear()
     for _ in range(rounds):
         reference.take_turn(measured=True)
@@ -204,7 +201,7 @@ def row(name: str, method: Method, make: Callable[[], Problem], reference: Conte
         "milliseconds": contestant.milliseconds(),
         "adamw milliseconds": reference.milliseconds()[PLAIN],
         "mean steps": means,
-        "GB": peak,
+        "GB": more,
         "seconds until warm": warm,
     }
 

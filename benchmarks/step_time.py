@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from benchmarks.flops import flops_of
 from benchmarks.methods import OURS, PEERS, Method, Step, comparison, first_order, installed, our_methods
 from benchmarks.program import console, versions
 from benchmarks.step_models import MODELS, QUICK, Make
+from kfac_fx.demo import clock
 
 OUT = Path(__file__).parent / "results" / "step_time.json"
 NEVER = 1_000_000
@@ -55,14 +55,6 @@ def steps_of(make: Make, methods: Mapping[str, Method], device: torch.device) ->
 def seeded(make: Make, method: Method, every: tuple[int, int], device: torch.device = CPU) -> Step:
     torch.manual_seed(0)
     return method.make(make().to(device), *every)
-
-
-def clock(device: torch.device) -> float:
-    """Seconds: of the CPU's work or, where another device works, of the world when it has done all it was given."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 def measure(steps: Mapping[Any, Step], rounds: int, device: torch.device) -> dict[Any, float]:

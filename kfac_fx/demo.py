@@ -95,17 +95,14 @@ def train(
     trained = model if method != "kfac" else net or compile_task(task, model)
     step = training_step(task, trained, OPTIMIZERS[method](trained, **settings))
     device = task.inputs.device
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
     torch.manual_seed(seed)  # of the targets that K-FAC samples
     points, seconds = [Point(0, 0.0, task.measure(model))], 0.0
     batches = task.batches(seed)
     for number in range(1, steps + 1):
         inputs, targets = next(batches)
-        synchronize(device)
-        started = clock()
+        started = clock(device)
         step(inputs, targets)
-        synchronize(device)
-        seconds += clock() - started
+        seconds += clock(device) - started
         if number % task.measure_every == 0 or number == steps:
             points.append(Point(number, seconds, task.measure(model)))
             if listener is not None:
@@ -129,10 +126,12 @@ def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
     return step
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that the clock sees all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def clock(device: torch.device) -> float:
+    """CPU seconds of this process; or those of the clock, when another device has done all that it was given."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import random
 import statistics
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import kfac_fx
 from kfac_fx.cli.problem import CommandError, Problem, failure
+from kfac_fx.demo import clock
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.report.rows import memory_text
 
@@ -72,14 +72,6 @@ class Contestant:
             leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)
         }
         return sum(storage.nbytes() for storage in storages.values())
-
-
-def clock(device: torch.device) -> float:
-    """CPU seconds of this process; or those of the clock, when another device has done all that it was given."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 def scalar_loss(outputs: object) -> Tensor:

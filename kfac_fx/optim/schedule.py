@@ -148,7 +148,7 @@ HOST = Rates(
     cholesky=Decomposition(0.0, 2.0),
     share=math.inf,
 )
-SPEED = 5e13  # flops/s that an H100 does in products of float32 with TF32, about
+SPEED = 5e13  # flops/s that are assumed for products of float32 with TF32
 ACCELERATOR = Rates(
     operation=5e-6 * SPEED,  # the host takes about 5 µs for an operation, as without an accelerator
     # Measured on an H100 by benchmarks/decompositions, for one matrix: 0.7 ms at a width of 64, 3.8 at 256, 14 at 512,
@@ -157,8 +157,8 @@ ACCELERATOR = Rates(
     # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09 at
     # 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
     cholesky=Decomposition(2e-7 * SPEED, 1e-13 * SPEED),
-    # An H100 does about 2e14 flops/s in products of bfloat16, four times as many, and the model does not know of these:
-    # there inverses cost about the whole overhead at most.
+    # Four times as many are assumed for products of bfloat16, which the model does not know: there inverses cost about
+    # the whole overhead at most.
     share=0.25,
 )
 

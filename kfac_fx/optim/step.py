@@ -292,7 +292,7 @@ def update(
         of_first_order, finite = state.first_order_update(state.options.first_order_rule, others)
         ok = ok & finite
     if in_blocks is not None:
-        state.keep_in_place(in_blocks)
+        state.mark_static(in_blocks)
     if in_blocks is not None and state.options.adaptive:
         precondition, decay = preconditioner(state, in_blocks, state.multiply_inverse), state.options.momentum
         assert decay is not None, "bug in kfac_fx: averaged gradients without a weight of the past"

@@ -50,9 +50,10 @@ from kfac_fx.optim.rules import (
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.recording.backends import compiled_function, keep_in_place
+from kfac_fx.recording.backends import compiled_function
 from kfac_fx.statistics.moments import Key
 
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
@@ -157,8 +158,8 @@ class StepState:
             self._means = Means.of(self.estimator)
         return self._means
 
-    def keep_in_place(self, in_blocks: FlatParameters) -> None:
-        """The tensors that a compiled update reads and writes, and that live on."""
+    def mark_static(self, in_blocks: FlatParameters) -> None:
+        """Tell CUDA graphs that what an update reads and writes lies where it is as long as it lives."""
         if self.net.backend != "cudagraphs":
             return
         tensors = [in_blocks.g, *in_blocks.state.values()]
@@ -166,7 +167,8 @@ class StepState:
             tensors += [*group.extras.values(), *(root for operators in group.roots.values() for root in operators)]
         if self.options.eigen_moments:
             tensors += [stack.moment for stack in self.means.joint or ()]
-        keep_in_place(tensors)
+        for tensor in tensors:
+            mark_static(tensor)
 
     def keep_kappa(self, kappa: Tensor | None) -> None:
         """Keep κ of a step; None, without a norm constraint, keeps NaN."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.torch_private import COMPILER, mark_static
+from kfac_fx.passes.torch_private import COMPILER
 
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
@@ -65,12 +65,6 @@ class CompiledOrPlain:
                     f"{self.backend} cannot compile an autograd.Function in it: {message}",
                 )
         return self.function(*args)
-
-
-def keep_in_place(tensors: Iterable[Tensor]) -> None:
-    """Tell the compiler that these inputs of functions lie where they are as long as they live."""
-    for tensor in tensors:
-        mark_static(tensor)
 
 
 def lasting(result: Tensor, backend: str) -> Tensor:

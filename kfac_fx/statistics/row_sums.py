@@ -33,7 +33,7 @@ CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows and gradient rows of one use, by group, in at least float32, or as the network has them in a half of it.
+    """The rows and gradient rows of one use, by group, in float16 or bfloat16 if the network has them so, else wider.
 
     Attributes:
         x: [N, S, g, i] floats without the bias column, or ids [N, S]. With N = 1 all cases share the rows.

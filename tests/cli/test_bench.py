@@ -14,13 +14,13 @@ from kfac_fx.cli.bench import (
     STATISTICS,
     Contestant,
     bench,
-    clock,
     fitting_schedule,
     scalar_loss,
     schedule,
     table_of_times,
 )
 from kfac_fx.cli.problem import CommandError, Problem
+from kfac_fx.demo import clock
 
 SECONDS = {"AdamW": 1.0, PLAIN: 1.0, STATISTICS: 2.0, INVERSES: 11.0, CHECKS: 2.0}  # a fifth of the steps is checked
 

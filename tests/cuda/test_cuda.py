@@ -11,14 +11,10 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.torch_private import pytree
-from tests.cuda.said_by_torch import SAID_BY_TORCH
+from tests.cuda.on_cuda import ON_CUDA, waiting_is_an_error
 from tests.models import CASES, ZOO, Case
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    *(pytest.mark.filterwarnings(f"ignore:{words}") for words in SAID_BY_TORCH),
-]
+pytestmark = ON_CUDA
 COMPILED = ("mlp", "resnet18", "gpt_tied", "encoder_batch_first", "separable")
 
 
@@ -221,9 +217,6 @@ def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
         optimizer.step(evaluate=closure)
 
     step()  # the first one looks at the loss, and at the first inverses
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(4):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

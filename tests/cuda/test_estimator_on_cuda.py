@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import pytest
 import torch
 
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import Root
-from tests.cuda.said_by_torch import SAID_BY_TORCH
+from tests.cuda.on_cuda import ON_CUDA, waiting_is_an_error
 from tests.runtime.fake_net import EXACT, FakeNet, deep, mixed, noise
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    *(pytest.mark.filterwarnings(f"ignore:{words}") for words in SAID_BY_TORCH),
-]
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+pytestmark = ON_CUDA
 
 
 def on_gpu(net: FakeNet) -> FakeNet:

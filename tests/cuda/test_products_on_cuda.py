@@ -11,13 +11,9 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.passes.products import HALVES, row_products
-from tests.cuda.said_by_torch import SAID_BY_TORCH
+from tests.cuda.on_cuda import ON_CUDA
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    *(pytest.mark.filterwarnings(f"ignore:{words}") for words in SAID_BY_TORCH),
-]
+pytestmark = ON_CUDA
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "eager": row_products,
     "inductor": lambda left, right: torch.compile(row_products, fullgraph=True)(left, right),
