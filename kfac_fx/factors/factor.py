@@ -295,13 +295,16 @@ class FactorGroup:
             return self.alike[members].pack(vector).to(self.dtype)
         return stacked([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
 
+    def by_name(self, matrices: Tensor, members: slice = ALL_BLOCKS) -> dict[str, Tensor]:
+        """The parameters in matrices [L, g, o, i], in the precision of these; views where the layouts have views."""
+        if self.alike is not None:
+            return self.alike[members].unpack(matrices)
+        pairs = zip(self.forms[members], matrices.unbind(), strict=True)
+        return {name: tensor for form, matrix in pairs for name, tensor in form.unpack(matrix).items()}
+
     def unpack(self, matrices: Tensor, vector: Vector, members: slice = ALL_BLOCKS) -> dict[str, Tensor]:
         """The inverse of `pack`, in the precision of `vector`."""
-        if self.alike is not None:
-            unpacked = self.alike[members].unpack(matrices)
-        else:
-            pairs = zip(self.forms[members], matrices.unbind(), strict=True)
-            unpacked = {name: tensor for form, matrix in pairs for name, tensor in form.unpack(matrix).items()}
+        unpacked = self.by_name(matrices, members)
         dtypes = {name: vector[name].dtype for name in unpacked}
         return {n: tensor if tensor.dtype is dtypes[n] else tensor.to(dtypes[n]) for n, tensor in unpacked.items()}
 

@@ -59,6 +59,8 @@ class WideGroup(BlockGroup):
     side. With k = 1 a side is dense. A registration holds the number of blocks of both sides.
     """
 
+    multiplies_whole = False
+
     @classmethod
     def alike_in(cls, registration: Registration) -> Hashable:
         return registration.blocks
@@ -94,10 +96,14 @@ class WideGroup(BlockGroup):
         traces: Tensor = stack.moment.diagonal(dim1=-2, dim2=-1).sum(-1).unflatten(-1, (-1, blocks)).sum(-1)
         return traces / super().size(side) / stack.total_weight.unsqueeze(-1)
 
-    def side_eigensystem(self, side: Side, place: Place = HERE) -> tuple[Tensor, Tensor]:
-        """The filling gets the largest eigenvalue, so that it comes last in its block and is removed."""
+    def side_eigensystem(self, side: Side, place: Place = HERE, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The filling gets the largest eigenvalue, so that it comes last in its block and is removed. A step of
+        orthogonal iteration would put it first, so a side that has filling is decomposed every time."""
         if self.blocks_of(side) == 1:
-            return super().side_eigensystem(side, place)
+            return super().side_eigensystem(side, place, last)
+        if last is not None and self.size(side) * self.blocks_of(side) == super().size(side):
+            values, vectors = super().side_eigensystem(side, place, last)
+            return values.view(len(self), self.shape[0], -1), vectors
         value, real = self.value(side), self.real_columns(side)
         diagonal = value.diagonal(dim1=-2, dim2=-1)
         trace = (diagonal * real).sum(-1, keepdim=True)
@@ -179,9 +185,7 @@ class UncorrelatedGroup(BlockGroup):
     def alike_in(cls, registration: Registration) -> Hashable:
         return registration.approximation, registration.kernel
 
-    @property
-    def separable(self) -> bool:
-        return False
+    separable = multiplies_whole = False
 
     @property
     def kernel(self) -> int:

@@ -39,6 +39,7 @@ from kfac_fx.linalg.matrices import (
     full_precision,
     multiply_left,
     multiply_right,
+    renewed_eigh,
     rescued_eigh,
     rescued_roots,
     unsqueeze_like,
@@ -85,6 +86,11 @@ class BlockGroup(FactorGroup):
     @property
     def separable(self) -> bool:
         """Whether Qᵀ turns outputs and inputs of W apart, with one operator each."""
+        return self.right is not None
+
+    @property
+    def multiplies_whole(self) -> bool:
+        """Whether products with W [g, o, i] take one matrix for every side. Zeros around both change nothing then."""
         return self.right is not None
 
     def operands(self, root: Root) -> list[str]:
@@ -199,19 +205,29 @@ class BlockGroup(FactorGroup):
             return left.view(len(self), *self.shape), vectors
         return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
 
-    def side_eigensystems(self, place: Place = HERE) -> tuple[list[Tensor], list[Tensor]]:
-        """Eigenvalues and eigenvectors of every side, as of `side_eigensystem`."""
+    def side_eigensystems(
+        self, place: Place = HERE, last: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Eigenvalues and eigenvectors of every side, as of `side_eigensystem`. last: the eigenvectors of every side to
+        iterate from."""
         self.check_updated()
         with full_precision():
-            systems = [self.side_eigensystem(side, place) for side in self.sides]
+            systems = [
+                self.side_eigensystem(side, place, None if last is None else last[n])
+                for n, side in enumerate(self.sides)
+            ]
         return [values for values, _ in systems], [vectors for _, vectors in systems]
 
-    def side_eigensystem(self, side: Side, place: Place = HERE) -> tuple[Tensor, Tensor]:
-        """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, d], or ones if diagonal."""
+    def side_eigensystem(self, side: Side, place: Place = HERE, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, d], or ones if diagonal.
+
+        last: the eigenvectors to iterate from, zero for blocks without any; None: decompose.
+        """
         value = self.value(side)
         if side.diagonal:
             return value.clamp(min=0), torch.ones_like(value)
-        values, vectors = rescued_eigh(value.flatten(0, 1), place)
+        matrices = value.flatten(0, 1)
+        values, vectors = rescued_eigh(matrices, place) if last is None else renewed_eigh(matrices, last.flatten(0, 1))
         return values.clamp(min=0).view(value.shape[:-1]), vectors.view(value.shape)
 
     def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:

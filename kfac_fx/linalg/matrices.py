@@ -56,6 +56,16 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     return result
 
 
+def half_products(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """left @ right of stacks [m, a, b] and [m, b, c] in bfloat16, with sums in float32. dtype: of the result; None:
+    theirs."""
+    if dtype is None or dtype is left.dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.bmm(left, right, dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
 def cache_aligned(size: int) -> int:
     """The next size at which a row is a whole number of cache lines."""
     return -(-size // CACHE_LINE) * CACHE_LINE
@@ -253,6 +263,57 @@ def rescued_eigh(matrix: Tensor, place: Place = HERE) -> tuple[Tensor, Tensor]:
     if not values.isfinite().all():
         values, vectors = eigh(matrix.double())
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+SHIFT = 1e-3  # of the mean eigenvalue, by which orthogonal iteration keeps directions of eigenvalue zero apart
+GRAM_SHIFT = 3e-6  # added to the ones on the diagonal of a Gram matrix of unit columns, for its rounding in float32
+INDEPENDENT = 0.5  # the least diagonal of the second Cholesky factor, which is 1 if the first pass was exact
+
+
+def iterated_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvectors by one step of orthogonal iteration from those of a matrix before: QR of C Q, by Cholesky.
+
+    SOAP updates its bases so (Vyas et al. 2024, algorithm 4). QR by two Cholesky decompositions of Gram matrices
+    (Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices") consists of products and of
+    decompositions of a whole stack. On an H100 it takes a ninth to a twentieth of the time of `eigh`, which decomposes
+    one matrix after another. The columns are in the order of falling eigenvalues, because QR keeps the first ones.
+
+    Args:
+        matrix: C [m, d, d], positive semi-definite.
+        basis: Q [m, d, d], orthogonal.
+
+    Returns the diagonal of Qᵀ C Q [m, d] and Q [m, d, d] of the new basis, and which of them are right [m]: where
+    columns are dependent up to rounding, they are not.
+    """
+    product = matrix @ basis
+    estimates = (basis * product).sum(-2)
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+    columns = torch.addcmul(product, unsqueeze_like(SHIFT * mean, basis), basis)
+    order = estimates.argsort(-1, descending=True)
+    columns = columns.gather(-1, order.unsqueeze(-2).expand_as(columns))
+    good = torch.ones_like(mean, dtype=torch.bool)
+    for shift in (GRAM_SHIFT, 0.0):
+        columns = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+        gram_matrix = columns.mT @ columns
+        gram_matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
+        lower, valid = cholesky(gram_matrix)
+        good = good & valid
+        columns = torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+    good = good & (lower.diagonal(dim1=-2, dim2=-1).amin(-1) > INDEPENDENT)
+    values = (columns * (matrix @ columns)).sum(-2)
+    return values, columns, good & are_finite(values)
+
+
+def renewed_eigh(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """`iterated_basis`, and `rescued_eigh` for the matrices for which it fails; those without a basis have zeros there.
+
+    Waits for the device.
+    """
+    values, vectors, good = iterated_basis(matrix, basis)
+    wrong = (~good).nonzero().squeeze(-1)
+    if len(wrong):
+        values[wrong], vectors[wrong] = rescued_eigh(matrix[wrong])
+    return values, vectors
 
 
 def rescued_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[dict[Root, Tensor], Tensor]:

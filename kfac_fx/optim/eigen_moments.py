@@ -130,7 +130,10 @@ def update_bases(fisher: BlockDiagonalFisher, keys: Collection[Key] | None = Non
 
 def turn(group: BlockGroup) -> None:
     """Diagonal sides turn nothing."""
-    of_sides, new = group.side_eigensystems()
+    old = [
+        torch.zeros(()) if side.diagonal else basis for side, basis in zip(group.sides, basis_of(group), strict=True)
+    ]
+    of_sides, new = group.side_eigensystems(last=old if group.device.type != "cpu" else None)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
     stored = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(stored, damped(group, of_sides), strict=True))
@@ -229,21 +232,37 @@ def graft(
     pairs: the result of `Means.adam_steps`. by_group: views of it, of `Means.pairs_by_group`.
     """
     for of_group, pair in zip(eigenvalues, by_group, strict=True):
-        for of_side in of_group:
-            pair[1].div_(of_side)
+        divide(pair, of_group)
     for pair in pairs:
-        pair[1].pow_(exponent).mul_(pair[0])
-    lengths = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]
-    of_adam, of_directions = torch.cat(lengths, dim=1)
+        combine(pair, exponent)
+    of_blocks = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]
+    of_adam, of_directions = torch.cat(of_blocks, dim=1)
     scales = of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
     for pair, scale in zip(by_group, means.split(scales), strict=True):
         pair[1].mul_(scale)
 
 
+def divide(pair: Tensor, eigenvalues: Sequence[Tensor]) -> None:
+    """Divide √v̂ of a pair (a, √v̂) by Λ̃, of which every side has a factor."""
+    for of_side in eigenvalues:
+        pair[1].div_(of_side)
+
+
+def combine(pair: Tensor, exponent: float) -> None:
+    """Overwrite √v̂ / Λ̃ of a pair (a, √v̂ / Λ̃) with a (√v̂ / Λ̃)ʷ."""
+    pair[1].pow_(exponent).mul_(pair[0])
+
+
 def norms(group: BlockGroup, matrices: Tensor) -> Tensor:
     """|W| of the blocks, [B, L], in B matrices [B, L, g, o, i]."""
-    each = torch.linalg.vector_norm(matrices, dim=(2, 3, 4))
+    each = lengths(matrices)
     return group.total(each.square()).sqrt() if group.divided else each
+
+
+def lengths(matrices: Tensor) -> Tensor:
+    """|W| of those parts of the blocks that are here, [B, L], in B matrices [B, L, g, o, i]."""
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(2, 3, 4))
+    return norms
 
 
 def moving(groups: Sequence[BlockGroup], accept: Tensor, still: Collection[str]) -> Tensor:

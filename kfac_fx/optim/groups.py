@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -136,13 +137,23 @@ class FlatParameters:
     division: VectorDivision
     parameters: Tensors  # by name; the parts of this process in vectors
     copies: Tensors  # by name, the parameters as this process has them: whole, or shards
-    g: Tensor  # the gradient, in float32 at least
-    state: Tensors  # of the rule, by name; written in place
+    gradients: Tensors  # by name; the parts of this process in vectors
+    vectors: StateVectors
     lr: Tensor
     largest_lr: Tensor  # of all parameters, 0-dim
     first_lr: Tensor | None  # when the groups were added; None if they do not keep it
     momentum: Tensor | None  # None if it is no option of groups
     weight_decay: Tensor | None  # None if no parameter has any
+
+    @property
+    def state(self) -> Tensors:
+        """The vectors of the rule's state by name, written in place."""
+        return self.vectors.vectors
+
+    @cached_property
+    def g(self) -> Tensor:
+        """The gradient [P], in float32 at least."""
+        return self.flat.joined(self.gradients, out=self.vectors.g)
 
     @property
     def one_scale(self) -> bool:
@@ -194,7 +205,7 @@ class StateVectors:
     """The state of a rule as vectors [P]; the optimizer's own state tensors are views of them."""
 
     names: tuple[str, ...]
-    g: Tensor  # the buffer of the gradient
+    parts: Tensors  # of the parameters in this process
     vectors: Tensors  # by name
     views: Mapping[str, Tensors]  # by vector and parameter, of those that have state in this process
 
@@ -221,8 +232,12 @@ class StateVectors:
             }
             for name, view in views[key].items():
                 states[parameters[name]][key] = view
-        g = torch.empty_like(precise(torch.cat([part.detach().reshape(-1) for part in parts.values()])))
-        return StateVectors(tuple(parameters), g, vectors, views)
+        return StateVectors(tuple(parameters), parts, vectors, views)
+
+    @cached_property
+    def g(self) -> Tensor:
+        """The buffer of the gradient, [P]."""
+        return torch.empty_like(precise(torch.cat([part.detach().reshape(-1) for part in self.parts.values()])))
 
     def hold(self, parameters: Tensors, states: Mapping[Any, Any]) -> bool:
         """Whether these are the parameters, and the optimizer's state is still made of the views."""
@@ -312,11 +327,8 @@ class GroupedParameters:
             division,
             here,
             {name: shard(parameter) for name, parameter in parameters.items()},
-            flat.joined(
-                {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
-                out=state.g,
-            ),
-            state.vectors,
+            {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
+            state,
             lr,
             lr if lr.dim() == 0 else self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,

@@ -28,7 +28,7 @@ from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.loss_scale import scale_of_caller
 from kfac_fx.optim.schedule import Rates, Schedule, StepCosts
-from kfac_fx.optim.step_checks import Check, against_quotients, more_damping, move_adaptive, move_bounded, revert
+from kfac_fx.optim.step_checks import RATE, Check, against_quotients, more_damping, move_adaptive, move_bounded, revert
 from kfac_fx.optim.step_state import (
     StepState,
     eigen_update,
@@ -108,7 +108,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     ok = ok if usable is None else ok & usable
     for flat in vectors:
-        ok = ok if flat is None else ok & flat.is_finite(flat.g)
+        ok = ok if flat is None else ok & gradient_is_finite(state, flat)
     check = None
     if schedule.checking and in_blocks is not None:
         with state.phases.measure("update"):
@@ -148,6 +148,15 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
             ok = update(state, in_blocks, others, ok, check)
     state.skipped += ~ok
     schedule.advance(None if check is None else state.size.calm)
+
+
+def gradient_is_finite(state: StepState, flat: FlatParameters) -> Tensor:
+    """Whether a gradient is finite, 0-dim."""
+    padded = state.padded_step(flat)
+    if padded is None:
+        return flat.is_finite(flat.g)
+    padded.pack(flat)
+    return padded.gradient_is_finite()
 
 
 def accumulate(state: StepState, loss_scale: float) -> None:
@@ -291,7 +300,8 @@ def update(
     if others is not None:
         of_first_order, finite = state.first_order_update(state.options.first_order_rule, others)
         ok = ok & finite
-    if in_blocks is not None:
+    padded = None if in_blocks is None else state.padded_step(in_blocks)
+    if in_blocks is not None and padded is None:
         state.mark_static(in_blocks)
     if in_blocks is not None and state.options.adaptive:
         precondition, decay = preconditioner(state, in_blocks, state.multiply_inverse), state.options.momentum
@@ -301,9 +311,14 @@ def update(
             state.size, state.damping, state.options.damping_rule, decay, in_blocks, precondition, ok, check
         )
         keep_check(state, check, change, rho, may_move)
+    elif in_blocks is not None and padded is not None and check is None:
+        assert state.grouped is not None, "bug in kfac_fx: a move before the parameter groups are read"
+        size = state.size
+        ok = padded.step(in_blocks, ok, lambda: RATE / size.divisor, state.grouped.scalars, lambda: size.nesterov)
     elif in_blocks is not None and state.options.eigen_moments:
-        ok = may_move = ok & in_blocks.has_finite_squares(in_blocks.g)
+        ok = ok if padded is not None else ok & in_blocks.has_finite_squares(in_blocks.g)
         direction, bound = eigen_update(state, in_blocks, ok), state.options.value("norm_constraint")
+        ok = may_move = ok if padded is None else padded.accept.clone()
         ok, change, rho = move_bounded(state.size, in_blocks, direction, bound, ok, check)
         keep_check(state, check, change, rho, may_move)
     elif in_blocks is not None and (state.options.quadratic or state.options.grafted):

@@ -98,6 +98,16 @@ class StepSize:
         infinity, no = torch.full_like(scalar, torch.inf), scalar.bool()
         return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone(), no, no.clone(), no.clone())
 
+    @property
+    def divisor(self) -> Tensor:
+        """r, and 1 before the first check."""
+        return torch.where(self.ratio > 0, self.ratio, 1.0)
+
+    @property
+    def nesterov(self) -> Tensor:
+        """Whether the mean gradient of "eigen_moments" has Nesterov's momentum."""
+        return ~(self.same | self.near)
+
     def store(self, ok: Tensor, **scalars: Tensor) -> None:
         """Overwrite these scalars where `ok` is true."""
         for name, value in scalars.items():
@@ -312,7 +322,7 @@ def move_bounded(
 
     Returns (whether it was made, the predicted change, actual over predicted change): NaN without a check.
     """
-    last = torch.where(size.ratio > 0, size.ratio, 1.0)
+    last = size.divisor
     if check is None:
         move = flat.displacement(update, RATE / last)
         ok = ok & flat.is_finite(move)

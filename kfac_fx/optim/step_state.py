@@ -35,6 +35,7 @@ from kfac_fx.optim.groups import (
     propose_by_momentum,
 )
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.padded_step import PaddedStep, product_dtype
 from kfac_fx.optim.rules import (
     FirstOrder,
     MomentumRule,
@@ -134,6 +135,7 @@ class StepState:
         self._division: VectorDivision = UNDIVIDED
         self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
         self._means: Means | None = None
+        self._padded: PaddedStep | None = None
 
     @property
     def division(self) -> VectorDivision:
@@ -157,6 +159,19 @@ class StepState:
         if self._means is None or not self._means.are_of(self.estimator):
             self._means = Means.of(self.estimator)
         return self._means
+
+    def padded_step(self, flat: FlatParameters) -> PaddedStep | None:
+        """The step of "eigen_moments" by products in bfloat16; None where gradients are multiplied as they are."""
+        if not self.options.eigen_moments or self.division is not UNDIVIDED or not (means := self.means).groups:
+            return None
+        device, dtype = self.scalar.device, means.groups[0].dtype
+        products = product_dtype(device, dtype)
+        if products is None or any(group.dtype is not dtype or group.device != device for group in means.groups):
+            return None
+        if self._padded is None or self._padded.means is not means:
+            decay, exponent = map(self.options.value, ("second_moment_decay", "eigenvalue_exponent"))
+            self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
+        return self._padded if self._padded.fits(means, flat) else None
 
     def mark_static(self, in_blocks: FlatParameters) -> None:
         """Tell CUDA graphs that what an update reads and writes lies where it is as long as it lives."""
@@ -209,6 +224,7 @@ class StepState:
                 "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the "
                 f"parameters are: {first_three(owned)}"
             )
+        reasons += [] if self._padded is None else self._padded.reasons
         return [*reasons, *self.multiply_jacobian.fallbacks(), *self.forwards.fallbacks()]
 
 
@@ -258,6 +274,8 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
 def eigen_update(state: StepState, flat: FlatParameters, ok: Tensor) -> Tensor:
     """Δ of "eigen_moments", [P]. The gradient enters the means if `ok` is true, and becomes zero if not."""
     assert state.grouped is not None, "bug in kfac_fx: a move before the parameter groups are read"
+    if (padded := state.padded_step(flat)) is not None:
+        return padded.vector(flat, ok, state.grouped.scalars["momentum"], state.size.nesterov)
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
     parts = flat.flat.parts(zero_unless_(ok, flat.g))
     gradient = flat.division.to_blocks(parts)
@@ -268,7 +286,7 @@ def eigen_update(state: StepState, flat: FlatParameters, ok: Tensor) -> Tensor:
         state.grouped.scalars["momentum"],
         state.options.value("second_moment_decay"),
         state.options.value("eigenvalue_exponent"),
-        nesterov=~(state.size.same | state.size.near),
+        nesterov=state.size.nesterov,
         accept=ok,
         still=absent.keys(),
         run=state.directions,

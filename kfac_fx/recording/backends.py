@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,14 +16,14 @@ COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
 
 
-def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compiled_function(function: Callable[..., Any], backend: str, dynamic: bool | None = None) -> Callable[..., Any]:
     """`function` under a backend: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of
-    torch.compile's."""
+    torch.compile's. dynamic: whether one graph serves all sizes."""
     if backend == "eager":
         return function
     if backend == "cudagraphs":
-        return torch.compile(with_own_code(function), fullgraph=True, mode="reduce-overhead")
-    return torch.compile(with_own_code(function), fullgraph=True, backend=backend)
+        return torch.compile(with_own_code(function), fullgraph=True, mode="reduce-overhead", dynamic=dynamic)
+    return torch.compile(with_own_code(function), fullgraph=True, backend=backend, dynamic=dynamic)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,14 +42,22 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledOrPlain:
-    """`function` under `backend`, in eager mode after the first failure: an autograd.Function can hold any Python code.
+    """`function` under `backend`, in eager mode after the first failure.
 
-    reason: the compiler's message then; None as long as it has not failed.
+    Attributes:
+        what: what there is in the function that a compiler may refuse.
+        reason: the compiler's message after a failure; None as long as it has not failed.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str) -> None:
-        self.function, self.backend = function, backend
-        self.compiled: Callable[..., Any] | None = compiled_function(function, backend)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: str,
+        what: str = "an autograd.Function in it",
+        dynamic: bool | None = None,
+    ) -> None:
+        self.function, self.backend, self.what = function, backend, what
+        self.compiled: Callable[..., Any] | None = compiled_function(function, backend, dynamic)
         self.reason: str | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -59,12 +67,49 @@ class CompiledOrPlain:
             except Exception as error:
                 if not type(error).__module__.startswith(COMPILER):
                     raise
-                message = (str(error).strip() or type(error).__name__).splitlines()[0]
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                message = " ".join(lines[:2]) or type(error).__name__  # the first may be a mere heading
                 self.compiled, self.reason = (
                     None,
-                    f"{self.backend} cannot compile an autograd.Function in it: {message}",
+                    f"{self.backend} cannot compile {self.what}: {message}",
                 )
         return self.function(*args)
+
+
+class CudaGraph:
+    """Runs a function as one CUDA graph, from the second call with equal keys on.
+
+    The function reads and writes tensors that lie where they are as long as the key stays. At the first call it runs as
+    it is, so that what is compiled or allocated once is so before the capture. If the capture fails, it runs as it is
+    from then on.
+
+    Attributes:
+        reason: the message of a capture that failed.
+    """
+
+    def __init__(self) -> None:
+        self.key: Hashable = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.reason: str | None = None
+
+    def __call__(self, function: Callable[[], None], key: Hashable) -> None:
+        if self.reason is not None or not torch.cuda.is_available() or key != self.key:
+            self.key, self.graph = key, None
+            function()
+            return
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads, such as those of a DataLoader, may do meanwhile what a capture must not.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    function()
+            except RuntimeError as error:
+                message = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.reason = f"a CUDA graph cannot hold the operations of a step: {message}"
+                function()
+                return
+            self.graph = graph
+        self.graph.replay()
 
 
 def lasting(result: Tensor, backend: str) -> Tensor:

@@ -23,8 +23,11 @@ from kfac_fx.linalg.matrices import (
     full_precision,
     full_precision_in_eager,
     gram,
+    half_products,
+    iterated_basis,
     mean_eigenvalue,
     pi_correction,
+    renewed_eigh,
     rescued_roots,
     without_cudnn,
 )
@@ -346,3 +349,71 @@ def test_factors_are_products_in_full_precision(way: str, user_precision: Any, m
         F.cross_entropy(outputs, torch.zeros(6, dtype=torch.int64)).backward()
     assert seen == ["ieee", "ieee"]
     assert user_precision.fp32_precision == "tf32"
+
+
+# --- orthogonal iteration ---------------------------------------------------------------------------------------------
+
+
+def covariances(width: int, number: int, rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.randn(number, width, rank, generator=generator, dtype=dtype)
+    return columns * torch.arange(1, rank + 1).to(dtype).rsqrt() @ columns.mT / rank
+
+
+@pytest.mark.parametrize("rank", [40, 7], ids=["full rank", "rank 7"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_step_of_orthogonal_iteration_is_orthogonal(dtype: torch.dtype, rank: int) -> None:
+    before = covariances(40, 3, rank, dtype)
+    matrix = before + 0.1 * covariances(40, 3, rank, dtype, seed=1)
+    values, vectors, good = iterated_basis(matrix, torch.linalg.eigh(before)[1])
+    assert good.all()
+    identity = torch.eye(40, dtype=dtype).expand(3, -1, -1)
+    torch.testing.assert_close(vectors.mT @ vectors, identity, rtol=0.0, atol=5e-5)
+    torch.testing.assert_close(values, (vectors.mT @ matrix @ vectors).diagonal(dim1=-2, dim2=-1))
+
+
+def test_orthogonal_iteration_keeps_eigenvectors_and_orders_them() -> None:
+    matrix = covariances(20, 2, 20, torch.float64)
+    values, vectors = torch.linalg.eigh(matrix)
+    found, same, good = iterated_basis(matrix, vectors)
+    assert good.all()
+    torch.testing.assert_close(found, values.flip(-1), rtol=1e-5, atol=1e-12)
+    overlap = (same.mT @ vectors.flip(-1)).abs()
+    torch.testing.assert_close(overlap, torch.eye(20, dtype=overlap.dtype).expand(2, -1, -1), rtol=0.0, atol=1e-4)
+
+
+def test_repeated_orthogonal_iteration_finds_the_eigenvectors() -> None:
+    """With a ratio of two between neighbors of the eigenvalues, a step halves the error."""
+    generator = torch.Generator().manual_seed(0)
+    first, other = (torch.linalg.qr(torch.randn(2, 8, 8, generator=generator).double())[0] for _ in range(2))
+    eigenvalues = 2.0 ** -torch.arange(8).double()
+    matrix, basis = (first * eigenvalues) @ first.mT, other
+    for _ in range(60):
+        values, basis, good = iterated_basis(matrix, basis)
+        assert good.all()
+    torch.testing.assert_close(values, eigenvalues.expand(2, -1), rtol=1e-6, atol=0.0)
+
+
+def test_matrices_without_a_basis_are_decomposed() -> None:
+    matrix = covariances(12, 3, 12, torch.float64)
+    basis = torch.linalg.eigh(matrix)[1]
+    basis[1] = 0
+    assert iterated_basis(matrix, basis)[2].tolist() == [True, False, True]
+    values, vectors = renewed_eigh(matrix, basis)
+    torch.testing.assert_close((vectors * values.unsqueeze(-2)) @ vectors.mT, matrix, rtol=1e-4, atol=1e-6)
+
+
+def test_orthogonal_iteration_of_a_matrix_that_is_not_finite_fails_alone() -> None:
+    matrix = covariances(12, 3, 12, torch.float64)
+    basis = torch.linalg.eigh(matrix)[1]
+    matrix[2, 0, 0] = torch.nan
+    values, vectors = renewed_eigh(matrix, basis)
+    assert values[:2].isfinite().all() and vectors[:2].isfinite().all()
+    assert values[2].isnan().all()
+
+
+def test_products_of_halves_are_summed_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(2, 30, 30, generator=generator).bfloat16() for _ in range(2))
+    assert torch.equal(half_products(left, right, torch.float32), left.float() @ right.float())
+    assert half_products(left, right).dtype is torch.bfloat16

@@ -1,0 +1,333 @@
+"""The step of "eigen_moments" on CUDA: products in bfloat16 of padded matrices, as one CUDA graph.
+
+A plain step turns gradients into the bases and directions back, 4 o i (o + i) flops of a matrix [o, i]. On an H100
+these products take six to ten times as long in float32 as in bfloat16, and in bfloat16 two to five times as long with
+rows of 769 numbers, which a bias makes, as with 784 (`benchmarks.basis_products`). So every group of blocks keeps
+
+    gradients    [L, g, O, I]   bfloat16; O and I are o and i, rounded up to `MULTIPLE` where the side has a basis
+    directions   the same       before they are turned back
+    bases        of each dense side, in bfloat16: copies of those in the extras of the blocks
+
+with zeros outside of [o, i]. Sums of products are in float32, as both means, the eigenvalues and the move are. Diagonal
+sides have no products and no padding.
+
+The elementwise part of a group is one region for torch.compile (`grafted_direction`). Where torch.compile cannot run,
+it is eager, and the report says so. In eager mode the host takes longer to issue the operations of a step than a device
+to run them, so all operations behind the gradients are one graph. Gradients lie elsewhere in every step; to read them
+is one copy a parameter, which the host issues. A check needs the update as a vector, and makes its own move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.matrices import half_products
+from kfac_fx.linalg.vectors import Tensors, joined, split
+from kfac_fx.optim.eigen_means import Means, StepScalars, adam_step
+from kfac_fx.optim.eigen_moments import combine, divide, eigenvalues_of, lengths, momentum_of
+from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mul_, version
+from kfac_fx.recording.backends import CompiledOrPlain, CudaGraph
+
+Scalars = Mapping[str, Tensors]
+MULTIPLE = 16  # rows of so many bfloat16 numbers begin at addresses that tensor cores load without a detour
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The precision of products with bases of this precision, where it pays to pad them; None elsewhere."""
+    if device.type == "cuda" and dtype is torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return None
+
+
+def grafted_direction(
+    h: Tensor,
+    average: Tensor,
+    squares: Tensor,
+    scalars: StepScalars,
+    eigenvalues: Sequence[Tensor],
+    exponent: float,
+    accept: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """Take h into both means of a group, and write the direction d into `out`.
+
+    Args:
+        h: the gradient in the basis [L, g, o, i].
+        accept: 0-dim; where it is false, the gradient counts as zero.
+        average, squares: the sums of the means.
+        exponent: w.
+        out: [L, g, o, i].
+
+    Returns |a| and |d| of the blocks, [2, L]: a is Adam's step.
+    """
+    h = torch.where(accept, h, 0)
+    pair = torch.stack([h, h])
+    adam_step(pair, average, squares, scalars)
+    if exponent:
+        divide(pair, eigenvalues)
+        combine(pair, exponent)
+    out.copy_(pair[1 if exponent else 0])
+    return lengths(pair) if exponent else lengths(pair[:1]).expand(2, -1)
+
+
+def scaled_directions(directions: Tensor, scales: Tensor) -> None:
+    """Multiply the directions of every block by its scale [L, 1, 1, 1]. They are zero where that is zero."""
+    directions.copy_(torch.where(scales == 0, 0, directions * scales))
+
+
+def rounded_up(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+@dataclass
+class PaddedGroup:
+    """The buffers of a group of blocks.
+
+    Attributes:
+        bases: of the dense sides.
+        views: the parts of `gradients` by parameter; None if the layout of a parameter has no views.
+        seen: the versions of the extras that `bases` are copies of.
+    """
+
+    group: BlockGroup
+    gradients: Tensor
+    directions: Tensor
+    bases: list[Tensor]
+    views: Tensors | None = None
+    seen: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(group: BlockGroup, dtype: torch.dtype) -> PaddedGroup:
+        """dtype: of products."""
+        shape, dense = list(group.shape), [side for side in group.sides if not side.diagonal]
+        if group.multiplies_whole:
+            shape[1:] = [d if side.diagonal else rounded_up(d) for side, d in zip(group.sides, shape[1:], strict=True)]
+        gradients = torch.zeros(len(group), *shape, dtype=dtype if dense else group.dtype, device=group.device)
+        bases = []
+        for side in dense:
+            basis = group.extras[f"basis/{side}"]
+            size = rounded_up(basis.shape[-1]) if group.multiplies_whole else basis.shape[-1]
+            bases.append(torch.zeros(*basis.shape[:2], size, size, dtype=dtype, device=group.device))
+        padded = PaddedGroup(group, gradients, torch.zeros_like(gradients), bases)
+        views = group.by_name(padded.inside(gradients))
+        memory = gradients.untyped_storage().data_ptr()
+        if all(view.untyped_storage().data_ptr() == memory for view in views.values()):
+            padded.views = views
+        return padded
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """[..., g, O, I] without its padding: [..., g, o, i]."""
+        _, o, i = self.group.shape
+        return tensor[..., :o, :i]
+
+    def renew_bases(self) -> None:
+        """Copy the bases of the blocks, if they have changed."""
+        present = [self.group.extras[f"basis/{side}"] for side in self.group.sides if not side.diagonal]
+        versions = tuple(map(version, present))
+        if versions != self.seen:
+            for target, basis in zip(self.bases, present, strict=True):
+                target[..., : basis.shape[-2], : basis.shape[-1]].copy_(basis)
+            self.seen = versions
+
+    def turned(self, matrices: Tensor, transpose: bool) -> Tensor:
+        """Q W, or Qᵀ W, in the precision of the factors: [L, g, O, I]."""
+        if not self.bases:
+            return matrices
+        each = iter(self.bases)
+        if not self.group.multiplies_whole:
+            one = torch.ones(1, dtype=matrices.dtype, device=matrices.device)
+            operators = [one if side.diagonal else next(each) for side in self.group.sides]
+            return self.group.applied(matrices, operators, transpose).to(self.group.dtype)
+        left, right = (None if side.diagonal else next(each).flatten(0, 1) for side in self.group.sides)
+        rows, precision = matrices.flatten(0, 1), self.group.dtype
+        if left is not None:
+            rows = half_products(left.mT if transpose else left, rows, precision if right is None else None)
+        if right is not None:
+            rows = half_products(rows, right if transpose else right.mT, precision)
+        return rows.view(matrices.shape)
+
+
+@dataclass
+class PaddedStep:
+    """The steps of the blocks that have factors.
+
+    Attributes:
+        means: those of the groups.
+        names: of the parameters in the blocks.
+        accept: whether the step's gradient is taken, and then whether the step is made; 0-dim, written in place.
+        length: the factor of the updates, 0-dim, written in place.
+        decay: β₂.
+        exponent: w.
+        packed: whose gradients the buffers have.
+    """
+
+    means: Means
+    groups: list[PaddedGroup]
+    registrations: list[Registration]
+    names: frozenset[str]
+    accept: Tensor
+    length: Tensor
+    decay: float
+    exponent: float
+    region: CompiledOrPlain
+    scale: CompiledOrPlain
+    graph: CudaGraph = field(default_factory=CudaGraph)
+    packed: FlatParameters | None = None
+
+    @staticmethod
+    def of(means: Means, scalar: Tensor, decay: float, exponent: float, dtype: torch.dtype) -> PaddedStep:
+        """scalar: a zero with the dtype and the device of all scalars. dtype: of products."""
+        registrations = [registration for group in means.groups for registration in group.registrations]
+        backend = "inductor" if scalar.is_cuda else "eager"
+        return PaddedStep(
+            means,
+            [PaddedGroup.of(group, dtype) for group in means.groups],
+            registrations,
+            frozenset(name for registration in registrations for name in registration.owners),
+            torch.ones_like(scalar, dtype=torch.bool),
+            torch.ones_like(scalar),
+            decay,
+            exponent,
+            CompiledOrPlain(grafted_direction, backend, "the means of a step", dynamic=True),
+            CompiledOrPlain(scaled_directions, backend, "the directions of a step", dynamic=True),
+        )
+
+    def fits(self, means: Means, flat: FlatParameters) -> bool:
+        """Whether these are the means of all blocks with factors, and the blocks have just these parameters."""
+        return self.means is means and self.names == flat.parameters.keys()
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why parts run otherwise than they should."""
+        each = (self.region.reason, self.scale.reason, self.graph.reason)
+        return [f"the step is slower than it could be: {reason}" for reason in each if reason is not None]
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def pack(self, flat: FlatParameters) -> None:
+        """Read the gradients of a step, once."""
+        if self.packed is flat:
+            return
+        self.packed, parts = flat, split(flat.gradients, self.registrations)
+        targets: dict[torch.dtype, list[Tensor]] = {}
+        sources: dict[torch.dtype, list[Tensor]] = {}
+        for padded in self.groups:
+            dtype = padded.gradients.dtype
+            if padded.views is None:
+                padded.inside(padded.gradients).copy_(padded.group.pack(parts))
+            else:
+                targets.setdefault(dtype, []).extend(padded.views.values())
+                sources.setdefault(dtype, []).extend(parts[name] for name in padded.views)
+        for dtype in targets:
+            foreach_copy_(targets[dtype], sources[dtype])
+
+    def gradient_is_finite(self) -> Tensor:
+        """Whether the squares of the packed gradients have a finite sum, also over many steps; 0-dim."""
+        norms = [torch.linalg.vector_norm(padded.gradients, dtype=padded.group.dtype) for padded in self.groups]
+        return (MOST_SUMMED * torch.stack(norms).square().sum()).isfinite()
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def updates(self, momentum: Mapping[str, Tensor], nesterov: Tensor) -> list[Tensor]:
+        """`length` Δ of every group, [L, g, O, I], after the gradient has entered both means.
+
+        Where `accept` is false, or becomes false because an update is not finite, they are zero.
+
+        momentum: β₁ by parameter, 0-dim. nesterov: 0-dim; whether n is not m̂ alone.
+        """
+        means, of_blocks = self.means, []
+        scalars = means.advance(self.accept, momentum_of(means.groups, momentum), self.decay, nesterov)
+        for n, padded in enumerate(self.groups):
+            of_blocks.append(
+                self.region(
+                    padded.inside(padded.turned(padded.gradients, transpose=True)),
+                    means.averages[n].moment,
+                    means.squares[n].moment,
+                    scalars[0 if len(scalars) == 1 else n],
+                    eigenvalues_of(padded.group),
+                    self.exponent,
+                    self.accept,
+                    padded.inside(padded.directions),
+                )
+            )
+        of_adam, of_directions = torch.cat(of_blocks, dim=1)
+        self.accept.logical_and_((of_adam + of_directions).isfinite().all())
+        scales = self.length * of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
+        for padded, scale in zip(self.groups, means.split(torch.where(self.accept, scales, 0)), strict=True):
+            self.scale(padded.directions, scale)
+        return [padded.turned(padded.directions, transpose=False) for padded in self.groups]
+
+    def by_name(self, updates: Sequence[Tensor], like: Tensors) -> Tensors:
+        """The updates of all groups by the names of the registrations. like: tensors of these names."""
+        each: Tensors = {}
+        for padded, update in zip(self.groups, updates, strict=True):
+            each |= padded.group.unpack(padded.inside(update), like)
+        return each
+
+    def vector(self, flat: FlatParameters, ok: Tensor, momentum: Mapping[str, Tensor], nesterov: Tensor) -> Tensor:
+        """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
+        self.prepare(flat, ok)
+        self.length.fill_(1)
+        parts = self.by_name(self.updates(momentum, nesterov), split(flat.gradients, self.registrations))
+        return flat.flat.joined(joined(parts, self.registrations, flat.gradients))
+
+    def step(
+        self,
+        flat: FlatParameters,
+        ok: Tensor,
+        rate: Callable[[], Tensor],
+        scalars: Scalars,
+        nesterov: Callable[[], Tensor],
+    ) -> Tensor:
+        """Move the parameters by -rate lr (Δ + weight_decay θ). Returns whether they moved, 0-dim.
+
+        Args:
+            ok: 0-dim, whether the gradient is taken.
+            rate, nesterov: compute 0-dim tensors from others that lie where they are.
+            scalars: lr, momentum and weight_decay of the parameters by name, 0-dim.
+        """
+        self.prepare(flat, ok)
+        equal = self.means.have_equal_weights()
+        memory = tuple(tensor.data_ptr() for tensor in flat.copies.values())
+        self.graph(
+            lambda: self.move(flat, rate(), scalars, nesterov()),
+            (equal, flat.weight_decay is None, flat.lr.dim(), *map(id, scalars.values()), *memory),
+        )
+        return self.accept.clone()
+
+    def prepare(self, flat: FlatParameters, ok: Tensor) -> None:
+        self.pack(flat)
+        self.accept.copy_(ok)
+        for padded in self.groups:
+            padded.renew_bases()
+
+    def move(self, flat: FlatParameters, rate: Tensor, scalars: Scalars, nesterov: Tensor) -> None:
+        """The operations of `step` that one graph holds. They read and write tensors that lie where they are."""
+        one_lr = flat.lr.dim() == 0
+        self.length.copy_(-rate * flat.lr if one_lr else -rate)
+        targets = split(flat.copies, self.registrations)
+        updates = self.by_name(self.updates(scalars["momentum"], nesterov), targets)
+        if not one_lr:
+            owners = {n: o for r in self.registrations for n, o in zip(r.parameters, r.owners, strict=True)}
+            for names, (lr,) in by_scalars(owners, scalars["lr"]):
+                foreach_mul_([updates[name] for name in names], lr)
+        if flat.weight_decay is not None:
+            for names, (lr, decay) in by_scalars({n: n for n in flat.copies}, scalars["lr"], scalars["weight_decay"]):
+                foreach_mul_([flat.copies[name] for name in names], 1 - rate * lr * decay * self.accept)
+        foreach_add_([targets[name] for name in updates], list(updates.values()))
+
+
+def by_scalars(owners: Mapping[str, str], *scalars: Tensors) -> Iterator[tuple[list[str], list[Tensor]]]:
+    """The names whose owners have the same scalars, and these scalars. owners: the parameter of every name."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, owner in owners.items():
+        alike.setdefault(tuple(id(of[owner]) for of in scalars), []).append(name)
+    for names in alike.values():
+        yield names, [of[owners[names[0]]] for of in scalars]

@@ -1,0 +1,295 @@
+"""Steps of "eigen_moments" by products of padded matrices: against those of the matrices as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kfac_fx
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim import padded_step, step_state
+from kfac_fx.optim.eigen_means import EPSILON, StepScalars
+from kfac_fx.optim.eigen_moments import step_in_bases
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.padded_step import MULTIPLE, PaddedStep, grafted_direction
+from kfac_fx.recording.backends import CompiledOrPlain, CudaGraph
+
+STEPS = 9  # with checks after 0, 1, 2 and 5
+# Updates are about one. Adam's step divides the rounding of zeros by its ε.
+EXACT = {"rtol": 1e-9, "atol": 16 * torch.finfo(torch.float64).eps / EPSILON}
+
+
+class Tied(nn.Module):
+    """A transposed and shared weight, slices of a parameter, and a norm; no size is a multiple of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.norm = nn.Embedding(11, 7), nn.Linear(7, 7), nn.LayerNorm(7)
+        self.both = nn.Parameter(0.3 * torch.randn(14, 7))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.words(ids)
+        y = y + torch.tanh(F.linear(y, self.both[:7]) * F.linear(y, self.both[7:]))
+        return F.linear(self.norm(self.layer(torch.tanh(y))), self.words.weight)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(6, 6, 3, groups=2),
+        nn.BatchNorm2d(6),
+        nn.ConvTranspose2d(6, 4, 2, groups=2),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Flatten(),
+        nn.Linear(36, 5, bias=False),
+    )
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(11, (6, 5), generator=torch.Generator().manual_seed(1))
+    return ids, (3 * ids + 1) % 11
+
+
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 3, 6, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], dict[str, Any]]] = {
+    "text": (Tied, texts, {}),
+    "images": (convolutions, images, {}),
+    "images, sides in blocks": (convolutions, images, {"dense_limit": 16}),
+    "Adam in the bases": (Tied, texts, {"eigenvalue_exponent": 0.0}),
+    "weight decay": (convolutions, images, {"weight_decay": 0.2}),
+    "parameter groups": (Tied, texts, {"groups": True}),
+}
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases and matrices with their own rates, so that a block has two."""
+    parameters = dict(model.named_parameters())
+    biases = [parameter for name, parameter in parameters.items() if "bias" in name]
+    others = [parameter for name, parameter in parameters.items() if "bias" not in name]
+    return [{"params": biases, "lr": 0.5}, {"params": others, "weight_decay": 0.1}]
+
+
+class Training:
+    def __init__(self, case: str, dtype: torch.dtype) -> None:
+        make, batch, options = CASES[case]
+        torch.manual_seed(0)
+        model, (x, self.y) = make().to(dtype), batch()
+        self.x = x.to(dtype) if x.is_floating_point() else x
+        options = dict(options)
+        of_compile = {"dense_limit": options.pop("dense_limit")} if "dense_limit" in options else {}
+        if options.pop("groups", False):
+            options["params"] = by_kind(model)
+        self.net = kfac_fx.compile(model, (self.x,), loss="categorical", **of_compile)
+        self.optimizer = kfac_fx.KFAC(self.net, seed=0, **options)
+        self.state = self.optimizer._step_state
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.net(self.x).flatten(0, -2), self.y.flatten())
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded steps on the CPU, by products in the precision of the factors."""
+    monkeypatch.setattr(step_state, "product_dtype", lambda device, dtype: dtype)
+
+
+def expected_update(training: Training, padded: PaddedStep, flat: FlatParameters, ok: Tensor) -> Tensors:
+    """Δ by the other way, which leaves no trace."""
+    kept = [tensor for group in padded.means.groups for tensor in group.extras.values()]
+    before = [tensor.clone() for tensor in kept]
+    size, options = training.state.size, training.state.options
+    assert training.state.grouped is not None
+    update = step_in_bases(
+        training.state.estimator,
+        padded.means,
+        flat.flat.parts(flat.g),
+        training.state.grouped.scalars["momentum"],
+        options.value("second_moment_decay"),
+        options.value("eigenvalue_exponent"),
+        nesterov=size.nesterov,
+        accept=ok,
+    )
+    for tensor, value in zip(kept, before, strict=True):
+        tensor.copy_(value)
+    return update
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_is_that_of_matrices_as_they_are(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(case, torch.float64)
+    kinds: list[str] = []
+
+    def vector(padded: PaddedStep, flat: FlatParameters, ok: Tensor, *arguments: Any) -> Tensor:
+        expected = expected_update(training, padded, flat, ok)
+        update = plain_vector(padded, flat, ok, *arguments)
+        for name, part in flat.flat.parts(update).items():
+            torch.testing.assert_close(part, expected[name], **EXACT)
+        kinds.append("vector")
+        return update
+
+    def step(padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, nesterov: Any) -> Tensor:
+        update = expected_update(training, padded, flat, ok)
+        expected = {
+            name: parameter - rate() * scalars["lr"][name] * (update[name] + scalars["weight_decay"][name] * parameter)
+            for name, parameter in flat.copies.items()
+        }
+        moved = plain_step(padded, flat, ok, rate, scalars, nesterov)
+        assert moved
+        for name, parameter in flat.copies.items():
+            torch.testing.assert_close(parameter, expected[name], **EXACT)
+        kinds.append("step")
+        return moved
+
+    plain_vector, plain_step = PaddedStep.vector, PaddedStep.step
+    monkeypatch.setattr(PaddedStep, "vector", vector)
+    monkeypatch.setattr(PaddedStep, "step", step)
+    for _ in range(STEPS):
+        training.step()
+    assert kinds == ["vector", "vector", "vector", "step", "step", "vector", "step", "step", "step"]
+    assert int(training.optimizer.skipped) == 0
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    training = Training("text", torch.float64)
+    for _ in range(4):
+        training.step()
+    parameters = [parameter for parameter in training.net.parameters()]
+    means = [tensor for group in training.state.means.groups for tensor in group.extras.values()]
+    before = [tensor.detach().clone() for tensor in (*parameters, *means)]
+    training.optimizer.zero_grad()
+    F.cross_entropy(training.net(training.x).flatten(0, -2), training.y.flatten()).backward()
+    assert parameters[0].grad is not None
+    parameters[0].grad[0, 0] = torch.nan
+    training.optimizer.step()
+    assert int(training.optimizer.skipped) == 1
+    for tensor, value in zip((*parameters, *means), before, strict=True):
+        assert torch.equal(tensor, value)
+    assert training.step() > training.step()  # it goes on
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_an_update_that_is_not_finite_makes_no_step() -> None:
+    training = Training("text", torch.float64)
+    for _ in range(4):
+        training.step()
+    training.state.means.groups[0].extras["eigenvalues/outputs"].fill_(torch.nan)
+    before = [parameter.detach().clone() for parameter in training.net.parameters()]
+    training.step()
+    assert int(training.optimizer.skipped) == 1
+    for parameter, value in zip(training.net.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_a_parameter_without_a_gradient_takes_the_other_way() -> None:
+    training = Training("text", torch.float64)
+    for _ in range(4):
+        training.step()
+    training.optimizer.zero_grad()
+    F.cross_entropy(training.net(training.x).flatten(0, -2), training.y.flatten()).backward()
+    model: Any = training.net.model
+    model.layer.bias.grad = None
+    bias, weight = model.layer.bias.detach().clone(), model.layer.weight.detach().clone()
+    training.optimizer.step()
+    assert torch.equal(model.layer.bias, bias) and not torch.equal(model.layer.weight, weight)
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_buffers_have_rows_of_a_multiple_of_16_and_zeros_behind_the_matrix() -> None:
+    training = Training("text", torch.float64)
+    for _ in range(4):
+        training.step()
+    padded = training.state._padded
+    assert padded is not None
+    products = [group for group in padded.groups if group.bases and group.group.multiplies_whole]
+    assert products
+    for group in products:
+        for side, size in zip(group.group.sides, group.gradients.shape[2:], strict=True):
+            assert side.diagonal or size % MULTIPLE == 0
+        for buffer in (group.gradients, group.directions):
+            whole, inside = buffer.abs().sum(), group.inside(buffer).abs().sum()
+            torch.testing.assert_close(whole, inside, rtol=1e-12, atol=0.0)
+            assert inside > 0
+
+
+def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a loss within a part of its fall that two roundings of 2⁻⁹ explain."""
+    ends = []
+    for dtype in (None, torch.bfloat16):
+        monkeypatch.setattr(step_state, "product_dtype", lambda device, of_factors, dtype=dtype: dtype)
+        training = Training("text", torch.float32)
+        ends.append([training.step() for _ in range(40)])
+    (first, *_, end), (_, *_, other) = ends
+    assert end < 0.5 * first
+    assert abs(other - end) < 0.02 * (first - end)
+
+
+def test_a_cpu_multiplies_matrices_as_they_are() -> None:
+    assert padded_step.product_dtype(torch.device("cpu"), torch.float32) is None
+    training = Training("text", torch.float32)
+    training.step()
+    assert training.state._padded is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own imports
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_region_under_a_compiler_is_the_eager_one(backend: str) -> None:
+    compiled = CompiledOrPlain(grafted_direction, backend, "the means of a step", dynamic=True)
+    for shape in ((3, 1, 5, 7), (2, 1, 4, 9)):
+        generator = torch.Generator().manual_seed(0)
+        h, average, squares = (torch.rand(shape, generator=generator) for _ in range(3))
+        scalars = StepScalars(*(torch.rand((), generator=generator) for _ in range(5)))
+        sides = [1 + torch.rand(*shape[:3], 1), 1 + torch.rand(*shape[:2], 1, shape[3])]
+        results = []
+        for region in (grafted_direction, compiled):
+            out = torch.zeros(*shape[:3], 16, dtype=torch.bfloat16)
+            written = average.clone(), squares.clone()
+            norms = region(h, *written, scalars, sides, 0.5, torch.tensor(True), out[..., : shape[3]])
+            results.append((*written, norms, out))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert compiled.reason is None
+
+
+def test_a_region_that_no_compiler_takes_runs_as_it_is_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_state, "product_dtype", lambda device, dtype: torch.bfloat16)
+    training = Training("text", torch.float32)
+    training.step()
+    padded = training.state._padded
+    assert padded is not None and not padded.reasons
+
+    def refused(*arguments: Any) -> Any:
+        raise torch._dynamo.exc.Unsupported("no Triton here")
+
+    padded.region.backend, padded.region.compiled = "inductor", refused
+    with warnings.catch_warnings():
+        training.step()
+    words = "the step is slower than it could be: inductor cannot compile the means of a step: no Triton here"
+    assert words in padded.reasons
+    assert words in " ".join(str(training.net.report).split())
+
+
+def test_without_cuda_a_graph_runs_the_function() -> None:
+    calls: list[int] = []
+    graph = CudaGraph()
+    for key in (1, 1, 2):
+        graph(lambda: calls.append(1), key)
+    assert len(calls) == 3 and graph.reason is None
