@@ -179,8 +179,8 @@ BATCH_NORM_FUNCTIONAL = "_native_batch_norm_legit_functional"
 ADD_BATCH_DIM, REMOVE_BATCH_DIM = "_add_batch_dim", "_remove_batch_dim"  # of torch.func.vmap
 FORWARD_MODE = frozenset({"_make_dual", "_unpack_dual"})  # of torch.autograd.forward_ad
 
-# Add, multiply and copy lists of tensors in place with few kernels. torch's optimizers use them; the public functions take one
-# tensor at a time.
+# Add, multiply and copy lists of tensors in place with few kernels. torch's optimizers use them; the public functions
+# take one tensor at a time.
 foreach_add_ = torch._foreach_add_
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_

@@ -171,7 +171,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     training = Training("text", torch.float64)
     for _ in range(4):
         training.step()
-    parameters = [parameter for parameter in training.net.parameters()]
+    parameters = list(training.net.parameters())
     means = [tensor for group in training.state.means.groups for tensor in group.extras.values()]
     before = [tensor.detach().clone() for tensor in (*parameters, *means)]
     training.optimizer.zero_grad()
