@@ -247,11 +247,20 @@ class AlikeForms:
             parts.append(self.biases.pack(tensors).unsqueeze(-1))
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
+    @property
+    def both(self) -> bool:
+        """Whether the forms have weights and biases."""
+        return self.weights is not None and self.biases is not None
+
     def unpack(self, matrices: Tensor) -> dict[str, Tensor]:
         """The inverse of `pack`, in views."""
         bodies = matrices if self.biases is None else matrices[..., :-1]
-        tensors = {} if self.weights is None else self.weights.unpack(bodies)
-        return tensors if self.biases is None else tensors | self.biases.unpack(matrices[..., -1])
+        return self.unpack_apart(bodies, matrices[..., -1])
+
+    def unpack_apart(self, weights: Tensor, biases: Tensor) -> dict[str, Tensor]:
+        """From weights [forms, g, o, i] and biases [forms, g, o]: parameter-shaped tensors by name, in views."""
+        tensors = {} if self.weights is None else self.weights.unpack(weights)
+        return tensors if self.biases is None else tensors | self.biases.unpack(biases)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,23 +4,27 @@ A plain step turns gradients into the bases and directions back, 4 o i (o + i) f
 these products take six to ten times as long in float32 as in bfloat16, and in bfloat16 two to five times as long with
 rows of 769 numbers, which a bias makes, as with 784 (`benchmarks.basis_products`). So every group of blocks keeps
 
-    gradients    [L, g, O, I]   bfloat16; O and I are o and i, rounded up to `MULTIPLE` where the side has a basis
+    rows         [L, g, O, I]   bfloat16; O and I are o and i, rounded up to `MULTIPLE` where the side has a basis
     directions   the same       before they are turned back
     bases        of each dense side, in bfloat16: copies of those in the extras of the blocks
 
 with zeros outside of [o, i]. Sums of products are in float32, as both means, the eigenvalues and the move are. Diagonal
-sides have no products and no padding.
+sides have no products and no padding. Where both sides have a basis and the last column is a bias, gradients of weights
+and of biases are read into tensors of their own, and so are their updates: then all parameters are read and moved with
+a handful of kernels, which take lists of contiguous tensors.
 
-The elementwise part of a group is one region for torch.compile (`grafted_direction`). Where torch.compile cannot run,
-it is eager, and the report says so. In eager mode the host takes longer to issue the operations of a step than a device
-to run them, so all operations behind the gradients are one graph. Gradients lie elsewhere in every step; to read them
-is one copy a parameter, which the host issues. A check needs the update as a vector, and makes its own move.
+What is done element by element is one kernel a group (`kfac_fx.optim.padded_kernels`). Where Triton cannot run, it is
+some ten operations of torch, and the report says so. In eager mode the host takes longer to issue the operations of a
+step than a device to run them, so all operations behind the gradients are one graph. A check needs the update as a
+vector, and makes its own move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +37,7 @@ from kfac_fx.optim.eigen_moments import combine, divide, eigenvalues_of, lengths
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mul_, version
-from kfac_fx.recording.backends import CompiledOrPlain, CudaGraph
+from kfac_fx.recording.backends import CudaGraph
 
 Scalars = Mapping[str, Tensors]
 MULTIPLE = 16  # rows of so many bfloat16 numbers begin at addresses that tensor cores load without a detour
@@ -86,20 +90,49 @@ def rounded_up(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
 
+class KernelOrPlain:
+    """A kernel, or the function `plain` after the kernel's first failure. reason: the failure.
+
+    name: of a function in `kfac_fx.optim.padded_kernels`; None: no kernel.
+    """
+
+    def __init__(self, plain: Callable[..., Any], name: str | None) -> None:
+        self.plain, self.name = plain, name
+        self.kernel: Callable[..., Any] | None = None
+        self.reason: str | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.name is None or self.reason is not None:
+            return self.plain(*arguments)
+        try:
+            if self.kernel is None:
+                self.kernel = getattr(import_module("kfac_fx.optim.padded_kernels"), self.name)
+            return self.kernel(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton is missing, or has no compiler here; nothing was written
+            message = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.reason = f"Triton cannot run {self.name}: {message}"
+            return self.plain(*arguments)
+
+
 @dataclass
 class PaddedGroup:
     """The buffers of a group of blocks.
 
     Attributes:
         bases: of the dense sides.
-        views: the parts of `gradients` by parameter; None if the layout of a parameter has no views.
+        weights, biases: the gradients [L, g, O, I'] and [L, g, O, 1] where they are apart; None where they are `rows`.
+        views: the parts of the gradients by parameter; None if the layout of a parameter has no views.
         seen: the versions of the extras that `bases` are copies of.
     """
 
     group: BlockGroup
-    gradients: Tensor
+    rows: Tensor
     directions: Tensor
     bases: list[Tensor]
+    weights: Tensor | None = None
+    biases: Tensor | None = None
     views: Tensors | None = None
     seen: tuple[int, ...] = ()
 
@@ -109,23 +142,40 @@ class PaddedGroup:
         shape, dense = list(group.shape), [side for side in group.sides if not side.diagonal]
         if group.multiplies_whole:
             shape[1:] = [d if side.diagonal else rounded_up(d) for side, d in zip(group.sides, shape[1:], strict=True)]
-        gradients = torch.zeros(len(group), *shape, dtype=dtype if dense else group.dtype, device=group.device)
+        rows = torch.zeros(len(group), *shape, dtype=dtype if dense else group.dtype, device=group.device)
         bases = []
         for side in dense:
             basis = group.extras[f"basis/{side}"]
             size = rounded_up(basis.shape[-1]) if group.multiplies_whole else basis.shape[-1]
-            bases.append(torch.zeros(*basis.shape[:2], size, size, dtype=dtype, device=group.device))
-        padded = PaddedGroup(group, gradients, torch.zeros_like(gradients), bases)
-        views = group.by_name(padded.inside(gradients))
-        memory = gradients.untyped_storage().data_ptr()
-        if all(view.untyped_storage().data_ptr() == memory for view in views.values()):
+            bases.append(rows.new_zeros(*basis.shape[:2], size, size))
+        padded = PaddedGroup(group, rows, torch.zeros_like(rows), bases)
+        if group.multiplies_whole and len(dense) == 2 and group.alike is not None and group.alike.both:
+            width = group.shape[2] - 1
+            padded.weights = rows.new_zeros(*rows.shape[:3], rounded_up(width))
+            padded.biases = rows.new_zeros(*rows.shape[:3], 1)
+        views = padded.by_name(*padded.gradients)
+        memory = [buffer.untyped_storage().data_ptr() for buffer in padded.gradients]
+        if all(view.untyped_storage().data_ptr() in memory for view in views.values()):
             padded.views = views
         return padded
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The buffers that gradients are read into."""
+        return [self.rows] if self.weights is None or self.biases is None else [self.weights, self.biases]
 
     def inside(self, tensor: Tensor) -> Tensor:
         """[..., g, O, I] without its padding: [..., g, o, i]."""
         _, o, i = self.group.shape
         return tensor[..., :o, :i]
+
+    def by_name(self, matrices: Tensor, biases: Tensor | None = None) -> Tensors:
+        """The parameters in [L, g, O, I], or in weights [L, g, O, I'] and biases [L, g, O, 1]."""
+        _, o, i = self.group.shape
+        if biases is None:
+            return self.group.by_name(matrices[..., :o, :i])
+        assert self.group.alike is not None, "bug in kfac_fx: weights apart from biases in groups of unlike forms"
+        return self.group.alike.unpack_apart(matrices[..., :o, : i - 1], biases[..., :o, 0])
 
     def renew_bases(self) -> None:
         """Copy the bases of the blocks, if they have changed."""
@@ -136,6 +186,27 @@ class PaddedGroup:
                 target[..., : basis.shape[-2], : basis.shape[-1]].copy_(basis)
             self.seen = versions
 
+    def to_eigenbasis(self) -> Tensor:
+        """h = Qᵀ W of the gradients, [L, g, o, i] in the precision of the factors."""
+        if self.weights is None or self.biases is None:
+            return self.inside(self.turned(self.rows, transpose=True))
+        (left, right), rows = (basis.flatten(0, 1) for basis in self.bases), self.rows.flatten(0, 1)
+        width = self.group.shape[2] - 1
+        torch.bmm(left.mT, self.weights.flatten(0, 1)[..., :width], out=rows[..., :width])
+        torch.bmm(left.mT, self.biases.flatten(0, 1), out=rows[..., width : width + 1])
+        return self.inside(half_products(rows, right, self.group.dtype).view(self.rows.shape))
+
+    def updates(self) -> Tensors:
+        """Q d of the directions, by parameter."""
+        if self.weights is None:
+            return self.by_name(self.turned(self.directions, transpose=False))
+        left, right = (basis.flatten(0, 1) for basis in self.bases)
+        turned, width = half_products(self.directions.flatten(0, 1), right.mT), self.group.shape[2] - 1
+        parts = turned[..., :width], turned[..., width : width + 1]
+        weights, biases = (half_products(left, part, self.group.dtype) for part in parts)
+        blocks = self.rows.shape[:2]
+        return self.by_name(*(update.unflatten(0, blocks) for update in (weights, biases)))
+
     def turned(self, matrices: Tensor, transpose: bool) -> Tensor:
         """Q W, or Qᵀ W, in the precision of the factors: [L, g, O, I]."""
         if not self.bases:
@@ -144,7 +215,7 @@ class PaddedGroup:
         if not self.group.multiplies_whole:
             one = torch.ones(1, dtype=matrices.dtype, device=matrices.device)
             operators = [one if side.diagonal else next(each) for side in self.group.sides]
-            return self.group.applied(matrices, operators, transpose).to(self.group.dtype)
+            return self.group.applied(matrices, operators, transpose).to(self.group.dtype).contiguous()
         left, right = (None if side.diagonal else next(each).flatten(0, 1) for side in self.group.sides)
         rows, precision = matrices.flatten(0, 1), self.group.dtype
         if left is not None:
@@ -176,8 +247,8 @@ class PaddedStep:
     length: Tensor
     decay: float
     exponent: float
-    region: CompiledOrPlain
-    scale: CompiledOrPlain
+    region: KernelOrPlain
+    scale: KernelOrPlain
     graph: CudaGraph = field(default_factory=CudaGraph)
     packed: FlatParameters | None = None
 
@@ -185,7 +256,10 @@ class PaddedStep:
     def of(means: Means, scalar: Tensor, decay: float, exponent: float, dtype: torch.dtype) -> PaddedStep:
         """scalar: a zero with the dtype and the device of all scalars. dtype: of products."""
         registrations = [registration for group in means.groups for registration in group.registrations]
-        backend = "inductor" if scalar.is_cuda else "eager"
+        region, scale = (
+            KernelOrPlain(function, function.__name__ if scalar.is_cuda else None)
+            for function in (grafted_direction, scaled_directions)
+        )
         return PaddedStep(
             means,
             [PaddedGroup.of(group, dtype) for group in means.groups],
@@ -195,8 +269,8 @@ class PaddedStep:
             torch.ones_like(scalar),
             decay,
             exponent,
-            CompiledOrPlain(grafted_direction, backend, "the means of a step", dynamic=True),
-            CompiledOrPlain(scaled_directions, backend, "the directions of a step", dynamic=True),
+            region,
+            scale,
         )
 
     def fits(self, means: Means, flat: FlatParameters) -> bool:
@@ -219,24 +293,28 @@ class PaddedStep:
         targets: dict[torch.dtype, list[Tensor]] = {}
         sources: dict[torch.dtype, list[Tensor]] = {}
         for padded in self.groups:
-            dtype = padded.gradients.dtype
             if padded.views is None:
-                padded.inside(padded.gradients).copy_(padded.group.pack(parts))
-            else:
-                targets.setdefault(dtype, []).extend(padded.views.values())
-                sources.setdefault(dtype, []).extend(parts[name] for name in padded.views)
+                padded.weights = padded.biases = None
+                padded.inside(padded.rows).copy_(padded.group.pack(parts))
+                continue
+            targets.setdefault(padded.rows.dtype, []).extend(padded.views.values())
+            sources.setdefault(padded.rows.dtype, []).extend(parts[name] for name in padded.views)
         for dtype in targets:
             foreach_copy_(targets[dtype], sources[dtype])
 
     def gradient_is_finite(self) -> Tensor:
         """Whether the squares of the packed gradients have a finite sum, also over many steps; 0-dim."""
-        norms = [torch.linalg.vector_norm(padded.gradients, dtype=padded.group.dtype) for padded in self.groups]
+        norms = [
+            torch.linalg.vector_norm(buffer, dtype=padded.group.dtype)
+            for padded in self.groups
+            for buffer in padded.gradients
+        ]
         return (MOST_SUMMED * torch.stack(norms).square().sum()).isfinite()
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
-    def updates(self, momentum: Mapping[str, Tensor], nesterov: Tensor) -> list[Tensor]:
-        """`length` Δ of every group, [L, g, O, I], after the gradient has entered both means.
+    def updates(self, momentum: Mapping[str, Tensor], nesterov: Tensor) -> Tensors:
+        """`length` Δ by the names of the registrations, after the gradient has entered both means.
 
         Where `accept` is false, or becomes false because an update is not finite, they are zero.
 
@@ -247,7 +325,7 @@ class PaddedStep:
         for n, padded in enumerate(self.groups):
             of_blocks.append(
                 self.region(
-                    padded.inside(padded.turned(padded.gradients, transpose=True)),
+                    padded.to_eigenbasis(),
                     means.averages[n].moment,
                     means.squares[n].moment,
                     scalars[0 if len(scalars) == 1 else n],
@@ -262,21 +340,13 @@ class PaddedStep:
         scales = self.length * of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
         for padded, scale in zip(self.groups, means.split(torch.where(self.accept, scales, 0)), strict=True):
             self.scale(padded.directions, scale)
-        return [padded.turned(padded.directions, transpose=False) for padded in self.groups]
-
-    def by_name(self, updates: Sequence[Tensor], like: Tensors) -> Tensors:
-        """The updates of all groups by the names of the registrations. like: tensors of these names."""
-        each: Tensors = {}
-        for padded, update in zip(self.groups, updates, strict=True):
-            each |= padded.group.unpack(padded.inside(update), like)
-        return each
+        return {name: update for padded in self.groups for name, update in padded.updates().items()}
 
     def vector(self, flat: FlatParameters, ok: Tensor, momentum: Mapping[str, Tensor], nesterov: Tensor) -> Tensor:
         """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
         self.prepare(flat, ok)
         self.length.fill_(1)
-        parts = self.by_name(self.updates(momentum, nesterov), split(flat.gradients, self.registrations))
-        return flat.flat.joined(joined(parts, self.registrations, flat.gradients))
+        return flat.flat.joined(joined(self.updates(momentum, nesterov), self.registrations, flat.gradients))
 
     def step(
         self,
@@ -313,7 +383,7 @@ class PaddedStep:
         one_lr = flat.lr.dim() == 0
         self.length.copy_(-rate * flat.lr if one_lr else -rate)
         targets = split(flat.copies, self.registrations)
-        updates = self.by_name(self.updates(scalars["momentum"], nesterov), targets)
+        updates = self.updates(scalars["momentum"], nesterov)
         if not one_lr:
             owners = {n: o for r in self.registrations for n, o in zip(r.parameters, r.owners, strict=True)}
             for names, (lr,) in by_scalars(owners, scalars["lr"]):

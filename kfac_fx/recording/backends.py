@@ -16,14 +16,14 @@ COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
 
 
-def compiled_function(function: Callable[..., Any], backend: str, dynamic: bool | None = None) -> Callable[..., Any]:
+def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """`function` under a backend: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of
-    torch.compile's. dynamic: whether one graph serves all sizes."""
+    torch.compile's."""
     if backend == "eager":
         return function
     if backend == "cudagraphs":
-        return torch.compile(with_own_code(function), fullgraph=True, mode="reduce-overhead", dynamic=dynamic)
-    return torch.compile(with_own_code(function), fullgraph=True, backend=backend, dynamic=dynamic)
+        return torch.compile(with_own_code(function), fullgraph=True, mode="reduce-overhead")
+    return torch.compile(with_own_code(function), fullgraph=True, backend=backend)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,22 +42,14 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledOrPlain:
-    """`function` under `backend`, in eager mode after the first failure.
+    """`function` under `backend`, in eager mode after the first failure: an autograd.Function can hold any Python code.
 
-    Attributes:
-        what: what there is in the function that a compiler may refuse.
-        reason: the compiler's message after a failure; None as long as it has not failed.
+    reason: the compiler's message then; None as long as it has not failed.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        backend: str,
-        what: str = "an autograd.Function in it",
-        dynamic: bool | None = None,
-    ) -> None:
-        self.function, self.backend, self.what = function, backend, what
-        self.compiled: Callable[..., Any] | None = compiled_function(function, backend, dynamic)
+    def __init__(self, function: Callable[..., Any], backend: str) -> None:
+        self.function, self.backend = function, backend
+        self.compiled: Callable[..., Any] | None = compiled_function(function, backend)
         self.reason: str | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -67,11 +59,10 @@ class CompiledOrPlain:
             except Exception as error:
                 if not type(error).__module__.startswith(COMPILER):
                     raise
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                message = " ".join(lines[:2]) or type(error).__name__  # the first may be a mere heading
+                message = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self.compiled, self.reason = (
                     None,
-                    f"{self.backend} cannot compile {self.what}: {message}",
+                    f"{self.backend} cannot compile an autograd.Function in it: {message}",
                 )
         return self.function(*args)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch.nn import functional as F
 import kfac_fx
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim import padded_step, step_state
-from kfac_fx.optim.eigen_means import EPSILON, StepScalars
+from kfac_fx.optim.eigen_means import EPSILON
 from kfac_fx.optim.eigen_moments import step_in_bases
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.padded_step import MULTIPLE, PaddedStep, grafted_direction
-from kfac_fx.recording.backends import CompiledOrPlain, CudaGraph
+from kfac_fx.optim.padded_step import MULTIPLE, PaddedStep
+from kfac_fx.recording.backends import CudaGraph
 
 STEPS = 9  # with checks after 0, 1, 2 and 5
 # Updates are about one. Adam's step divides the rounding of zeros by its ε.
@@ -222,9 +221,9 @@ def test_buffers_have_rows_of_a_multiple_of_16_and_zeros_behind_the_matrix() -> 
     products = [group for group in padded.groups if group.bases and group.group.multiplies_whole]
     assert products
     for group in products:
-        for side, size in zip(group.group.sides, group.gradients.shape[2:], strict=True):
+        for side, size in zip(group.group.sides, group.rows.shape[2:], strict=True):
             assert side.diagonal or size % MULTIPLE == 0
-        for buffer in (group.gradients, group.directions):
+        for buffer in (group.rows, group.directions):
             whole, inside = buffer.abs().sum(), group.inside(buffer).abs().sum()
             torch.testing.assert_close(whole, inside, rtol=1e-12, atol=0.0)
             assert inside > 0
@@ -249,42 +248,25 @@ def test_a_cpu_multiplies_matrices_as_they_are() -> None:
     assert training.state._padded is None
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own imports
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_the_region_under_a_compiler_is_the_eager_one(backend: str) -> None:
-    compiled = CompiledOrPlain(grafted_direction, backend, "the means of a step", dynamic=True)
-    for shape in ((3, 1, 5, 7), (2, 1, 4, 9)):
-        generator = torch.Generator().manual_seed(0)
-        h, average, squares = (torch.rand(shape, generator=generator) for _ in range(3))
-        scalars = StepScalars(*(torch.rand((), generator=generator) for _ in range(5)))
-        sides = [1 + torch.rand(*shape[:3], 1), 1 + torch.rand(*shape[:2], 1, shape[3])]
-        results = []
-        for region in (grafted_direction, compiled):
-            out = torch.zeros(*shape[:3], 16, dtype=torch.bfloat16)
-            written = average.clone(), squares.clone()
-            norms = region(h, *written, scalars, sides, 0.5, torch.tensor(True), out[..., : shape[3]])
-            results.append((*written, norms, out))
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs)
-    assert compiled.reason is None
-
-
-def test_a_region_that_no_compiler_takes_runs_as_it_is_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_state, "product_dtype", lambda device, dtype: torch.bfloat16)
-    training = Training("text", torch.float32)
+def test_without_triton_the_operations_are_those_of_torch_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_state, "product_dtype", lambda device, dtype: dtype)
+    training = Training("text", torch.float64)
     training.step()
     padded = training.state._padded
     assert padded is not None and not padded.reasons
 
-    def refused(*arguments: Any) -> Any:
-        raise torch._dynamo.exc.Unsupported("no Triton here")
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'triton'")
 
-    padded.region.backend, padded.region.compiled = "inductor", refused
-    with warnings.catch_warnings():
-        training.step()
-    words = "the step is slower than it could be: inductor cannot compile the means of a step: no Triton here"
-    assert words in padded.reasons
+    monkeypatch.setattr(padded_step, "import_module", missing)
+    padded.region.name = "grafted_direction"
+    training.step()
+    words = "the step is slower than it could be: Triton cannot run grafted_direction: No module named 'triton'"
+    assert padded.reasons == [words]
     assert words in " ".join(str(training.net.report).split())
+    assert int(training.optimizer.skipped) == 0
 
 
 def test_without_cuda_a_graph_runs_the_function() -> None:
