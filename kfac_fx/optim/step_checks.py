@@ -68,6 +68,7 @@ from torch import Tensor
 from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
+from kfac_fx.optim.check_precision import COARSE
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.rules import DampingRule, Product
 from kfac_fx.passes.graphs.labels import gradient_stop
@@ -76,7 +77,6 @@ from kfac_fx.passes.registration import where
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
-COARSE = 1e-6  # of a rounding in which what the forward returned may differ from what the graph computes
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -122,7 +122,7 @@ class Check:
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
         """by_quotient: whether a difference quotient takes the place of a product with the Jacobian."""
         rounding = batch.rounding
-        repeated = rounding <= COARSE and batch.net.repeats_recordings
+        repeated = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
         before = batch.returned(parameters) if repeated else batch.at(parameters)
         step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
         return Check(batch, parameters, before, batch.value(before), steps, step)
