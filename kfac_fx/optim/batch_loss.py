@@ -8,6 +8,9 @@ points it changes by
 
 for all targets (the Bregman divergence of the log-partition function; Wainwright & Jordan 2008, section 5.2.2). For
 other distributions this holds to second order. If the forward returns the loss itself, h(z') - h(z) = <g, z' - z>.
+
+All values are computed in the precision of the parameters (`kfac_fx.optim.check_precision`), also where the user's
+forward rounded more coarsely; g is then the gradient at outputs that differ by this rounding.
 """
 
 from __future__ import annotations

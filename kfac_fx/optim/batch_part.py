@@ -137,7 +137,7 @@ def difference_of_part(
             if left or not output.dim() or [*shape[:dim], wanted * rows, *shape[dim + 1 :]] != list(part.shape):
                 return f"outputs {shape} of {number} examples are {list(part.shape)} of {wanted}"
         if emitted.random:
-            alone = outputs_on(repeated(emitted, more, wanted))
+            alone = outputs_on(with_repeated_examples(emitted, more, wanted))
             alone = [first_rows(output, dim, number, wanted) for output, dim in zip(alone, dims, strict=True)]
     except RuntimeError as error:  # a graph of one size of batches
         if fatal(error):
@@ -148,7 +148,7 @@ def difference_of_part(
     return "the outputs of an example depend on the others" if bool(apart) else None
 
 
-def repeated(emitted: EmittedGraph, values: Sequence[Any], wanted: int) -> tuple[Any, ...]:
+def with_repeated_examples(emitted: EmittedGraph, values: Sequence[Any], wanted: int) -> tuple[Any, ...]:
     """The inputs with the first `wanted` examples again and again in the place of all others."""
     total = emitted.examples(values)
 

@@ -39,7 +39,9 @@ norm is at most max(1, h).
 
 <d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
 product with the Jacobian costs four. It takes the place of this quotient in "adaptive", which divides by <d, F d>, and
-where a quotient is no measure of the batch (`against_quotients`).
+where a quotient is no measure of the batch (`against_quotients`). All forwards of a check compute in the precision of
+the parameters (`kfac_fx.optim.check_precision`). On an accelerator they take a part of the batch
+(`kfac_fx.optim.batch_part`).
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -288,9 +290,9 @@ def along_move(check: Check, flat: FlatParameters, move: Tensor) -> tuple[Tensor
 def against_quotients(batch: BatchLoss) -> str | None:
     """Why a difference quotient is no measure of this batch; None if it is one.
 
-    In a coarse precision a small part of a step is lost in the rounding of the parameters. Where the outputs jump, as
-    behind the choice of an expert or in quantized networks, a few jumps in a small part of a step look like a steep
-    slope.
+    In a coarse precision a small part of a step is lost in the rounding of the parameters. Autocast around the user's
+    forward and TF32 do not count, because the forwards of a check run without them. Where the outputs jump, as behind
+    the choice of an expert or in quantized networks, a few jumps in a small part of a step look like a steep slope.
     """
     if batch.rounding > COARSE:
         return f"parameters and products are rounded by up to {batch.rounding:.0e} of themselves"

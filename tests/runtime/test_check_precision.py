@@ -79,7 +79,7 @@ class WithCastOfInputs(Net):
 
 
 class CoarseProducts(TorchDispatchMode):
-    """What a GPU does to products of float32 where TF32 is allowed: it rounds the operands to 10 bits."""
+    """Products of float32 as a GPU computes them where TF32 is allowed: the operands are rounded to 10 bits."""
 
     @staticmethod
     def rounded(tensor: Any) -> Any:
