@@ -180,6 +180,14 @@ class Divided(nn.Module):
         return z
 
 
+class Ignoring(Net):
+    """Returns a loss without the cases whose target is -100."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        assert targets is not None
+        return F.cross_entropy(super().forward(x).flatten(0, 1), targets.flatten())
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(15, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
 
@@ -196,6 +204,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Any, Callable[[
     ),
     "contrast": (Contrast, (X,), "normal", rows, r"outputs \[6, 6\] of 6 examples are \[3, 3\] of 3"),
     "divided": (Divided, (X,), "normal", squares, "no single graph holds the model"),
+    "ignored targets": (Ignoring, (X, CLASSES), None, lambda loss: loss, "a loss that ignores some targets"),
     "sum": (lambda: Net(reduction="sum"), (X, VALUES), None, lambda loss: loss, "a loss that is a sum over cases"),
 }  # fmt: skip
 
