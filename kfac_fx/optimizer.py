@@ -362,8 +362,8 @@ class KFAC(Optimizer, Joinable):
         return self._step_state.counters()
 
     def intervals(self) -> list[str]:
-        """For the report: how often statistics, inverses and checks are due, if a cost model chooses that."""
-        return self._step_state.schedule.described()
+        """For the report: the intervals that a cost model chooses, and the part of a batch that checks take."""
+        return self._step_state.intervals()
 
     def fallbacks(self) -> list[str]:
         """For the report: each part that was not done as it should be, and why."""

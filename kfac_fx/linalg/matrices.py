@@ -6,7 +6,7 @@ Matrix products of float32 are computed in float32, whatever precision the user 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -380,7 +380,17 @@ def older_settings(everything: bool) -> list[tuple[Callable[[Any], None], Any, A
 
 def products_are_full() -> bool:
     """Whether matrix products of float32 are computed in float32 by the settings of now."""
-    chosen = [backend.fp32_precision for backend in (TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul)]
+    return are_full([TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul])
+
+
+def convolutions_are_full(kinds: Collection[str]) -> bool:
+    """The same for convolutions and recurrent layers. kinds: of the devices that compute them."""
+    backends = [] if "cuda" not in kinds else [TORCH_BACKENDS.cudnn.conv, TORCH_BACKENDS.cudnn.rnn]
+    return are_full([*backends, *([TORCH_BACKENDS.mkldnn.conv, TORCH_BACKENDS.mkldnn.rnn] if "cpu" in kinds else [])])
+
+
+def are_full(backends: Sequence[Any]) -> bool:
+    chosen = [backend.fp32_precision for backend in backends]
     effective = [TORCH_BACKENDS.fp32_precision if precision == "none" else precision for precision in chosen]
     return all(precision in ("none", "ieee") for precision in effective)
 

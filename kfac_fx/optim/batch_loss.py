@@ -8,6 +8,9 @@ points it changes by
 
 for all targets (the Bregman divergence of the log-partition function; Wainwright & Jordan 2008, section 5.2.2). For
 other distributions this holds to second order. If the forward returns the loss itself, h(z') - h(z) = <g, z' - z>.
+
+All values are computed in the precision of the parameters (`kfac_fx.optim.check_precision`), also where the user's
+forward rounded more coarsely; g is then the gradient at outputs that differ by this rounding.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
+from kfac_fx.optim.check_precision import OWN_PRECISION, CheckPrecision
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_gradient import hooked_leaves
 from kfac_fx.passes.products import precise
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
+from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 
 NamedTensors = Mapping[str, Tensor]
@@ -46,12 +51,16 @@ class ObservedForward:
     returned: Any  # what the model returned, detached
     leaves: Sequence[int]  # the returned leaves through which the loss is trained
     at_outputs: bool  # whether these are the Fisher's outputs
-    rounding: float = 0.0  # the ε of the coarsest precision that takes part in it
+    precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
 
     @staticmethod
     def of(
-        recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, rounding: float = 0.0
+        recorder: Recorder,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        precision: CheckPrecision = OWN_PRECISION,
     ) -> ObservedForward:
         """Observe the gradients that the backward sends into `outputs`, what the model returned."""
         returned, spec = pytree.tree_flatten(outputs)
@@ -60,7 +69,7 @@ class ObservedForward:
         for leaf in leaves if at_outputs else ():
             kept[leaf] = kept[leaf].clone()  # the user or a CUDA graph may write over it before the step
         forward = ObservedForward(
-            recorder, args, kwargs, pytree.tree_unflatten(kept, spec), leaves, at_outputs, rounding
+            recorder, args, kwargs, pytree.tree_unflatten(kept, spec), leaves, at_outputs, precision
         )
         for leaf in leaves:
             if returned[leaf].requires_grad:
@@ -92,6 +101,7 @@ class BatchLoss:
         loss_scale: the factor of the loss in the user's backward, as that of a GradScaler.
         replicas: the processes that have parts of the batch, which may be of different sizes.
         start: the random streams before the first forward, so that noise is the same at all points.
+        share: the part of the examples that `forwards` hold; see `kfac_fx.optim.batch_part`.
     """
 
     net: CompiledModule
@@ -102,6 +112,7 @@ class BatchLoss:
     replicas: Replicas
     devices: tuple[torch.device, ...]
     start: RandomState | None
+    share: float = 1.0
 
     @property
     def observed(self) -> bool:
@@ -111,12 +122,18 @@ class BatchLoss:
 
     @property
     def rounding(self) -> float:
-        """The ε of the coarsest precision that takes part."""
-        return max(forward.rounding for forward in self.forwards)
+        """The ε of the coarsest precision that takes part in the forwards of a check."""
+        return max(forward.precision.rounding for forward in self.forwards)
+
+    @property
+    def as_returned(self) -> bool:
+        """Whether the user's forwards computed in the precision of those of a check."""
+        return all(forward.precision.as_returned for forward in self.forwards)
 
     @contextmanager
     def same_noise(self) -> Iterator[None]:
-        with same_random(self.devices):
+        """Forwards inside have the noise of the user's forwards, and products are in full precision."""
+        with same_random(self.devices), OWN_PRECISION.entered():
             if self.start is not None:
                 self.start.restore()
             yield
@@ -137,19 +154,27 @@ class BatchLoss:
 
     def values(self, forward: ObservedForward, parameters: NamedTensors) -> Values:
         recorder, args, kwargs = forward.recorder, forward.args, forward.kwargs
-        if recorder.whole:
-            outputs, fisher = recorder.outputs(parameters, recorder.capture.flatten(args, kwargs))
-        else:  # a call that was not captured may come
-            outputs, fisher = self.net.functional(parameters, args, kwargs)
-        return self.values_of(forward, outputs, fisher)
+        with forward.precision.entered():
+            if recorder.whole:
+                outputs, fisher = recorder.outputs(parameters, recorder.capture.flatten(args, kwargs))
+            else:  # a call that was not captured may come
+                outputs, fisher = self.net.functional(parameters, args, kwargs)
+            return self.values_of(forward, outputs, fisher)
 
     def values_of(self, forward: ObservedForward, outputs: Any, fisher: tuple[Tensor, ...] | None = None) -> Values:
         """The values of what the model returned. fisher: the Fisher's outputs; None: the observed leaves."""
         returned = pytree.tree_flatten(outputs)[0]
         leaves = [returned[n] for n in forward.leaves]
         fisher = tuple(leaves) if fisher is None else fisher
-        return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)
+        if not forward.recorder.whole:
+            return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)
+        # Not `net.losses`, which looks for a capture of the call: a part may have a single example.
+        of = forward.recorder.losses
+        inputs = forward.recorder.capture.flatten(forward.args, forward.kwargs)
+        pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, inputs)
+        return Values(of.averaged(pairs), leaves)
 
+    @OWN_PRECISION.entered()
     def change(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
         """h(after) - h(before), []. `before`: where the gradients were observed. Without observed gradients: its
         curvature only."""
@@ -163,6 +188,7 @@ class BatchLoss:
                     change = change + share * loss.divergence_from(was.inputs)
         return self.replicas.mean(change)
 
+    @OWN_PRECISION.entered()
     def value(self, at: Sequence[Values]) -> Tensor:
         """h where the gradients were observed, []; infinity where the gradient does not tell it."""
         total, value = self.cases(values.cases for values in at), self.zero(at)
@@ -226,6 +252,7 @@ class BatchLoss:
                 here.append(Values(losses, list(primals[len(losses) :])))
         return (*self.mean_products(results), here)
 
+    @OWN_PRECISION.entered()
     def between(self, before: Sequence[Values], after: Sequence[Values], step: Tensor) -> tuple[Tensor, Tensor]:
         """(<d, F d>, <∇h, d>) as `along`, by difference quotients: `after` is `before` a small `step` along d.
 

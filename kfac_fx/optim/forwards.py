@@ -15,6 +15,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import drop_gathered, is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
+from kfac_fx.optim.check_precision import CheckPrecision
 from kfac_fx.optim.loss_gradient import Watched, watch
 from kfac_fx.optim.loss_scale import check_coverage, check_scale
 from kfac_fx.optim.schedule import Schedule
@@ -202,8 +203,8 @@ class Forwards:
         if self.paused or self.recorder is None:
             return
         if self.schedule.checking:
-            rounding = self.net.rounding(args, kwargs)
-            self.seen.observed.append(ObservedForward.of(self.recorder, args, kwargs, outputs, rounding))
+            precision = CheckPrecision.of_call(self.recorder, args, kwargs)
+            self.seen.observed.append(ObservedForward.of(self.recorder, args, kwargs, outputs, precision))
         if self.checked or self.before is None:
             return
         watched = watch(self.recorder, args, kwargs, outputs, self.before)

@@ -23,6 +23,7 @@ from kfac_fx.in_place import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.batch_loss import BatchLoss
+from kfac_fx.optim.batch_part import part_of_batch, share_of_checks
 from kfac_fx.optim.eigen_moments import refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
@@ -288,6 +289,9 @@ def new_check(state: StepState, loss_scale: float) -> Check:
     state.unobserved = state.unobserved or not batch.observed
     parameters = {name: parameter.detach() for parameter, name in state.names.items()}
     if state.options.eigen_moments:
+        share = share_of_checks((parameter.device.type for parameter in state.names), state.replicas.number)
+        batch, state.by_whole_batch = part_of_batch(batch, share, parameters)
+        state.share = batch.share
         state.by_product = against_quotients(batch)
     by_quotient = state.options.eigen_moments and state.by_product is None
     return Check.of(batch, parameters, state.schedule.steps_since_check, by_quotient)

@@ -39,7 +39,9 @@ norm is at most max(1, h).
 
 <d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
 product with the Jacobian costs four. It takes the place of this quotient in "adaptive", which divides by <d, F d>, and
-where a quotient is no measure of the batch (`against_quotients`).
+where a quotient is no measure of the batch (`against_quotients`). All forwards of a check compute in the precision of
+the parameters (`kfac_fx.optim.check_precision`). On an accelerator they take a part of the batch
+(`kfac_fx.optim.batch_part`).
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -68,6 +70,7 @@ from torch import Tensor
 from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
+from kfac_fx.optim.check_precision import COARSE
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.rules import DampingRule, Product
 from kfac_fx.passes.graphs.labels import gradient_stop
@@ -76,7 +79,6 @@ from kfac_fx.passes.registration import where
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
-COARSE = 1e-6  # of a rounding in which what the forward returned may differ from what the graph computes
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -132,7 +134,7 @@ class Check:
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
         """by_quotient: whether a difference quotient takes the place of a product with the Jacobian."""
         rounding = batch.rounding
-        repeated = rounding <= COARSE and batch.net.repeats_recordings
+        repeated = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
         before = batch.returned(parameters) if repeated else batch.at(parameters)
         step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
         return Check(batch, parameters, before, batch.value(before), steps, step)
@@ -298,9 +300,9 @@ def along_move(check: Check, flat: FlatParameters, move: Tensor) -> tuple[Tensor
 def against_quotients(batch: BatchLoss) -> str | None:
     """Why a difference quotient is no measure of this batch; None if it is one.
 
-    In a coarse precision a small part of a step is lost in the rounding of the parameters. Where the outputs jump, as
-    behind the choice of an expert or in quantized networks, a few jumps in a small part of a step look like a steep
-    slope.
+    In a coarse precision a small part of a step is lost in the rounding of the parameters. Autocast around the user's
+    forward and TF32 do not count, because the forwards of a check run without them. Where the outputs jump, as behind
+    the choice of an expert or in quantized networks, a few jumps in a small part of a step look like a steep slope.
     """
     if batch.rounding > COARSE:
         return f"parameters and products are rounded by up to {batch.rounding:.0e} of themselves"

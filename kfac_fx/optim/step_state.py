@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.host import zero_unless_
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.batch_part import SHARE
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.eigen_means import Means
 from kfac_fx.optim.eigen_moments import directions, step_in_bases, without_basis
@@ -116,6 +118,8 @@ class StepState:
     shards: Shards | None = None  # None if every process has whole parameters
     unobserved: bool = False  # a check did not know the gradient of the outputs
     by_product: str | None = None  # why the last check of "eigen_moments" took a product with the Jacobian
+    share: float = 1.0  # the part of the examples that the last check of "eigen_moments" took
+    by_whole_batch: str | None = None  # why it took all of them, on an accelerator
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
     grouped: GroupedParameters | None = None  # None to read the parameter groups anew
@@ -202,6 +206,11 @@ class StepState:
             "inverses kept from before": sum(block.decompositions for block in failures),
         }
 
+    def intervals(self) -> list[str]:
+        """How often statistics, inverses and checks are due, and how much of a batch checks take."""
+        part = f"checks take the first {Fraction(self.share)} of the examples of a batch, rounded up, on an accelerator"
+        return [*self.schedule.described(), *[part] * (self.share < 1.0)]
+
     def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
         """Each part that was not done as it should be, and why."""
         reasons = []
@@ -214,6 +223,11 @@ class StepState:
             reasons.append(
                 "the checks of the step size take a product with the Jacobian, which costs four forwards in the place "
                 f"of one: {self.by_product}"
+            )
+        if self.by_whole_batch is not None:
+            reasons.append(
+                f"the checks of the step size take whole batches in the place of {Fraction(SHARE)} of their examples, "
+                f"which costs time on an accelerator: {self.by_whole_batch}"
             )
         chosen = self.options.momentum_type is None and self.options.damping is None
         if chosen and (without := without_basis(registrations)):

@@ -53,6 +53,8 @@ class Recorder:
         rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
         meeting: the registrations whose cases meet, see `keys_that_meet`; None: not looked for yet.
         verify: whether exact passes are to be verified.
+        parts_differ: how the outputs of a part of a batch differ from those of the batch, in words; empty: they do not;
+            None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
     """
@@ -68,6 +70,7 @@ class Recorder:
     misfits: list[str] = field(default_factory=list, init=False)
     rows_reason: str | None = field(default=None, init=False)
     meeting: frozenset[Key] | None = field(default=None, init=False)
+    parts_differ: str | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
 
@@ -165,14 +168,22 @@ class Recorder:
 
     def without_cases(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward with an empty batch in the place of theirs."""
-        values = self.capture.flatten(args, kwargs)
-        empty: Any = self.emitted.part(values, 0.0)
-        if self.emitted.whole:
-            by_tensor = {id(value): part for value, part in zip(values, empty, strict=True) if part is not value}
-            empty = pytree.tree_map(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
         copied: tuple[tuple[Any, ...], dict[str, Any]]
+        empty = self.part_of_call(args, kwargs, 0.0)
         copied = pytree.tree_map_only(Tensor, lambda leaf: leaf.clone(), empty)  # a view is all
         return copied
+
+    def part_of_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], fraction: float
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward with the first `fraction` of their examples, rounded up."""
+        values = self.capture.flatten(args, kwargs)
+        call: Any = self.emitted.part(values, fraction)
+        if self.emitted.whole:
+            by_tensor = {id(value): part for value, part in zip(values, call, strict=True) if part is not value}
+            call = pytree.tree_map(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
+        of_part: tuple[tuple[Any, ...], dict[str, Any]] = call
+        return of_part
 
     def part_of_targets(self, targets: Any, values: Any, fraction: float) -> Any:
         """The targets of `emitted.part(values, fraction)`: their cases are on the dimension of the first output's."""

@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..ir import CASES, KEPT, Program, Use
 from ..parametrization import Computed
-from ..torch_private import pytree, size_hint
+from ..torch_private import AUTOCAST_REGION, pytree, size_hint
 from .operations import (
     DATA_FIRST,
     EXPANDS,
@@ -245,6 +245,41 @@ def gradient_stop(program: Program) -> fx.Node | None:
                 return node
             moving.add(node)
     return None
+
+
+ROUNDING_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def named_dtypes(program: Program) -> set[torch.dtype]:
+    """The dtypes of floating-point numbers that the graph itself converts to what follows the parameters: by a cast, or
+    in a region of autocast."""
+    moving: set[fx.Node] = set()
+    dtypes: set[torch.dtype] = set()
+    node: fx.Node
+    for node in program.graph.nodes:
+        if node.op == "get_attr" and node.target in program.parameters:
+            moving.add(node)
+        elif op_name(node) not in SHAPE_ONLY and not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+            dtypes |= dtypes_of_operation(node, program.root)
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
+
+
+def dtypes_of_operation(node: fx.Node, root: nn.Module) -> set[torch.dtype]:
+    """The dtypes that a node names; of a region, those that its nodes name, and that of its autocast if it is on."""
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    if op_name(node) == AUTOCAST_REGION:
+        kind, dtype, enabled = node.args[:3]
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(kind))
+        named = {dtype} if enabled else set()
+    else:
+        named = {argument for argument in arguments if isinstance(argument, torch.dtype)}
+        named |= {ROUNDING_METHODS[name] for name in (op_name(node),) if name in ROUNDING_METHODS}
+    for operand in node.all_input_nodes:
+        region = getattr(root, str(operand.target), None) if operand.op == "get_attr" else None
+        if isinstance(region, fx.GraphModule):
+            named = named.union(*(dtypes_of_operation(inner, region) for inner in region.graph.nodes))
+    return named
 
 
 # --- sizes: numbers, or symbols where only the batch knows them -------------------------------------------------------

@@ -31,6 +31,7 @@ FIRST_STEP = {
     "loss_gradient.py:part_with_targets",
     "loss_gradient.py:factor_of_value",
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
+    "batch_part.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "eigen_means.py:have_equal_weights",  # have all blocks the same past?
