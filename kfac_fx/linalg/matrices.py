@@ -265,7 +265,7 @@ def rescued_eigh(matrix: Tensor, place: Place = HERE) -> tuple[Tensor, Tensor]:
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
-SHIFT = 1e-3  # of the mean eigenvalue, by which orthogonal iteration keeps directions of eigenvalue zero apart
+MEAN_SHIFT = 1e-3  # of the mean eigenvalue, by which orthogonal iteration keeps directions of eigenvalue zero apart
 GRAM_SHIFT = 3e-6  # added to the ones on the diagonal of a Gram matrix of unit columns, for its rounding in float32
 INDEPENDENT = 0.5  # the least diagonal of the second Cholesky factor, which is 1 if the first pass was exact
 
@@ -289,7 +289,7 @@ def iterated_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tenso
     product = matrix @ basis
     estimates = (basis * product).sum(-2)
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
-    columns = torch.addcmul(product, unsqueeze_like(SHIFT * mean, basis), basis)
+    columns = torch.addcmul(product, unsqueeze_like(MEAN_SHIFT * mean, basis), basis)
     order = estimates.argsort(-1, descending=True)
     columns = columns.gather(-1, order.unsqueeze(-2).expand_as(columns))
     good = torch.ones_like(mean, dtype=torch.bool)

@@ -27,7 +27,9 @@ the scale of Λ̃ does not matter. `eigenvalues` has Λ_G / λ_G + 1 and Λ_A / 
 **Between them**, w = 1/2 is the geometric mean of both divisors. v̂ has what the Kronecker product leaves out, and the
 noise of batches, whose root takes most of the curvature out of a direction; Λ̃ has the curvature alone.
 
-Bases are computed when inverses would be (`invert_every`); the host waits for them. In a new basis Q', m̂ becomes
+Bases are computed when inverses would be (`invert_every`); the host waits for them. On a CPU they are eigenvectors. On
+an accelerator only the first are; each later basis is one step of orthogonal iteration from the last one
+(`kfac_fx.linalg.matrices.iterated_basis`), as in SOAP. In a new basis Q', m̂ becomes
 Q'ᵀ Q m̂, and v̂ the diagonal of Q'ᵀ Q diag(v̂) Qᵀ Q', which is (Q'ᵀ Q)² v̂ with the squares of the elements, so the order
 and the signs of eigenvectors do not matter.
 
@@ -129,16 +131,14 @@ def update_bases(fisher: BlockDiagonalFisher, keys: Collection[Key] | None = Non
 
 
 def turn(group: BlockGroup) -> None:
-    """Diagonal sides turn nothing."""
-    old = [
-        torch.zeros(()) if side.diagonal else basis for side, basis in zip(group.sides, basis_of(group), strict=True)
-    ]
-    of_sides, new = group.side_eigensystems(last=old if group.device.type != "cpu" else None)
+    """Diagonal sides turn nothing. On an accelerator new bases are iterated from the old ones."""
+    old = basis_of(group)
+    of_sides, new = group.side_eigensystems(last=None if group.device.type == "cpu" else old)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
     stored = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(stored, damped(group, of_sides), strict=True))
     if group.decomposed:
-        old, (average, squares) = basis_of(group), means_of(group)
+        average, squares = means_of(group)
         with full_precision():
             change = [of if side.diagonal else to.mT @ of for side, to, of in zip(group.sides, new, old, strict=True)]
             renewed += [
@@ -232,7 +232,7 @@ def graft(
     pairs: the result of `Means.adam_steps`. by_group: views of it, of `Means.pairs_by_group`.
     """
     for of_group, pair in zip(eigenvalues, by_group, strict=True):
-        divide(pair, of_group)
+        divide_root(pair, of_group)
     for pair in pairs:
         combine(pair, exponent)
     of_blocks = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]
@@ -242,7 +242,7 @@ def graft(
         pair[1].mul_(scale)
 
 
-def divide(pair: Tensor, eigenvalues: Sequence[Tensor]) -> None:
+def divide_root(pair: Tensor, eigenvalues: Sequence[Tensor]) -> None:
     """Divide √v̂ of a pair (a, √v̂) by Λ̃, of which every side has a factor."""
     for of_side in eigenvalues:
         pair[1].div_(of_side)

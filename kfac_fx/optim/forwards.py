@@ -20,8 +20,9 @@ from kfac_fx.optim.loss_gradient import Watched, watch
 from kfac_fx.optim.loss_scale import check_coverage, check_scale
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.products import HALVES
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.passes.tracing.devices import RandomState, autocast
 from kfac_fx.passes.tracing.effects import without_a_trace
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments
@@ -107,6 +108,7 @@ class Forwards:
     devices: tuple[torch.device, ...]  # those with random streams beside the CPU's
     seen: MicroBatches = field(default_factory=MicroBatches)  # the forwards since the last step
     paused: bool = False  # a loss is being measured, so forwards are ignored
+    halves: bool = False  # the last forward computed in half precision
     checked: bool = False  # the training loss has been compared with the registered loss
     unwatched: bool = False  # the comparison was impossible
     needs_graph: bool = False  # a loss takes derivatives, so gradients must be on when it is measured
@@ -135,6 +137,7 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
+        self.halves = any(dtype in HALVES for _, dtype in autocast())
         if (seen.pending or seen.watched or seen.observed) and all(
             parameter.grad is None for _, parameter in self.net.named_parameters()
         ):

@@ -94,7 +94,7 @@ def scale_kernel(directions_pointer, scales_pointer, elements, SIZE: tl.constexp
     tl.store(pointer, scaled.to(directions_pointer.dtype.element_ty), mask=inside)
 
 
-def grafted_direction(
+def graft_by_kernel(
     h: Tensor,
     average: Tensor,
     squares: Tensor,
@@ -137,7 +137,7 @@ def grafted_direction(
     return partial.sum(0).sqrt()
 
 
-def scaled_directions(directions: Tensor, scales: Tensor) -> None:
+def scale_by_kernel(directions: Tensor, scales: Tensor) -> None:
     """As `kfac_fx.optim.padded_step.scaled_directions`."""
     size, elements = 4096, directions[0].numel()
     scale_kernel[(triton.cdiv(elements, size), len(directions))](directions, scales.contiguous(), elements, SIZE=size)

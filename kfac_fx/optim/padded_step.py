@@ -13,10 +13,10 @@ sides have no products and no padding. Where both sides have a basis and the las
 and of biases are read into tensors of their own, and so are their updates: then all parameters are read and moved with
 a handful of kernels, which take lists of contiguous tensors.
 
-What is done element by element is one kernel a group (`kfac_fx.optim.padded_kernels`). Where Triton cannot run, it is
-some ten operations of torch, and the report says so. In eager mode the host takes longer to issue the operations of a
-step than a device to run them, so all operations behind the gradients are one graph. A check needs the update as a
-vector, and makes its own move.
+One kernel a group does all that is done element by element (`kfac_fx.optim.padded_kernels`). Where Triton cannot run,
+some ten operations of torch do it, and the report says so. In eager mode the host takes longer to issue the operations
+of a step than a device to run them, so all operations behind the gradients are one graph. A check needs the update as
+a vector, and makes its own move.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import half_products
 from kfac_fx.linalg.vectors import Tensors, joined, split
 from kfac_fx.optim.eigen_means import Means, StepScalars, adam_step
-from kfac_fx.optim.eigen_moments import combine, divide, eigenvalues_of, lengths, momentum_of
+from kfac_fx.optim.eigen_moments import combine, divide_root, eigenvalues_of, lengths, momentum_of
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
+from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mul_, version
 from kfac_fx.recording.backends import CudaGraph
@@ -75,7 +76,7 @@ def grafted_direction(
     pair = torch.stack([h, h])
     adam_step(pair, average, squares, scalars)
     if exponent:
-        divide(pair, eigenvalues)
+        divide_root(pair, eigenvalues)
         combine(pair, exponent)
     out.copy_(pair[1 if exponent else 0])
     return lengths(pair) if exponent else lengths(pair[:1]).expand(2, -1)
@@ -108,11 +109,10 @@ class KernelOrPlain:
             if self.kernel is None:
                 self.kernel = getattr(import_module("kfac_fx.optim.padded_kernels"), self.name)
             return self.kernel(*arguments)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # Triton is missing, or has no compiler here; nothing was written
-            message = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.reason = f"Triton cannot run {self.name}: {message}"
+            if fatal(error):
+                raise
+            self.reason = f"Triton cannot run {self.name}: {first_line(error)}"
             return self.plain(*arguments)
 
 
@@ -257,8 +257,8 @@ class PaddedStep:
         """scalar: a zero with the dtype and the device of all scalars. dtype: of products."""
         registrations = [registration for group in means.groups for registration in group.registrations]
         region, scale = (
-            KernelOrPlain(function, function.__name__ if scalar.is_cuda else None)
-            for function in (grafted_direction, scaled_directions)
+            KernelOrPlain(plain, kernel if scalar.is_cuda else None)
+            for plain, kernel in ((grafted_direction, "graft_by_kernel"), (scaled_directions, "scale_by_kernel"))
         )
         return PaddedStep(
             means,
@@ -346,6 +346,7 @@ class PaddedStep:
         """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
         self.prepare(flat, ok)
         self.length.fill_(1)
+        self.packed = None  # it holds the gradients
         return flat.flat.joined(joined(self.updates(momentum, nesterov), self.registrations, flat.gradients))
 
     def step(
@@ -370,6 +371,7 @@ class PaddedStep:
             lambda: self.move(flat, rate(), scalars, nesterov()),
             (equal, flat.weight_decay is None, flat.lr.dim(), *map(id, scalars.values()), *memory),
         )
+        self.packed = None
         return self.accept.clone()
 
     def prepare(self, flat: FlatParameters, ok: Tensor) -> None:

@@ -10,7 +10,7 @@ linear and a cubic term of its width. With a forward f = Σ 2 n i o + the operat
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
     inverses                 Σ D(i) + D(o) + their operations
-    a check                  3 f + its operations: three forwards
+    a check                  3 f + its operations: three forwards, of a part of the batch on an accelerator
     a check of "adaptive"    2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
@@ -22,9 +22,9 @@ step sizes make the loss rise, which only a check undoes. Where an interval is c
 left; in networks of a few operations, whose training step is short beside all else, the overhead is then larger than
 stated.
 
-On an accelerator eigenvectors take as long as products of hundreds of times d³ operations, so the decompositions of
-wide layers can cost a hundred training steps. There k is also so large that inverses cost at most a quarter of the
-overhead. The early inverses, after 1, 2, 5, 10, 20, ... steps, are in no overhead.
+On an accelerator decompositions take as long as products of tens of times d³ operations, so those of wide layers can
+cost ten training steps. There k is also so large that inverses cost at most an eighth of the overhead. The early
+inverses, after 1, 2, 5, 10, 20, ... steps, are in no overhead.
 
 The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
 (`kfac_fx.optim.step_checks`), the next one comes after twice as many intervals as the last one did, at most
@@ -32,8 +32,9 @@ The checks of "eigen_moments" become rarer where they find nothing to do: after 
 after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
 was calm when the next one may be due, so that it hardly waits.
 
-The model sees no clock. It sees whether the parameters are on the CPU or on an accelerator, and has two machines for
-these, so equal networks and batches have equal intervals on all machines of a kind, and on all processes.
+The model sees no clock. It sees whether the parameters are on the CPU or on an accelerator, and whether the forward
+computes in half precision there, and has three machines for these. So equal networks and batches have equal intervals
+on all machines of a kind, and on all processes.
 Preconditioning and momentum are in every step, so no interval changes what they cost.
 """
 
@@ -125,42 +126,51 @@ class Rates:
 
     Attributes:
         operation: the host issues an operation.
-        eigh: an eigendecomposition.
+        bases: new eigenvectors of a matrix.
         cholesky: a Cholesky decomposition, and the inverse from it.
         share: inverses may cost this part of the overhead.
     """
 
     operation: float
-    eigh: Decomposition
+    bases: Decomposition
     cholesky: Decomposition
     share: float
 
     @staticmethod
-    def of(device_types: Iterable[str]) -> Rates:
-        """device_types: those of the parameters. All but "cpu" are accelerators."""
-        return HOST if set(device_types) <= {"cpu"} else ACCELERATOR
+    def of(device_types: Iterable[str], halves: bool = False) -> Rates:
+        """device_types: those of the parameters. All but "cpu" are accelerators. halves: whether the forward computes
+        in half precision."""
+        if set(device_types) <= {"cpu"}:
+            return HOST
+        return ACCELERATOR_IN_HALVES if halves else ACCELERATOR
 
 
 HOST = Rates(
     operation=3e5,  # flops of one core in the 7 µs in which it dispatches an operation
     # d³ multiplications and as many additions are those of Cholesky with the inverse; eigh counts as if it took these.
-    eigh=Decomposition(0.0, 2.0),
+    bases=Decomposition(0.0, 2.0),
     cholesky=Decomposition(0.0, 2.0),
     share=math.inf,
 )
-SPEED = 5e13  # flops/s that are assumed for products of float32 with TF32
-ACCELERATOR = Rates(
-    operation=5e-6 * SPEED,  # the host takes about 5 µs for an operation, as without an accelerator
-    # Measured on an H100 by benchmarks/decompositions, for one matrix: 0.7 ms at a width of 64, 3.8 at 256, 14 at 512,
-    # 11.5 at 1024 and 31.6 at 2048. These seconds give 0.8, 3.1, 6.3, 13.4 and 33.2 ms.
-    eigh=Decomposition(12e-6 * SPEED, 1e-12 * SPEED),
-    # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09 at
-    # 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
-    cholesky=Decomposition(2e-7 * SPEED, 1e-13 * SPEED),
-    # Four times as many are assumed for products of bfloat16, which the model does not know: there inverses cost about
-    # the whole overhead at most.
-    share=0.25,
-)
+
+
+def accelerator(speed: float) -> Rates:
+    """speed: of products, flops/s."""
+    return Rates(
+        operation=5e-6 * speed,  # the host takes about 5 µs for an operation, as without an accelerator
+        # Measured on an H100 for one of a stack of 12: 0.44 ms at a width of 784, 4.2 at 2304 and 8.5 at 3072 for the
+        # orthogonal iteration, and as much again for the products that turn the means. These seconds give 0.6, 6.3 and
+        # 13.7 ms.
+        bases=Decomposition(5e-7 * speed, 4.2e-13 * speed),
+        # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09
+        # at 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
+        cholesky=Decomposition(2e-7 * speed, 1e-13 * speed),
+        share=0.125,
+    )
+
+
+ACCELERATOR = accelerator(5e13)  # products of float32 with TF32
+ACCELERATOR_IN_HALVES = accelerator(2e14)
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,7 @@ class StepCosts:
         fraction: float = 1.0,
         in_training: bool = False,
         with_product: bool = True,
+        check_share: float = 1.0,
         rates: Rates = HOST,
         eigenbases: bool = True,
     ) -> StepCosts:
@@ -191,11 +202,12 @@ class StepCosts:
             fraction: the part of a batch that is recorded.
             in_training: whether the training step records it.
             with_product: whether a check takes a product with the Jacobian.
+            check_share: the part of a batch that a check takes.
             rates: the kind of machine.
             eigenbases: whether new inverses are eigenbases, and not inverses from Cholesky decompositions.
         """
         flops, operation = LayerFlops.of(groups, rows), rates.operation
-        decomposition = rates.eigh if eigenbases else rates.cholesky
+        decomposition = rates.bases if eigenbases else rates.cholesky
         calls = [node for node in program.graph.nodes if node.op.startswith("call_")]
         unrolled = sum(UNROLLED in node.meta for node in calls)
         forward = flops.forward + operation * len(calls)
@@ -207,7 +219,7 @@ class StepCosts:
             training=3 * (forward - operation * unrolled * (1 - 1 / FUSED)),
             statistics=passes + fraction * flops.statistics + recording,
             inverses=decomposition.flops(flops) + operation * PER_INVERSE * len(groups),
-            check=check * flops.forward + operation * (operations * len(calls) + PER_CHECK),
+            check=check * check_share * flops.forward + operation * (operations * len(calls) + PER_CHECK),
             share=rates.share,
         )
 

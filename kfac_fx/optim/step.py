@@ -100,8 +100,6 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     usable = estimator.usable()
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, scale)
-    if schedule.counter == 0 and state.options.checked and not schedule.burning_in:
-        choose_intervals(state)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
     if unrecorded and not (state.options.quadratic or schedule.checking):  # these need the batch, too: an error
         forwards.note_unrecorded()
@@ -120,6 +118,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
                 if state.options.eigen_moments:
                     state.means.forget_average(risen)
                 ok = ok & ~risen
+    if schedule.counter == 0 and state.options.checked and not schedule.burning_in:
+        choose_intervals(state)
     with state.phases.measure("statistics"):
         recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
     if schedule.burning_in:
@@ -181,8 +181,9 @@ def choose_intervals(state: StepState) -> None:
         rows,
         options.fraction,
         in_training=options.recording_in_training,
-        with_product=options.adaptive,
-        rates=Rates.of(parameter.device.type for parameter in state.names),
+        with_product=options.adaptive or state.by_product is not None,
+        check_share=state.share,
+        rates=Rates.of((parameter.device.type for parameter in state.names), state.forwards.halves),
         eigenbases=options.eigen_moments,
     )
     state.schedule.choose(costs)

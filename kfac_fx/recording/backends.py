@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.passes.errors import first_line, out_of_memory
 from kfac_fx.passes.torch_private import COMPILER
 
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
@@ -95,8 +96,9 @@ class CudaGraph:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     function()
             except RuntimeError as error:
-                message = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.reason = f"a CUDA graph cannot hold the operations of a step: {message}"
+                if out_of_memory(error):
+                    raise
+                self.reason = f"a CUDA graph cannot hold the operations of a step: {first_line(error)}"
                 function()
                 return
             self.graph = graph

@@ -110,7 +110,7 @@ def test_kernels_compute_what_torch_computes(
     one, two = [1 + random(blocks, g, o, i)], [1 + random(blocks, g, o, 1), 1 + random(blocks, g, 1, i)]
     for accept in (True, False):
         results = []
-        for function in (padded_step.grafted_direction, padded_kernels.grafted_direction):
+        for function in (padded_step.grafted_direction, padded_kernels.graft_by_kernel):
             out, written = torch.zeros_like(h), [tensor.clone() for tensor in means]
             norms = function(
                 h[..., :o, :i],
@@ -131,7 +131,7 @@ def test_the_kernel_of_scales_multiplies_blocks_and_turns_nan_into_zeros() -> No
     directions[0] = torch.nan
     scales = torch.tensor([0.0, 0.7, -2.0], device=DEVICE).view(3, 1, 1, 1)
     results = []
-    for function in (padded_step.scaled_directions, padded_kernels.scaled_directions):
+    for function in (padded_step.scaled_directions, padded_kernels.scale_by_kernel):
         results.append(directions.clone())
         function(results[-1], scales)
     assert torch.equal(*results)

@@ -18,6 +18,7 @@ OF_MODULES = ("cli", "compiler", "runtime")  # the folders of tests whose files 
 FOLDERS = (*OF_MODULES, "errors", "whole")
 
 ELSEWHERE = {
+    "kfac_fx.optim.padded_kernels": "tests/cuda/test_padded_step_on_cuda.py runs them, which need a GPU",
     "kfac_fx.recording.emitted_submodules": "test_recording_emitted.py runs both, which have one protocol",
 }
 

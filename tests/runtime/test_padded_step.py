@@ -261,9 +261,9 @@ def test_without_triton_the_operations_are_those_of_torch_and_the_report_says_so
         raise ModuleNotFoundError("No module named 'triton'")
 
     monkeypatch.setattr(padded_step, "import_module", missing)
-    padded.region.name = "grafted_direction"
+    padded.region.name = "graft_by_kernel"
     training.step()
-    words = "the step is slower than it could be: Triton cannot run grafted_direction: No module named 'triton'"
+    words = "the step is slower than it could be: Triton cannot run graft_by_kernel: No module named 'triton'"
     assert padded.reasons == [words]
     assert words in " ".join(str(training.net.report).split())
     assert int(training.optimizer.skipped) == 0
