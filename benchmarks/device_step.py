@@ -55,6 +55,7 @@ BASES, CHECK = "bases", "check"
 # What the turns of a method with given intervals hold. Statistics without inverses are in two of six, so that the
 # comparisons of outputs, which come with the recordings 4, 8, 16, ..., are in fewer than half of them.
 KINDS = (INVERSES, PLAIN, STATISTICS, PLAIN, STATISTICS, PLAIN)
+WARM = TURN * len(KINDS) - 1  # steps before the first round: what is due falls into its turn, counted from 0 or from 1
 OF_DEFAULT = (PLAIN, STATISTICS, BASES, CHECK)
 ADAMW, KFAC, GRADIENT, FACTORS, SOAP, MUON = "adamw, fused", "KFAC(net)", "gradient", "factors", "soap", "muon"
 USUAL = (SOAP, MUON, KFAC, GRADIENT)  # methods beside AdamW, of those that the model has
@@ -256,7 +257,7 @@ def row(method: Method, make: Callable[[], Problem], reference: Contestant, roun
     seconds[f"first {FIRST} steps"] = seconds["first step"] + contestant.steps(FIRST - 1)
     chosen = contestant.step.schedule.intervals if isinstance(contestant.step, Default) else None
     if contestant.method.parts:
-        contestant.steps(TURN * len(KINDS) - FIRST)  # to the end of a round
+        contestant.steps(WARM - FIRST)
     reference.seconds.clear()
     for _ in range(rounds):
         reference.take_round()
