@@ -66,7 +66,8 @@ USUAL = (SOAP, MUON, KFAC, GRADIENT)  # methods beside AdamW, of those that the 
 
 def muon_optimizers(model: nn.Module, lr: float, others_lr: float, fused: bool) -> list[torch.optim.Optimizer]:
     """torch's Muon for the matrices of hidden layers, and AdamW for the other parameters. No weight decays."""
-    hidden, others = [], []
+    hidden: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         embedded = name.startswith(("tokens", "positions"))
         (hidden if parameter.dim() == 2 and not embedded else others).append(parameter)
@@ -325,7 +326,9 @@ def shown_rows(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
             cells["plain / AdamW"] = f"{times[PLAIN] / reference:.2f}"
             if len(times) > 1:
                 cells |= {means: f"{mean / reference:.2f}" for means, mean in figures["mean steps"].items()}
-        cells |= {f"{phase}, s": f"{seconds:.1f}" for phase, seconds in figures["seconds"].items()}
+        cells |= {
+            f"{phase.removesuffix(' steps')}, s": f"{seconds:.1f}" for phase, seconds in figures["seconds"].items()
+        }
         shown.append({"method": name, **cells, "GB": f"{figures['GB']:.2f}"})
     means = ("amortised", "calm", *(f"{n},{m}" for n, m in SCHEDULES))
     phases = [phase for phase in shown[0] if phase.endswith(", s")]

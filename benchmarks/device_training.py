@@ -70,12 +70,11 @@ class Language:
     @staticmethod
     def of(vocabulary: int, device: torch.device, generator: torch.Generator) -> Language:
         frequencies = zipf(vocabulary, device)
-        several = [(vocabulary, 8), (Language.CLASSES, vocabulary, 4)]
-        tables = [
-            torch.multinomial(frequencies, math.prod(shape), replacement=True, generator=generator).view(shape)
-            for shape in several
-        ]
-        return Language(*tables, frequencies)
+
+        def table(*shape: int) -> Tensor:
+            return torch.multinomial(frequencies, math.prod(shape), True, generator=generator).view(shape)
+
+        return Language(table(vocabulary, 8), table(Language.CLASSES, vocabulary, 4), frequencies)
 
     def texts(self, number: int, length: int, generator: torch.Generator) -> Tensor:
         """Tokens, [number, length]."""
