@@ -316,6 +316,17 @@ def test_the_page_of_costs_is_made_of_the_results() -> None:
     assert cost_docs.page() == cost_docs.DOCS.read_text(encoding="utf-8"), "run python -m benchmarks --write-docs"
 
 
+def test_the_page_of_costs_has_sections_on_a_gpu_where_there_are_results(tmp_path: Path) -> None:
+    steps, trainings = tmp_path / "device_step.json", tmp_path / "device_training.json"
+    assert [*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)] == []
+    device_step.main(["--quick", "--out", str(steps)])
+    device_training.main(["--quick", "--out", str(trainings)])
+    shown = "\n".join([*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)])
+    assert "## A step on a GPU" in shown and "a small GPT, eager, on one cpu" in shown
+    assert "| method | plain | statistics | bases | check | intervals | plain / AdamW | amortised | calm |" in shown
+    assert "## A training on a GPU" in shown and "| KFAC(net) | 1 | " in shown
+
+
 def test_peers_that_are_not_installed_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement.importlib.util, "find_spec", lambda package: None)
     monkeypatch.setattr(agreement, "MODELS", {"MLP": agreement.MODELS["MLP"]})
