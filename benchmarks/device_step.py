@@ -369,8 +369,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not (chosen.quick or chosen.here):
-        for model in chosen.models:
-            subprocess.run([sys.executable, "-m", "benchmarks.device_step", *given, "--here", "--models", model])
+        command = [sys.executable, "-m", "benchmarks.device_step", *given, "--here", "--models"]
+        failed = [model for model in chosen.models if subprocess.run([*command, model]).returncode]
+        if failed:
+            sys.exit(f"no complete results of {', '.join(failed)}")
         return
     out = chosen.out or (None if chosen.quick else OUT)
     subjects = QUICK if chosen.quick else {name: MODELS[name] for name in chosen.models}
