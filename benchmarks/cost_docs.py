@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpt2_factors, statistics
+from benchmarks import device_step, device_training, gpt2_factors, statistics
 from benchmarks.step_time import rows_of
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs" / "cost.md"
 INTRODUCTION = """# What kfac_fx costs
 
-The last section is about a GPU. All other figures were measured on a machine with two cores, on one thread, without a
-GPU (torch {torch}, python {python}).
+Sections about a GPU say so in their titles. All other figures were measured on a machine with two cores, on one thread,
+without a GPU (torch {torch}, python {python}).
 `python -m benchmarks --write-docs` makes this page from `benchmarks/results`. Every table names the command that
 measured it.
 """
@@ -164,6 +164,35 @@ or more, so kfac_fx does not use it. `benchmarks/results/decompositions_cuda.jso
 
     {command}
 """
+DEVICE_STEP = """\
+## A step on a GPU
+
+The tables give milliseconds of the clock, medians over rounds. The clock is read at both ends of turns of {turn} steps,
+and the host waits for the device only there, as in a training loop. Every round also has a turn of AdamW, fused and
+under the same backend, and ratios are to its step. TF32 is allowed for products of float32.
+
+- *plain*: a step in which nothing else is due.
+- *statistics*, *bases*, *check*, *inverses*: what one such step costs more.
+- *intervals*: of statistics, bases and checks, as `KFAC(net)` chose them.
+- *amortised*: the mean step with these intervals, as a multiple of AdamW's step. *calm*: with a check at every fourth
+  interval, as after checks that found nothing to do.
+- *before*, *first*, *first {first}*: seconds before the first step, of it, and of the first {first} steps. Statistics,
+  bases and checks are more frequent in them.
+- *GB*: the peak of the device's memory after the first step.
+
+*gradient* is one forward and backward without an optimizer.
+"""
+DEVICE_TRAINING = """\
+## A training on a GPU
+
+A GPT is trained on one {device} (torch {torch}) in bfloat16 autocast: {title}. All methods have the same start and the
+same batches of a language that the program makes. The learning rate of every method rises in the first {warmup} steps
+and falls as a cosine. No model has a smaller mean loss than the language's entropy, {entropy:.3f}. *loss* is the mean
+over the last {shown} steps. The last columns give the steps and the seconds after the first step until such a mean is
+at most the best last one of AdamW. The first step and what comes before it hold the compilation, so they are apart.
+
+    {command}
+"""
 FILES = (
     "step_time",
     "default_step",
@@ -209,6 +238,8 @@ def page() -> str:
         table(solve["iterations"], "{}"),
         DECOMPOSITIONS.format(**decomposed),
         table(decompositions(decomposed["results"]), "{:.2f}"),
+        *device_steps(RESULTS / device_step.OUT.name),
+        *device_trainings(RESULTS / device_training.OUT.name),
     ]
     return "\n".join(sections)
 
@@ -253,6 +284,27 @@ def decompositions(results: Sequence[Row]) -> list[Row]:
         left = {f"residual of {name}": residual_text(result, name) for name in ("eigh", "eigh, host")}
         rows.append({"width": str(result["width"]), "stack": str(result["stack"]), **times, **left})
     return rows
+
+
+def device_steps(path: Path) -> Iterable[str]:
+    """Nothing until there is a file."""
+    if not path.exists():
+        return
+    yield DEVICE_STEP.format(turn=device_step.TURN, first=device_step.FIRST)
+    for result in json.loads(path.read_text())["results"].values():
+        for backend, rows in result["backends"].items():
+            yield f"{result['title']}, {backend}, on one {result['device']} (torch {result['torch']}):\n"
+            yield f"    {result['command']}\n"
+            yield table(device_step.shown_rows(rows), "{}")
+
+
+def device_trainings(path: Path) -> Iterable[str]:
+    """Nothing until there is a file with the rows of a method."""
+    record = json.loads(path.read_text()) if path.exists() else {"results": {}}
+    if record["results"]:
+        constants = {"warmup": device_training.WARMUP, "shown": device_training.SHOWN}
+        yield DEVICE_TRAINING.format(**{**record, **constants})
+        yield table(device_training.rows(record["results"]), "{}")
 
 
 def residual_text(result: Row, name: str) -> str:

@@ -32,7 +32,7 @@ def table(title: str, rows: Rows) -> Table:
     """A column for every key; the first one names the row."""
     shown = Table(title=title)
     for n, column in enumerate(rows[0]):
-        shown.add_column(column, justify="right" if n else "left")
+        shown.add_column(column, justify="right" if n else "left", no_wrap=not n)
     for row in rows:
         shown.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row.values()))
     return shown

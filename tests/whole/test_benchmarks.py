@@ -1,6 +1,11 @@
 """The benchmarks run, and say what they should; what they measure is no test's business."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,12 +15,16 @@ from benchmarks import (
     agreement,
     agreement_attribution,
     agreement_kronfluence,
+    basis_products,
     beside,
+    check_precision,
     conjugate_gradients,
     cost_docs,
     decompositions,
     default_step,
+    device_models,
     device_step,
+    device_training,
     gpt2_factors,
     host_time,
     methods,
@@ -75,40 +84,172 @@ def test_quick_decompositions_show_every_method_that_a_cpu_has_and_write_nothing
         torch.set_num_threads(threads)
     shown = capsys.readouterr().out
     for name in decompositions.METHODS:
-        assert (f"┃ {name} ┃" in " ".join(shown.split())) == (name not in decompositions.NOT_ON_CPU), name
+        found = f"┃ {name} ┃" in " ".join(shown.split())
+        assert found == (name in decompositions.available(torch.device("cpu"))), name
     assert before == (decompositions.OUT.read_bytes() if decompositions.OUT.exists() else None)
 
 
-def test_quick_steps_on_a_device_show_every_method_and_write_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_step, "WARM_TURNS", 1)
+@pytest.fixture
+def from_descending_eigh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the library's place: a function that accepts the first matrix of a stack only."""
+
+    def iterated_basis(matrix: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        last = (basis.mT @ matrix @ basis).diagonal(dim1=-2, dim2=-1)
+        assert bool((last[:, 0] > last[:, -1]).all())
+        values, vectors = torch.linalg.eigh(matrix)
+        return values.flip(-1), vectors.flip(-1), torch.arange(len(matrix)) == 0
+
+    monkeypatch.setattr(decompositions.matrices, decompositions.FUNCTION, iterated_basis, raising=False)
+
+
+@pytest.mark.usefixtures("from_descending_eigh")
+def test_orthogonal_iteration_begins_with_the_eigenvectors_of_a_matrix_nearby() -> None:
+    torch.manual_seed(0)
+    given = decompositions.case(16, 4, torch.device("cpu"), with_basis=True)
+    assert given.basis is not None
+    values = (given.basis.mT @ given.covariance @ given.basis).diagonal(dim1=-2, dim2=-1)
+    assert 1e-3 < decompositions.residual((values, given.basis), given) < 0.2  # nearby, and another one
+    _, residual, accepted = decompositions.measure(decompositions.ITERATION, given, torch.device("cpu"))
+    assert residual < 1e-5 and accepted == 0.25
+
+
+@pytest.mark.usefixtures("from_descending_eigh")
+def test_decompositions_take_the_widths_stacks_and_methods_that_are_given(tmp_path: Path) -> None:
+    threads, out = torch.get_num_threads(), tmp_path / "found.json"
+    methods = ["eigh", decompositions.ITERATION]
+    try:
+        decompositions.main(["--widths", "9", "--stacks", "2", "3", "--methods", *methods, "--out", str(out)])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["width"], row["stack"], list(row["milliseconds"])) for row in rows] == [
+        (9, 2, methods),
+        (9, 3, methods),
+    ]
+    assert [row["accepted"] for row in rows] == pytest.approx([1 / 2, 1 / 3])
+
+
+def test_quick_steps_on_a_device_show_every_method_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     before = device_step.OUT.read_bytes() if device_step.OUT.exists() else None
-    device_step.main(["--quick"])
+    others = ("sgd", "kfac_fx, sampled", "kfac_fx, empirical", device_step.FACTORS)
+    device_step.main(["--quick", "--methods", *device_step.USUAL, *others])
     shown = capsys.readouterr().out
-    for name in (device_step.ADAMW, "sgd", "muon", "kfac_fx, sampled", "kfac_fx, empirical", device_step.KFAC):
+    for name in (device_step.ADAMW, device_step.MUON, device_step.KFAC, device_step.GRADIENT, *others):
         assert name in shown, name
     assert "factors of one batch take" in shown and "Error" not in shown
     assert torch.get_float32_matmul_precision() == "highest"
     assert before == (device_step.OUT.read_bytes() if device_step.OUT.exists() else None)
 
 
-def test_the_mean_step_on_a_device_has_its_share_of_what_is_due() -> None:
-    def step() -> None: ...
+class Fake:
+    """A step of 1 ms on a clock of its own, and of more at every n-th and m-th step, counted from `start`."""
 
-    both = device_step.Contestant(step, Method(methods.sgd, parts=methods.SECOND_ORDER), torch.device("cpu"))
-    both.seconds = {"plain": [0.01], "statistics": [0.02], "inverses": [0.12]}
-    assert both.mean_step((10, 100)) == pytest.approx(10 + 10 / 10 + 100 / 100)
-    assert [device_step.kind_of(n) for n in range(4)] == ["inverses", "plain", "statistics", "plain"]
-    one = device_step.Contestant(step, Method(methods.sgd, parts=("inverses",)), torch.device("cpu"))
-    one.seconds = {"plain": [0.01], "statistics": [0.01], "inverses": [0.06]}
-    assert one.mean_step((1, 10)) == pytest.approx(10 + 50 / 10)
+    now = 0.0
+    statistics, inverses = 20, 300
+
+    def __init__(self, start: int, n: int, m: int) -> None:
+        self.counter, self.every = start, (n, m)
+
+    def __call__(self) -> None:
+        due = [self.counter % every == 0 for every in self.every]
+        Fake.now += 1e-3 * (1 + self.statistics * due[0] + self.inverses * due[1])
+        self.counter += 1
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("parts", [methods.SECOND_ORDER, ("inverses",), ("statistics",), ()])
+def test_turns_tell_what_each_part_of_a_step_costs(
+    start: int, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a method counts its steps from 0 or from 1."""
+    monkeypatch.setattr(device_step, "clock", lambda device: Fake.now)
+    monkeypatch.setattr(Fake, "statistics", 20 if "statistics" in parts else 0)
+    monkeypatch.setattr(Fake, "inverses", 300 if "inverses" in parts else 0)
+    method = Method(lambda problem, n, m: Fake(start, n, m), parts=parts)
+    reference = device_step.Contestant(Method(methods.sgd), Fake(1, 10**6, 10**6), torch.device("cpu"))
+    row = device_step.row(method, lambda: None, reference, rounds=2)  # type: ignore[arg-type, return-value]
+    costs = {"statistics": 20, "inverses": 300}
+    assert row["milliseconds"] == pytest.approx({"plain": 1, **{part: costs[part] for part in parts}})
+    each = (20 * ("statistics" in parts), 300 * ("inverses" in parts))
+    assert row["mean steps"]["10,100"] == pytest.approx(1 + each[0] / 10 + each[1] / 100)
+
+
+def test_a_turn_of_the_default_has_the_steps_that_it_is_for() -> None:
+    torch.manual_seed(0)
+    step = device_step.Default(device_models.QUICK["pinn"].make(), 0, 0, "eager")
+    step()
+    chosen, number = step.schedule.intervals, {"statistics": 0, "bases": 1, "check": 2}
+    for kind in device_step.OF_DEFAULT:
+        device_step.due_only(step.schedule, kind)
+        found = []
+        for _ in range(device_step.TURN):
+            found.append((step.schedule.recording, step.schedule.inverting, step.schedule.checking))
+            step()
+        expected = tuple(number.get(kind) == n for n in range(3))
+        assert found == [expected, *[(False, False, False)] * (device_step.TURN - 1)], kind
+    assert not step.optimizer.skipped and chosen != step.schedule.intervals
+
+
+def test_the_mean_step_of_the_default_follows_from_its_intervals() -> None:
+    torch.manual_seed(0)
+    step = device_step.Default(device_models.QUICK["pinn"].make(), 0, 0, "eager")
+    contestant = device_step.Contestant(Method(methods.sgd), step, torch.device("cpu"))
+    contestant.seconds = {"plain": [0.08], "statistics": [0.11], "bases": [0.68], "check": [0.10]}
+    assert contestant.milliseconds() == pytest.approx({"plain": 10, "statistics": 30, "bases": 600, "check": 20})
+    means = contestant.mean_steps(device_step.StepIntervals(10, 100, 5))
+    assert means == pytest.approx({"amortised": 10 + 3 + 6 + 4, "calm": 10 + 3 + 6 + 1})
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words"),
+    [
+        (basis_products, ["float32, milliseconds", "TF32, milliseconds", "bfloat16, Tflop/s", "[2, 8, 9] [2, 9, 9]"]),
+        (check_precision, ["predicted_change, highest", "rho, high"]),
+        (device_training, ["KFAC(net)", "AdamW", "Muon", "SOAP", "steps to AdamW's loss"]),
+    ],
+    ids=["basis_products", "check_precision", "device_training"],
+)
+def test_quick_benchmarks_of_a_device_show_their_figures_and_write_them_only_where_told(
+    benchmark: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = benchmark.OUT.read_bytes() if benchmark.OUT.exists() else None
+    benchmark.main(["--quick", "--out", str(tmp_path / "found.json")])
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words) and "Error" not in shown
+    assert json.loads((tmp_path / "found.json").read_text())["results"]
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert before == (benchmark.OUT.read_bytes() if benchmark.OUT.exists() else None)
+
+
+def test_the_known_loss_of_the_language_is_the_loss_of_its_own_probabilities() -> None:
+    """By counting: the frequencies of what follows one pair of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    language = device_training.Language.of(4, torch.device("cpu"), generator)
+    texts = language.texts(100_000, 3, generator)
+    pair = texts[(texts[:, 0] == 0) & (texts[:, 1] == 1)]
+    counted = torch.bincount(pair[:, 2], minlength=4) / len(pair)
+    each = [language.loss(torch.tensor([[0, 1, token]])) for token in range(4)]
+    probabilities = torch.tensor(each).neg().exp()
+    assert float(probabilities.sum()) == pytest.approx(1, abs=1e-6)
+    deviation = (probabilities * (1 - probabilities) / len(pair)).sqrt()
+    assert bool(((counted - probabilities).abs() < 5 * deviation).all())
+
+
+def test_the_script_for_a_device_writes_an_entry_for_every_part_and_skips_what_no_longer_fits(tmp_path: Path) -> None:
+    script = Path(device_step.__file__).parent / "on_device.sh"
+    environment = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", "QUICK": "1"}
+    done = subprocess.run([script, str(tmp_path), "0"], env=environment, check=True, capture_output=True, text=True)
+    entries = json.loads((tmp_path / "on_device.json").read_text())
+    assert len(entries) == 8 and all(entry["status"].startswith("skipped: ") for entry in entries.values())
+    assert done.stdout.count(": skipped, ") == 8
 
 
 def test_decompositions_are_exact_up_to_rounding() -> None:
     torch.manual_seed(0)
     given = decompositions.case(16, 3, torch.device("cpu"))
     for name, method in decompositions.METHODS.items():
+        if name == decompositions.ITERATION:
+            continue
         allowed = decompositions.RESIDUAL if name == "Newton-Schulz" else 1e-4
         assert decompositions.residual(method(given), given) < allowed, name
     fewer = given._replace(iterations=given.iterations - 3)
@@ -173,6 +314,17 @@ def test_the_floor_counts_products_of_the_cost_model() -> None:
 
 def test_the_page_of_costs_is_made_of_the_results() -> None:
     assert cost_docs.page() == cost_docs.DOCS.read_text(encoding="utf-8"), "run python -m benchmarks --write-docs"
+
+
+def test_the_page_of_costs_has_sections_on_a_gpu_where_there_are_results(tmp_path: Path) -> None:
+    steps, trainings = tmp_path / "device_step.json", tmp_path / "device_training.json"
+    assert [*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)] == []
+    device_step.main(["--quick", "--out", str(steps)])
+    device_training.main(["--quick", "--out", str(trainings)])
+    shown = "\n".join([*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)])
+    assert "## A step on a GPU" in shown and "a small GPT, eager, on one cpu" in shown
+    assert "| method | plain | statistics | bases | check | intervals | plain / AdamW | amortised | calm |" in shown
+    assert "## A training on a GPU" in shown and "| KFAC(net) | 1 | " in shown
 
 
 def test_peers_that_are_not_installed_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
