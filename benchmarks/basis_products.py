@@ -43,7 +43,7 @@ def shapes(layers: int, inputs: Sequence[int], outputs: Sequence[int]) -> Iterat
 
 
 def milliseconds(left: Tensor, right: Tensor, turn: int) -> float:
-    """Of one product."""
+    """The time of one product."""
     device, times = left.device, []
     torch.bmm(left, right)  # the library chooses its kernel
     for _ in range(TURNS):

@@ -60,7 +60,7 @@ def measure(model: GPT2, texts: Tensor) -> list[dict[str, Any]]:
     before, results = torch.get_float32_matmul_precision(), list[dict[str, Any]]()
     x, y = texts[..., :-1], texts[..., 1:]
     models = model, copy.deepcopy(model)
-    both = [Training(each, x[0], name) for each, name in zip(models, ("highest", "high"), strict=True)]
+    both = [Training(model, x[0], name) for model, name in zip(models, ("highest", "high"), strict=True)]
     try:
         for n in range(len(texts)):
             if n:

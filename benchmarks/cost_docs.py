@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import device_step, device_training, gpt2_factors, statistics
+from benchmarks import device_step, device_training, gpt2_factors, launches, statistics
 from benchmarks.step_time import rows_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -149,6 +149,27 @@ so the later phases differ by noise only.
 
     {command}
 """
+LAUNCHES = """\
+## What a step launches on a GPU
+
+The tables are counted and predicted, and not measured. A count needs shapes alone, so it is made of the whole models
+without a GPU and without numbers (torch {torch}). `KFAC(net)` does what it does on a GPU, with TF32 allowed. P is
+the number of parameters.
+
+- *kernels*: operations that are no views and no allocations. *waits*: where the host waits for the device.
+- *elements*: those that operations read and write, in P, without products. *operands*: the same of products,
+  convolutions and attention.
+- *Tflop*: of these, by precision. *decompositions*: matrices that are decomposed.
+- *device*, *host*: milliseconds of an H100 by the counts. An operation takes as long as its bytes or its flops, and at
+  least 4.5 µs. The host takes 30 µs for an operation with autograd, and 10 µs without. `benchmarks/launch_counter.py`
+  has the rates, which were measured.
+
+A step takes the longer of both times. The mean step has the intervals that the library chooses on a GPU, without the
+early steps, in which more is due. Its checks are not yet rarer, as they become after calm ones. Real kernels reach
+fewer bytes and flops than the rates, and hosts differ, so ratios say more than milliseconds.
+
+    {command}
+"""
 DECOMPOSITIONS = """\
 ## Decompositions on a GPU
 
@@ -204,6 +225,7 @@ FILES = (
     "conjugate_gradients",
     "statistics",
     "gpt2_factors",
+    "launches",
     "decompositions_cuda",
 )
 Row = dict[str, Any]
@@ -214,7 +236,7 @@ def write() -> None:
 
 
 def page() -> str:
-    step, default, parts, host, compiling, scale, proof, solve, spectra, large, decomposed = (
+    step, default, parts, host, compiling, scale, proof, solve, spectra, large, launched, decomposed = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in FILES
     )
     sections = [
@@ -236,6 +258,7 @@ def page() -> str:
         table(gpt2_factors.rows(large["results"]), "{}"),
         SOLVE.format(**solve),
         table(solve["iterations"], "{}"),
+        *launched_by_steps(launched),
         DECOMPOSITIONS.format(**decomposed),
         table(decompositions(decomposed["results"]), "{:.2f}"),
         *device_steps(RESULTS / device_step.OUT.name),
@@ -267,6 +290,14 @@ def host_time(record: dict[str, Any]) -> Iterable[str]:
     for model, result in record["results"].items():
         yield f"{model}, with {result['parameters']} parameters:\n"
         yield table(result["milliseconds"], "{:.1f}")
+
+
+def launched_by_steps(record: dict[str, Any]) -> Iterable[str]:
+    yield LAUNCHES.format(**record)
+    for result in record["results"].values():
+        yield f"{result['title']}; P = {result['parameters']:,} in {result['tensors']} tensors:\n"
+        yield table(launches.count_rows(result), "{}")
+        yield table(launches.step_rows(result), "{}")
 
 
 def decompositions(results: Sequence[Row]) -> list[Row]:

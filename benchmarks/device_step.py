@@ -118,7 +118,7 @@ def due_only(schedule: Schedule, kind: str) -> None:
     """Let the next step hold what `kind` names, and nothing be due in the `TURN - 1` steps behind it."""
     schedule.counter = now = NO_ROUND_NUMBER
     schedule.last_check, schedule.intervals_apart, schedule.calm = now - SINCE_CHECK, 1, None
-    schedule.intervals = StepIntervals(*(now if kind == each else ANY for each in (STATISTICS, BASES, CHECK)))
+    schedule.intervals = StepIntervals(*(now if kind == part else ANY for part in (STATISTICS, BASES, CHECK)))
 
 
 def gradient(problem: Problem, n: int, m: int, backend: str) -> Step:

@@ -130,10 +130,15 @@ def update_bases(fisher: BlockDiagonalFisher, keys: Collection[Key] | None = Non
             turn(group)
 
 
+def iterates_bases(device: torch.device) -> bool:
+    """Whether new bases on this device come from the old ones, and not from decompositions of their own."""
+    return device.type != "cpu"
+
+
 def turn(group: BlockGroup) -> None:
     """Diagonal sides turn nothing. On an accelerator new bases are iterated from the old ones."""
     old = basis_of(group)
-    of_sides, new = group.side_eigensystems(last=None if group.device.type == "cpu" else old)
+    of_sides, new = group.side_eigensystems(last=old if iterates_bases(group.device) else None)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
     stored = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(stored, damped(group, of_sides), strict=True))

@@ -9,9 +9,9 @@ rows of 769 numbers, which a bias makes, as with 784 (`benchmarks.basis_products
     bases        of each dense side, in bfloat16: copies of those in the extras of the blocks
 
 with zeros outside of [o, i]. Sums of products are in float32, as both means, the eigenvalues and the move are. Diagonal
-sides have no products and no padding. Where both sides have a basis and the last column is a bias, gradients of weights
-and of biases are read into tensors of their own, and so are their updates: then all parameters are read and moved with
-a handful of kernels, which take lists of contiguous tensors.
+sides have no products and no padding. Where the last column is a bias, gradients of weights and of biases are read into
+tensors of their own, and so are their updates: a handful of kernels takes lists of contiguous tensors, and would be one
+a parameter for others.
 
 One kernel a group does all that is done element by element (`kfac_fx.optim.padded_kernels`). Where Triton cannot run,
 some ten operations of torch do it, and the report says so. In eager mode the host takes longer to issue the operations
@@ -21,7 +21,7 @@ a vector, and makes its own move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -149,15 +149,22 @@ class PaddedGroup:
             size = rounded_up(basis.shape[-1]) if group.multiplies_whole else basis.shape[-1]
             bases.append(rows.new_zeros(*basis.shape[:2], size, size))
         padded = PaddedGroup(group, rows, torch.zeros_like(rows), bases)
-        if group.multiplies_whole and len(dense) == 2 and group.alike is not None and group.alike.both:
+        if group.alike is not None and group.alike.both:
             width = group.shape[2] - 1
-            padded.weights = rows.new_zeros(*rows.shape[:3], rounded_up(width))
+            padded.weights = rows.new_zeros(*rows.shape[:3], rounded_up(width) if padded.turns_both else width)
             padded.biases = rows.new_zeros(*rows.shape[:3], 1)
         views = padded.by_name(*padded.gradients)
         memory = [buffer.untyped_storage().data_ptr() for buffer in padded.gradients]
         if all(view.untyped_storage().data_ptr() in memory for view in views.values()):
             padded.views = views
+        else:
+            padded.weights = padded.biases = None
         return padded
+
+    @property
+    def turns_both(self) -> bool:
+        """Whether products with one matrix turn either side."""
+        return self.group.multiplies_whole and len(self.bases) == 2
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -188,20 +195,27 @@ class PaddedGroup:
 
     def to_eigenbasis(self) -> Tensor:
         """h = Qᵀ W of the gradients, [L, g, o, i] in the precision of the factors."""
-        if self.weights is None or self.biases is None:
+        width = self.group.shape[2] - 1
+        if self.weights is None or self.biases is None or not self.turns_both:
+            if self.weights is not None and self.biases is not None:
+                self.rows[..., :width].copy_(self.weights)
+                self.rows[..., width:].copy_(self.biases)
             return self.inside(self.turned(self.rows, transpose=True))
         (left, right), rows = (basis.flatten(0, 1) for basis in self.bases), self.rows.flatten(0, 1)
-        width = self.group.shape[2] - 1
         torch.bmm(left.mT, self.weights.flatten(0, 1)[..., :width], out=rows[..., :width])
         torch.bmm(left.mT, self.biases.flatten(0, 1), out=rows[..., width : width + 1])
         return self.inside(half_products(rows, right, self.group.dtype).view(self.rows.shape))
 
     def updates(self) -> Tensors:
         """Q d of the directions, by parameter."""
+        width = self.group.shape[2] - 1
         if self.weights is None:
             return self.by_name(self.turned(self.directions, transpose=False))
+        if not self.turns_both:
+            update = self.turned(self.directions, transpose=False)
+            return self.by_name(update[..., :width].contiguous(), update[..., width:].contiguous())
         left, right = (basis.flatten(0, 1) for basis in self.bases)
-        turned, width = half_products(self.directions.flatten(0, 1), right.mT), self.group.shape[2] - 1
+        turned = half_products(self.directions.flatten(0, 1), right.mT)
         parts = turned[..., :width], turned[..., width : width + 1]
         weights, biases = (half_products(left, part, self.group.dtype) for part in parts)
         blocks = self.rows.shape[:2]
@@ -290,17 +304,14 @@ class PaddedStep:
         if self.packed is flat:
             return
         self.packed, parts = flat, split(flat.gradients, self.registrations)
-        targets: dict[torch.dtype, list[Tensor]] = {}
-        sources: dict[torch.dtype, list[Tensor]] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
         for padded in self.groups:
             if padded.views is None:
-                padded.weights = padded.biases = None
                 padded.inside(padded.rows).copy_(padded.group.pack(parts))
-                continue
-            targets.setdefault(padded.rows.dtype, []).extend(padded.views.values())
-            sources.setdefault(padded.rows.dtype, []).extend(parts[name] for name in padded.views)
-        for dtype in targets:
-            foreach_copy_(targets[dtype], sources[dtype])
+            else:
+                pairs += [(view, parts[name]) for name, view in padded.views.items()]
+        for targets, sources in lists_alike(pairs):
+            foreach_copy_(targets, sources)
 
     def gradient_is_finite(self) -> Tensor:
         """Whether the squares of the packed gradients have a finite sum, also over many steps; 0-dim."""
@@ -393,7 +404,20 @@ class PaddedStep:
         if flat.weight_decay is not None:
             for names, (lr, decay) in by_scalars({n: n for n in flat.copies}, scalars["lr"], scalars["weight_decay"]):
                 foreach_mul_([flat.copies[name] for name in names], 1 - rate * lr * decay * self.accept)
-        foreach_add_([targets[name] for name in updates], list(updates.values()))
+        for parameters, moves in lists_alike([(targets[name], update) for name, update in updates.items()]):
+            foreach_add_(parameters, moves)
+
+
+def lists_alike(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The pairs as lists of tensors whose dtypes are equal on each side, and whose strides are equal in every pair or
+    in none: functions of lists take few kernels for equal strides, and one a pair for a list with other ones."""
+    alike: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    for first, second in pairs:
+        key = first.dtype, second.dtype, first.stride() == second.stride()
+        lists = alike.setdefault(key, ([], []))
+        lists[0].append(first)
+        lists[1].append(second)
+    yield from alike.values()
 
 
 def by_scalars(owners: Mapping[str, str], *scalars: Tensors) -> Iterator[tuple[list[str], list[Tensor]]]:

@@ -10,7 +10,8 @@ linear and a cubic term of its width. With a forward f = Σ 2 n i o + the operat
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
     inverses                 Σ D(i) + D(o) + their operations
-    a check                  3 f + its operations: three forwards, of a part of the batch on an accelerator
+    a check                  3 f + its operations: three forwards; on an accelerator without TF32, of a part of the
+                             batch
     a check of "adaptive"    2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
@@ -128,12 +129,14 @@ class Rates:
         operation: the host issues an operation.
         bases: new eigenvectors of a matrix.
         cholesky: a Cholesky decomposition, and the inverse from it.
+        full: products of float32 without TF32, as the forwards of a check have them, take so many times as long.
         share: inverses may cost this part of the overhead.
     """
 
     operation: float
     bases: Decomposition
     cholesky: Decomposition
+    full: float
     share: float
 
     @staticmethod
@@ -150,6 +153,7 @@ HOST = Rates(
     # d³ multiplications and as many additions are those of Cholesky with the inverse; eigh counts as if it took these.
     bases=Decomposition(0.0, 2.0),
     cholesky=Decomposition(0.0, 2.0),
+    full=1.0,
     share=math.inf,
 )
 
@@ -165,6 +169,7 @@ def accelerator(speed: float) -> Rates:
         # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09
         # at 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
         cholesky=Decomposition(2e-7 * speed, 1e-13 * speed),
+        full=speed / 4e13,
         share=0.125,
     )
 
@@ -219,7 +224,7 @@ class StepCosts:
             training=3 * (forward - operation * unrolled * (1 - 1 / FUSED)),
             statistics=passes + fraction * flops.statistics + recording,
             inverses=decomposition.flops(flops) + operation * PER_INVERSE * len(groups),
-            check=check * check_share * flops.forward + operation * (operations * len(calls) + PER_CHECK),
+            check=check * check_share * rates.full * flops.forward + operation * (operations * len(calls) + PER_CHECK),
             share=rates.share,
         )
 
