@@ -1,4 +1,4 @@
-"""What a GPU would be given to do: operations counted by their shapes, without numbers and without a GPU.
+"""Work that a GPU would be given: operations counted by their shapes, without numbers and without a GPU.
 
 In `fake_accelerator` tensors have a shape and a dtype but no numbers (torch's FakeTensorMode), so a step of any model
 takes seconds and hardly any memory. These tensors lie on the CPU, because a build of torch without CUDA makes no

@@ -1,8 +1,8 @@
-"""What a step launches on a GPU, counted without one: `python -m benchmarks.launches`.
+"""Launches of a step on a GPU, counted without one: `python -m benchmarks.launches`.
 
 The models are those of `benchmarks.device_step`, at their full sizes and batches. Everything is counted by shapes
-(`benchmarks.launch_counter`): forward and backward, a step of fused AdamW, and the kinds of steps of `KFAC(net)`.
-Nothing is extrapolated from smaller models.
+(`benchmarks.launch_counter`): forward and backward, a step of fused AdamW, and the kinds of steps of `KFAC(net)`. No
+figure is extrapolated from smaller models.
 
 Milliseconds are predicted and not measured. An operation takes the longest of three times: its bytes, its flops, and
 the time from one kernel to the next. A step takes the sum over its operations, or the time in which the host issues
@@ -47,7 +47,7 @@ def rows_of(problem: Problem) -> dict[str, float]:
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         features = output.shape[-1 if isinstance(module, nn.Linear | nn.LayerNorm | nn.Embedding) else 1]
         for name, parameter in problem.model.named_parameters(remove_duplicate=False):
-            if any(parameter is own for own in module.parameters(recurse=False)):
+            if any(parameter is direct for direct in module.parameters(recurse=False)):
                 rows[name] = output.numel() / features
 
     handles = [
@@ -75,13 +75,13 @@ def true_rows(problem: Problem) -> Iterator[None]:
 
 
 def kind_of(schedule: Schedule) -> str:
-    """What is due in the next step, joined."""
+    """The parts that are due in the next step, joined."""
     due = {STATISTICS: schedule.recording, BASES: schedule.inverting, CHECK: schedule.checking}
     return ", ".join(kind for kind, is_due in due.items() if is_due) or PLAIN
 
 
 def adamw(problem: Problem) -> Sections:
-    """Of the second step; the first one makes the state."""
+    """Counts of the second step. The first one makes the state."""
     optimizer = torch.optim.AdamW(problem.model.parameters(), lr=LR, fused=True)
     for _ in range(2):
         optimizer.zero_grad()
