@@ -313,9 +313,11 @@ def by_group(tensor: Tensor, shape: Shape) -> Tensor:
 
     If the parameter varies along the first dimension, that dimension does not count cases, and N = 1.
     """
-    full = torch.broadcast_shapes(tensor.shape[:-1], shape)
-    tensor = tensor.expand(*full, tensor.shape[-1])
-    shape = (1,) * (len(full) - len(shape)) + tuple(shape)
+    leading, last = tensor.shape[:-1], tuple(shape)
+    if leading[len(leading) - len(last) :] != last:  # which is rare, and `broadcast_shapes` takes 20 µs
+        leading = torch.broadcast_shapes(leading, last)
+        tensor = tensor.expand(*leading, tensor.shape[-1])
+    shape = (1,) * (len(leading) - len(last)) + last
     if not shape or shape[0] != 1:
         tensor, shape = tensor.unsqueeze(0), (1, *shape)
     varies = [dim for dim, size in enumerate(shape) if size != 1]
