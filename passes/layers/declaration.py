@@ -304,6 +304,8 @@ def collect(*declared: Layer) -> dict[str, Layer]:
 
 def as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     """[N, ..., d] -> [N, S, d]. A vector [d] is a single case."""
+    if tensor.dim() == 3:
+        return tensor
     tensor = torch.atleast_2d(tensor)
     return tensor.unsqueeze(1).flatten(1, -2)
 
