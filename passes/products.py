@@ -6,6 +6,8 @@ they are and adds up in float32, in a fraction of the time that the same rows ta
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ def precise(tensor: Tensor) -> Tensor:
     """The tensor in float32 at least, also under autocast."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Around sums that autocast must not round. To enter a context of autocast takes longer than to ask for it."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:

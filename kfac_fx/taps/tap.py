@@ -28,7 +28,7 @@ from kfac_fx.passes.ir import CASES, KEPT, Registration, Use, tensor_attrs, wher
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
-from kfac_fx.passes.products import HALVES
+from kfac_fx.passes.products import HALVES, without_autocast
 from kfac_fx.statistics.moments import TURNED
 from kfac_fx.statistics.row_sums import Matrix, Rows, canonical, in_groups, named, whole_statistic
 from kfac_fx.taps.rows import LAGGED, BothRows, both_rows, moment_and_grad_rows, unfolded, with_patch_mask
@@ -57,7 +57,8 @@ class Tap(nn.Module):
         self.sampling = sampled_parts(registration, use, layer)
         if self.sampling is not None:
             self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
-        if registration.patch_mask is not None:
+        self.masks_patches = registration.patch_mask is not None
+        if self.masks_patches:
             self.register_buffer(
                 "patch_mask", torch.tensor(registration.patch_mask, dtype=torch.float64), persistent=False
             )
@@ -83,7 +84,7 @@ class Tap(nn.Module):
             for name, probe in probes.items()
             if name not in LAGGED and not name.endswith(TURNED)
         }
-        if hasattr(self, "patch_mask"):
+        if self.masks_patches:
             tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
         if self.sampling is not None:
             tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # the value of this forward
@@ -198,7 +199,7 @@ def tap_function(
             # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
                 computed = sums(ctx.names, output_grad, as_computed_with(input, output_grad), values)
-                with torch.autocast(output_grad.device.type, enabled=False):
+                with without_autocast(output_grad.device):
                     probe_grads = [
                         over_cases(name, placed(name, computed(name), shape), values) if want else None
                         for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
@@ -265,7 +266,7 @@ class CollectingTap(Tap):
             if self.sink is not None:
                 row_mask = None if mask is None else values[mask]
                 row_mask = row_mask if real is None else real(output_grad, row_mask)
-                with torch.autocast(output_grad.device.type, enabled=False):
+                with without_autocast(output_grad.device):
                     # Saved tensors are part of the graph, and functions of the rows may be differentiated.
                     rows, grad_rows = (side.detach() for side in both(output_grad, input, *values))
                     self.sink(canonical(rows, grad_rows, bias, self.matrix, row_mask))
@@ -356,8 +357,7 @@ def link_function(
             input, earlier, *masks = ctx.saved_tensors
             input, earlier = (as_computed_with(value, output_grad) for value in (input, earlier))
             row_masks = [mask if real is None else real(output_grad, mask) for mask in masks]
-            device = output_grad.device.type
-            with torch.no_grad(), torch.autocast(device, enabled=False), full_precision_in_eager():
+            with torch.no_grad(), without_autocast(output_grad.device), full_precision_in_eager():
                 here = canonical(
                     *both(output_grad, input, *masks[:1]), bias, matrix, row_masks[0] if row_masks else None
                 )
