@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.products import precise, row_products
+from kfac_fx.passes.products import precise, products_of_columns, row_products
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -75,10 +75,12 @@ def gram(rows: Tensor) -> Tensor:
     """Sum of rows rowsᵀ in every group, in at least float32: [..., g, d] -> [g, d, d]."""
     if rows.shape[-1] == 1:  # one product of two numbers a group is slow
         return precise(rows).square().flatten(0, -3).sum(0).unsqueeze(-1)
+    wide = rows.device.type == "cpu" and rows.shape[-1] >= WORTH_STRIPS
+    if rows.shape[-2] == 1 and rows.is_contiguous() and not wide:  # as below, in half of the time for the host
+        columns = rows.flatten(0, -2).mT
+        return products_of_columns(columns, columns).unsqueeze(0)
     columns = rows.movedim((-2, -1), (0, 1)).flatten(2)  # a view if the rows lie one behind the other
-    if columns.device.type == "cpu" and columns.shape[1] >= WORTH_STRIPS:
-        return gram_by_strips(precise(columns))
-    return row_products(columns, columns)
+    return gram_by_strips(precise(columns)) if wide else row_products(columns, columns)
 
 
 WORTH_STRIPS = 256  # columns

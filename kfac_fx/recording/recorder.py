@@ -112,7 +112,8 @@ class Recorder:
     # --- what a run is given ----------------------------------------------------------------------------------------
 
     def live_parameters(self) -> dict[str, Tensor]:
-        return {name: self.model.get_parameter(name) for name in self.emitted.parameter_names}
+        by_name = dict(self.model.named_parameters())  # one walk, as `get_parameter` walks down for every name
+        return {name: by_name[name] for name in self.emitted.parameter_names}
 
     def live_buffers(self) -> dict[str, Tensor]:
         return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}

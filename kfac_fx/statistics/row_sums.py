@@ -25,7 +25,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.matrix import Shape
-from kfac_fx.passes.products import HALVES
+from kfac_fx.passes.products import HALVES, without_autocast
 
 Matrix = tuple[int, int, int]
 CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
@@ -135,7 +135,7 @@ class Statistic:
         self, rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None
     ) -> Tensor:
         """The sum over the rows of a tap; see `canonical`. mask: [N, S], the rows without padding."""
-        with torch.autocast(grad_rows.device.type, enabled=False):
+        with without_autocast(grad_rows.device):
             return self.of(canonical(rows, grad_rows, bias, matrix, mask))
 
 

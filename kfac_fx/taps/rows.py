@@ -26,7 +26,7 @@ from kfac_fx.passes.ir import Registration, Use, literal_attrs, tensor_attrs, wh
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.parametrization import RowPair, RowsStep
-from kfac_fx.passes.products import HALVES, precise
+from kfac_fx.passes.products import HALVES, precise, without_autocast
 from kfac_fx.statistics.row_sums import Matrix, Rows, canonical, homogeneous, named, whole_statistic
 
 
@@ -144,7 +144,7 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
 
     def moment_and_rows(output_grad: Tensor, input: Tensor) -> RowPair:
         grad_rows = make_grad_rows(output_grad, attrs)
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input.device):
             body, total = find(input if input.dtype in HALVES else precise(input), attrs)
             count = body.new_full((len(body),), grad_rows.shape[0] * grad_rows.shape[1])
             return bordered(body, total, count) if bias else body, grad_rows * grad_by if grad_by != 1.0 else grad_rows

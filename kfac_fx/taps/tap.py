@@ -15,7 +15,6 @@ statistics of a tap do.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from kfac_fx.passes.ir import CASES, KEPT, Registration, Use, tensor_attrs, wher
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
-from kfac_fx.passes.products import HALVES
+from kfac_fx.passes.products import HALVES, without_autocast
 from kfac_fx.statistics.moments import TURNED
 from kfac_fx.statistics.row_sums import Matrix, Rows, canonical, in_groups, named, whole_statistic
 from kfac_fx.taps.rows import LAGGED, BothRows, both_rows, moment_and_grad_rows, unfolded, with_patch_mask
@@ -58,7 +57,8 @@ class Tap(nn.Module):
         self.sampling = sampled_parts(registration, use, layer)
         if self.sampling is not None:
             self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
-        if registration.patch_mask is not None:
+        self.masks_patches = registration.patch_mask is not None
+        if self.masks_patches:
             self.register_buffer(
                 "patch_mask", torch.tensor(registration.patch_mask, dtype=torch.float64), persistent=False
             )
@@ -84,7 +84,7 @@ class Tap(nn.Module):
             for name, probe in probes.items()
             if name not in LAGGED and not name.endswith(TURNED)
         }
-        if hasattr(self, "patch_mask"):
+        if self.masks_patches:
             tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
         if self.sampling is not None:
             tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # the value of this forward
@@ -180,17 +180,14 @@ def tap_function(
 
     class TapFunction(torch.autograd.Function):
         @staticmethod
-        def forward(output: Tensor, input: Tensor, number: int, *rest: Any) -> Tensor:
-            return output.view_as(output)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            _, input, number, *rest = inputs
+        def forward(ctx: Any, output: Tensor, input: Tensor, number: int, *rest: Any) -> Tensor:
+            # Beside a `setup_context`, torch would bind all arguments to a signature at every call, half of its time.
             ctx.is_tap = True
             ctx.names, ctx.shapes = rest[:number], [probe.shape for probe in rest[number : 2 * number]]
             values = rest[2 * number :]  # of the attributes: tensors, or sizes
             ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
             ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
+            return output.view_as(output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,14 +199,14 @@ def tap_function(
             # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
                 computed = sums(ctx.names, output_grad, as_computed_with(input, output_grad), values)
-                with torch.autocast(output_grad.device.type, enabled=False):
+                with without_autocast(output_grad.device):
                     probe_grads = [
                         over_cases(name, placed(name, computed(name), shape), values) if want else None
                         for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
                     ]
             return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
-    return quick(TapFunction)
+    return TapFunction
 
 
 def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
@@ -220,15 +217,7 @@ def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
 
 def is_tapped(output: Tensor) -> bool:
     """Whether a tap returned this tensor. Autograd refuses writes into it, since it is a view that the tap made."""
-    return getattr(
-        output.grad_fn, "is_tap", False
-    )  # set by `setup_context`: the context is the node of autograd's graph
-
-
-def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Store the signature of `forward`, which torch asks for at every call; computing it takes half of a tap's time."""
-    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
-    return function
+    return getattr(output.grad_fn, "is_tap", False)  # set by `forward`: the context is the node of autograd's graph
 
 
 def make_probes(registration: Registration, names: Iterable[str], cases: int, like: Tensor) -> dict[str, Tensor]:
@@ -277,7 +266,7 @@ class CollectingTap(Tap):
             if self.sink is not None:
                 row_mask = None if mask is None else values[mask]
                 row_mask = row_mask if real is None else real(output_grad, row_mask)
-                with torch.autocast(output_grad.device.type, enabled=False):
+                with without_autocast(output_grad.device):
                     # Saved tensors are part of the graph, and functions of the rows may be differentiated.
                     rows, grad_rows = (side.detach() for side in both(output_grad, input, *values))
                     self.sink(canonical(rows, grad_rows, bias, self.matrix, row_mask))
@@ -357,14 +346,10 @@ def link_function(
     class LinkFunction(torch.autograd.Function):
         @staticmethod
         def forward(
-            output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *rest: Tensor
+            ctx: Any, output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *rest: Tensor
         ) -> tuple[Tensor, Tensor]:
-            return output.view_as(output), output.new_zeros(()).expand(output.shape)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            _, input, _, earlier, *rest = inputs
             ctx.save_for_backward(input, input if first else earlier, *rest[len(LAGGED) :])
+            return output.view_as(output), output.new_zeros(()).expand(output.shape)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -372,8 +357,7 @@ def link_function(
             input, earlier, *masks = ctx.saved_tensors
             input, earlier = (as_computed_with(value, output_grad) for value in (input, earlier))
             row_masks = [mask if real is None else real(output_grad, mask) for mask in masks]
-            device = output_grad.device.type
-            with torch.no_grad(), torch.autocast(device, enabled=False), full_precision_in_eager():
+            with torch.no_grad(), without_autocast(output_grad.device), full_precision_in_eager():
                 here = canonical(
                     *both(output_grad, input, *masks[:1]), bias, matrix, row_masks[0] if row_masks else None
                 )
@@ -396,4 +380,4 @@ def link_function(
                     sums += [None if first else pairs(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 
-    return quick(LinkFunction)
+    return LinkFunction

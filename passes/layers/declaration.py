@@ -304,6 +304,8 @@ def collect(*declared: Layer) -> dict[str, Layer]:
 
 def as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     """[N, ..., d] -> [N, S, d]. A vector [d] is a single case."""
+    if tensor.dim() == 3:
+        return tensor
     tensor = torch.atleast_2d(tensor)
     return tensor.unsqueeze(1).flatten(1, -2)
 
@@ -313,9 +315,11 @@ def by_group(tensor: Tensor, shape: Shape) -> Tensor:
 
     If the parameter varies along the first dimension, that dimension does not count cases, and N = 1.
     """
-    full = torch.broadcast_shapes(tensor.shape[:-1], shape)
-    tensor = tensor.expand(*full, tensor.shape[-1])
-    shape = (1,) * (len(full) - len(shape)) + tuple(shape)
+    leading, last = tensor.shape[:-1], tuple(shape)
+    if leading[len(leading) - len(last) :] != last:  # which is rare, and `broadcast_shapes` takes 20 µs
+        leading = torch.broadcast_shapes(leading, last)
+        tensor = tensor.expand(*leading, tensor.shape[-1])
+    shape = (1,) * (len(leading) - len(last)) + last
     if not shape or shape[0] != 1:
         tensor, shape = tensor.unsqueeze(0), (1, *shape)
     varies = [dim for dim, size in enumerate(shape) if size != 1]
