@@ -318,7 +318,7 @@ def decompositions(results: Sequence[Row]) -> list[Row]:
 
 
 def device_steps(path: Path) -> Iterable[str]:
-    """Nothing until there is a file."""
+    """No lines until there is a file."""
     if not path.exists():
         return
     yield DEVICE_STEP.format(turn=device_step.TURN, first=device_step.FIRST)
@@ -330,7 +330,7 @@ def device_steps(path: Path) -> Iterable[str]:
 
 
 def device_trainings(path: Path) -> Iterable[str]:
-    """Nothing until there is a file with the rows of a method."""
+    """No lines until there is a file with the rows of a method."""
     record = json.loads(path.read_text()) if path.exists() else {"results": {}}
     if record["results"]:
         constants = {"warmup": device_training.WARMUP, "shown": device_training.SHOWN}

@@ -52,7 +52,7 @@ TURN, FIRST = 8, 20  # steps
 EVERY = (2 * TURN, 6 * TURN)  # statistics, inverses: see `KINDS`
 SCHEDULES = ((1, 1), (1, 10), (10, 100))
 BASES, CHECK = "bases", "check"
-# What the turns of a method with given intervals hold. Statistics without inverses are in two of six, so that the
+# The kinds of turns of a method with given intervals. Statistics without inverses are in two of six, so that the
 # comparisons of outputs, which come with the recordings 4, 8, 16, ..., are in fewer than half of them.
 KINDS = (INVERSES, PLAIN, STATISTICS, PLAIN, STATISTICS, PLAIN)
 WARM = TURN * len(KINDS) - 1  # steps before the first round: what is due falls into its turn, counted from 0 or from 1
@@ -178,7 +178,7 @@ class Contestant:
 
     @property
     def kinds(self) -> Sequence[str]:
-        """What the turns of a round hold, in their order."""
+        """The kinds of the turns of a round, in their order."""
         if isinstance(self.step, Default):
             return OF_DEFAULT
         return KINDS if self.method.parts else (PLAIN,)

@@ -15,8 +15,8 @@ Autocast is that of the CPU, which casts other operations than CUDA's in some pl
     flops           of these, by precision, as torch.utils.flop_counter counts them; attention without its mask
     decompositions  matrices by kind and width
 
-Kernels of Triton and CUDA graphs do not run without a GPU. An operation that reads and writes the same tensors stands
-for a kernel (`launch_counter::kernel`), and the host issues a graph as one operation.
+Kernels of Triton, products of halves in float32 and CUDA graphs do not run without a GPU. An operation of this module
+that reads and writes the same tensors stands for each of the first two, and the host issues no operation of a graph.
 
 Where the host reads a number, it gets the answer of a training without trouble: conditions are true, other numbers
 are 1, and nothing is found.
@@ -39,11 +39,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode  # private, as the next one, and torch's own way to shapes without numbers
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's own way to see every operation
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from benchmarks.step_models import Problem
 from kfac_fx.linalg.matrices import products_are_full
+from kfac_fx.optim import padded_step
 from kfac_fx.optim.batch_part import SHARE
+from kfac_fx.optim.eigen_means import StepScalars
+from kfac_fx.optim.padded_step import KernelOrPlain
 from kfac_fx.optim.schedule import ACCELERATOR, ACCELERATOR_IN_HALVES
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.recorder import Recorder
@@ -52,45 +55,63 @@ from kfac_fx.taps.tap import HALVES
 aten: Any = torch.ops.aten
 
 
-@torch.library.custom_op("launch_counter::kernel", mutates_args=("written",))
-def kernel(read: list[Tensor], written: list[Tensor]) -> None:
-    """Stands for a kernel that reads `read`, and reads and writes `written`."""
+@torch.library.custom_op("launch_counter::product", mutates_args=())
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product of halves whose sums are in `dtype`, which CUDA has and a CPU has not."""
+    return left.to(dtype) @ right.to(dtype)
 
 
-kernel.register_fake(lambda read, written: None)
-
-
-def grafted(
+@torch.library.custom_op("launch_counter::graft", mutates_args=("average", "squares", "out"))
+def graft(
     h: Tensor,
     average: Tensor,
     squares: Tensor,
-    scalars: Any,
-    eigenvalues: Sequence[Tensor],
+    scalars: list[Tensor],
+    eigenvalues: list[Tensor],
     exponent: float,
     accept: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """`kfac_fx.optim.padded_kernels.graft_by_kernel`: one kernel, and those around it for scalars and norms."""
-    packed = torch.stack([scalar.expand(len(average), 1, 1, 1).flatten() for scalar in scalars], dim=-1)
-    kernel([h, packed, *eigenvalues], [average, squares])
-    out.fill_(0)  # which the kernel writes, too
-    return h.new_empty(1, 2, len(average)).sum(0).sqrt()
+    """The kernel of `kfac_fx.optim.padded_kernels.graft_by_kernel`: the squared norms of the blocks, [1, 2, L]."""
+    arguments = (h, average, squares, StepScalars(*scalars), eigenvalues, exponent, accept, out)
+    return padded_step.grafted_direction(*arguments).square().unsqueeze(0)
 
 
-def scaled(directions: Tensor, scales: Tensor) -> None:
-    kernel([scales], [directions])
+@torch.library.custom_op("launch_counter::scale", mutates_args=("directions",))
+def scale(directions: Tensor, scales: Tensor) -> None:
+    """The kernel of `kfac_fx.optim.padded_kernels.scale_by_kernel`."""
+    padded_step.scaled_directions(directions, scales)
+
+
+product.register_fake(lambda left, right, dtype: (left @ right).to(dtype))
+graft.register_fake(lambda h, average, *others: h.new_empty(1, 2, len(average)))
+scale.register_fake(lambda directions, scales: None)
+
+
+@register_flop_formula(torch.ops.launch_counter.product, get_raw=True)
+def flops_of_product(left: Tensor, right: Tensor, *others: Any, **options: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
 
 
 def half_products(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`kfac_fx.linalg.matrices.half_products`: a product writes float32 at no other cost than its bytes."""
-    product = left @ right
-    return product if dtype is None else product.new_empty(product.shape, dtype=dtype)
+    """As `kfac_fx.linalg.matrices.half_products`."""
+    return left @ right if dtype is None else product(left, right, dtype)
 
 
-def row_products(left: Tensor, right: Tensor) -> Tensor:
-    """`kfac_fx.passes.products.row_products`, which multiplies halves as they are."""
-    product = left @ right.mT
-    return product.new_empty(product.shape, dtype=torch.promote_types(product.dtype, torch.float32))
+def products_of_columns(left: Tensor, right: Tensor) -> Tensor:
+    """As `kfac_fx.passes.products.products_of_columns` and `row_products`."""
+    return product(left, right.mT, torch.float32) if left.dtype in HALVES else left @ right.mT
+
+
+class Kernels(KernelOrPlain):
+    """The kernels of a padded step, as single operations."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.plain is padded_step.scaled_directions:
+            return scale(*arguments)
+        h, average, squares, scalars, eigenvalues, exponent, accept, out = arguments
+        torch.stack([scalar.expand(len(average), 1, 1, 1).flatten() for scalar in scalars], dim=-1)
+        return graft(h, average, squares, list(scalars), eigenvalues, exponent, accept, out).sum(0).sqrt()
 
 
 def difference_of_part(recorder: Recorder, *arguments: Any) -> str | None:
@@ -107,12 +128,12 @@ ANSWERS: Mapping[str, Any] = {  # what differs from the answers for tensors on a
     "kfac_fx.optim.schedule.Rates.of": lambda device_types, halves: ACCELERATOR_IN_HALVES if halves else ACCELERATOR,
     "kfac_fx.optim.step.share_of_checks": lambda kinds, processes: SHARE,
     "kfac_fx.optim.batch_part.difference_of_part": difference_of_part,
-    "kfac_fx.linalg.matrices.row_products": row_products,
+    "kfac_fx.linalg.matrices.products_of_columns": products_of_columns,
+    "kfac_fx.linalg.matrices.row_products": products_of_columns,
     "kfac_fx.optim.eigen_moments.iterates_bases": lambda device: True,
     "kfac_fx.optim.step_state.product_dtype": lambda device, dtype: torch.bfloat16,
     "kfac_fx.optim.padded_step.half_products": half_products,
-    "kfac_fx.optim.padded_step.grafted_direction": grafted,
-    "kfac_fx.optim.padded_step.scaled_directions": scaled,
+    "kfac_fx.optim.padded_step.KernelOrPlain": Kernels,
     "kfac_fx.recording.backends.CudaGraph.__call__": lambda graph, function, key: Counting.as_a_graph(function),
     # Comparisons of outputs follow the recordings 1, 2, 4, 8, ... and are in no kind of step here.
     "kfac_fx.checks.outputs.OutputWatch.due": lambda watch: False,
@@ -122,6 +143,7 @@ FREE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "de
 OVERWRITING = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")  # do not read what they write
 GATHERING = ("embedding", "gather", "index", "index_select")  # read as much as they write
 UNTOUCHED = {"_fused_adamw_": "grads"}  # declared as written, for the scale of a GradScaler
+UNREAD = {"graft": "out"}  # written and not read
 HOST_READS = ("_local_scalar_dense", "nonzero", "equal")
 SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -287,7 +309,7 @@ def traffic(
         given = args[n] if n < len(args) else kwargs.get(argument.name)
         tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if not (written and (argument.is_out or name in OVERWRITING)):
+        if not (written and (argument.is_out or name in OVERWRITING or UNREAD.get(name) == argument.name)):
             reads += tensors
         if written and UNTOUCHED.get(name) != argument.name:
             writes += tensors

@@ -66,19 +66,19 @@ fi
 bases=benchmarks.decompositions
 
 "$python" -c "import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
-part "tests with new bounds" 10 90 "${tests[@]}" tests/cuda/test_cuda.py tests/cuda/test_backends_on_cuda.py \
-    -k "(those_of_the_cpu and (language or weight_norm)) or (twenty_steps and default)"
-part "tests" 30 120 "${tests[@]}" "${several[@]}" tests/cuda -k "$core"
-part "steps of GPT-2" 30 130 "$python" -m benchmarks.device_step --device "$device" --models gpt2 --backends eager \
+part "steps of GPT-2" 30 100 "$python" -m benchmarks.device_step --device "$device" --models gpt2 --backends eager \
     --out "$out/device_step.json" "${quick[@]}"
-part "steps of ResNet-50" 30 110 "$python" -m benchmarks.device_step --device "$device" --models resnet50 \
+part "steps of ResNet-50" 30 90 "$python" -m benchmarks.device_step --device "$device" --models resnet50 \
     --backends eager --out "$out/device_step.json" "${quick[@]}"
+part "trainings" 25 100 "$python" -m benchmarks.device_training --device "$device" \
+    --out "$out/device_training.json" "${quick[@]}"
+part "tests with new bounds" 10 70 "${tests[@]}" tests/cuda/test_cuda.py tests/cuda/test_backends_on_cuda.py \
+    -k "(those_of_the_cpu and (language or weight_norm)) or (twenty_steps and default)"
 part "products of bases" 10 40 "$python" -m benchmarks.basis_products --device "$device" \
     --out "$out/basis_products.json" "${quick[@]}"
-part "decompositions" 15 60 "$python" -m $bases --device "$device" --widths 768 2304 3072 --stacks 1 4 12 \
-    --methods Cholesky eigh "orthogonal iteration" --seconds 35 --out "$out/decompositions_of_bases.json" "${quick[@]}"
 part "checks with and without TF32" 15 45 "$python" -m benchmarks.check_precision --device "$device" \
     --out "$out/check_precision.json" "${quick[@]}"
-part "trainings" 25 150 "$python" -m benchmarks.device_training --device "$device" \
-    --out "$out/device_training.json" "${quick[@]}"
+part "tests" 30 120 "${tests[@]}" "${several[@]}" tests/cuda -k "$core"
+part "decompositions" 15 60 "$python" -m $bases --device "$device" --widths 768 2304 3072 --stacks 1 4 12 \
+    --methods Cholesky eigh "orthogonal iteration" --seconds 35 --out "$out/decompositions_of_bases.json" "${quick[@]}"
 echo "== $SECONDS seconds; the results are in $out"

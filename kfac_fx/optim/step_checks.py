@@ -67,6 +67,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.host import copy_if_
 from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
@@ -191,7 +192,7 @@ def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, fini
 def go_back(flat: FlatParameters, there: Tensors, where: Tensor) -> None:
     """Return to other parameters, by name, where `where` is true."""
     for name, copy in flat.copies.items():
-        copy.copy_(torch.where(where, there[name], copy))
+        copy_if_(where, copy, there[name])
 
 
 def take(
