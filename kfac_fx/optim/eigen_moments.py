@@ -138,7 +138,9 @@ def iterates_bases(device: torch.device) -> bool:
 def turn(group: BlockGroup) -> None:
     """Diagonal sides turn nothing. On an accelerator new bases are iterated from the old ones."""
     old = basis_of(group)
-    of_sides, new = group.side_eigensystems(last=old if iterates_bases(group.device) else None)
+    dense = [basis for side, basis in zip(group.sides, old, strict=True) if not side.diagonal]
+    iterates = iterates_bases(group.device) and any(bool(basis.any()) for basis in dense)
+    of_sides, new = group.side_eigensystems(last=old if iterates else None)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
     stored = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(stored, damped(group, of_sides), strict=True))
