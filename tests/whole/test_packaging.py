@@ -86,13 +86,16 @@ def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
     assert [name for name in packed if ".dist-info/" not in name] == files()
 
 
+WITH_TRITON = ("kfac_fx.optim.padded_kernels",)  # which only torch's builds for CUDA bring
+
+
 def test_the_wheel_imports_alone(wheel: Path, tmp_path: Path) -> None:
     # -S: without `site`, no editable install of this project can fill in what the wheel lacks.
     others = [path for path in sys.path if "-packages" in path or path.startswith(sys.base_prefix)]
     program = f"""
 import importlib, sys
 sys.path = [{str(wheel)!r}, *{others!r}]
-for name in {modules()!r}:
+for name in {[name for name in modules() if name not in WITH_TRITON]!r}:
     place = importlib.import_module(name).__file__
     assert place.startswith({str(wheel)!r}), place
 """
