@@ -47,20 +47,33 @@ def is_exact(mode: str) -> bool:
 
 def one_source(mode: str, losses: LossPairs, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
     """The only source of a mode that is not exact; leaves: the outputs of the model. Raises TargetsMissing."""
+    return pulled_back([loss.inputs for _, loss in losses], source_of_losses(mode, losses, generator), leaves)
+
+
+def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | None) -> list[Tensor]:
+    """The gradients of the inputs of the losses that a mode with one source sends back.
+
+    Each is that of its own loss. Losses may have the same inputs, or inputs that are computed from those of another;
+    gradients of their sum would count such a path once for every loss.
+
+    Raises TargetsMissing.
+    """
     if mode.startswith("curvature_prop"):
-        vectors = [
-            c**0.5 * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
+        return [
+            sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
             for c, loss in losses
         ]
-        return pulled_back([loss.inputs for _, loss in losses], vectors, leaves)
     if mode == "empirical":
         check_targets([loss for _, loss in losses])
-    total = sum(
-        c * loss.evaluate() if mode == "empirical" else c**0.5 * loss.evaluate_on_sample(generator)
-        for c, loss in losses
-    )
-    assert isinstance(total, Tensor), "bug in kfac_fx: a Fisher without losses"
-    return pulled_back([total], [torch.ones_like(total)], leaves)
+    assert losses, "bug in kfac_fx: a Fisher without losses"
+    vectors = []
+    for c, loss in losses:
+        value = c * loss.evaluate() if mode == "empirical" else sqrt(c) * loss.evaluate_on_sample(generator)
+        needed = loss.inputs.requires_grad
+        vectors += (
+            torch.autograd.grad(value, loss.inputs, retain_graph=True) if needed else [torch.zeros_like(loss.inputs)]
+        )
+    return vectors
 
 
 def check_targets(losses: Sequence[LossFunction]) -> None:
@@ -197,7 +210,7 @@ def source_vectors(
                 vector = sqrt(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
                 yield from only_slots(losses, slots(), number, vector)
         return
-    vectors = one_source_vectors(mode, losses, generator)
+    vectors = source_of_losses(mode, losses, generator)
     if not by_row:
         yield vectors
         return
@@ -211,21 +224,3 @@ def only_slots(losses: LossPairs, slots: Sequence[Tensor], number: int, vector: 
         vectors = [torch.zeros_like(loss.inputs) for _, loss in losses]
         vectors[number] = vector * (slots[number] == slot)
         yield vectors
-
-
-def one_source_vectors(mode: str, losses: LossPairs, generator: torch.Generator | None) -> list[Tensor]:
-    """The gradients of the inputs of the losses that a mode with one source sends back."""
-    if mode.startswith("curvature_prop"):
-        return [
-            sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
-            for c, loss in losses
-        ]
-    if mode == "empirical":
-        check_targets([loss for _, loss in losses])
-    total = sum(
-        c * loss.evaluate() if mode == "empirical" else sqrt(c) * loss.evaluate_on_sample(generator)
-        for c, loss in losses
-    )
-    assert isinstance(total, Tensor), "bug in kfac_fx: a Fisher without losses"
-    inputs = [loss.inputs for _, loss in losses]
-    return list(torch.autograd.grad(total, inputs, retain_graph=True))

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_fx
 from kfac_fx import Batch, FisherEstimator, RegistrationError, Relative
+from kfac_fx.losses import Normal
+from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.recording.case_recorder import CaseRecorder
 from tests.models import ZOO
 from tests.runtime.single_cases import (
@@ -424,3 +426,21 @@ def test_zeros_that_rounding_left_positive_are_zeros() -> None:
     assert zeros == [[False, False, True], [True, True, True]]
     assert squares == [[False, False, False], [False, True, True]]
     assert not factors.at(damping=eps**2).zeros(system, index).any()
+
+
+def test_two_equal_losses_score_and_correct_as_one_of_twice_the_coefficient() -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4), torch.randn(6, 3)
+    results = []
+    for coefficients in ([2.0], [1.0, 1.0]):
+        targets = [y] * len(coefficients)
+
+        def losses(z: Tensor, coefficients: list[float] = coefficients) -> list[tuple[float, LossFunction]]:
+            return [(coefficient, Normal(z)) for coefficient in coefficients]
+
+        estimator = FisherEstimator(kfac_fx.compile(model, (x[:2],), loss=losses), estimation_mode="exact")
+        estimator.update_covariances(x, targets=targets)
+        spectrum, batch = estimator.spectrum(damping=0.1), Batch(x, targets=targets)
+        corrected = spectrum.correct([batch], "sequence", mode="empirical")
+        results.append((spectrum.self_scores(batch), *corrected.eigenvalues().values()))
+    for of_two, of_one in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(of_two, of_one)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, MultiBernoulli, Normal, NormalMeanVariance
+from kfac_fx.losses.distributions import DISTRIBUTIONS
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.losses.sources import (
     MODES,
+    CaseSource,
     check_mode,
     exact_sources,
     number_of_sources,
     one_source,
-    one_source_vectors,
+    source_of_losses,
 )
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from tests.runtime.test_distributions import random
@@ -109,6 +113,48 @@ def test_a_loss_without_gauss_newton_factor_has_no_ggn_mode() -> None:
 def test_the_weight_of_a_loss_enters_gradients_of_samples_by_its_root(mode: str, power: float) -> None:
     loss = Categorical(torch.randn(4, 3, requires_grad=True), torch.arange(4) % 3)
     plain, weighted = (
-        one_source_vectors(mode, [(weight, loss)], torch.Generator().manual_seed(0))[0] for weight in (1.0, 9.0)
+        source_of_losses(mode, [(weight, loss)], torch.Generator().manual_seed(0))[0] for weight in (1.0, 9.0)
     )
     torch.testing.assert_close(weighted, 9**power * plain)
+
+
+# --- equal losses -----------------------------------------------------------------------------------------------------
+
+
+def made(kind: str, outputs: Tensor, targets: Tensor) -> LossFunction:
+    """A loss of the outputs [5, 4]."""
+    if kind == "normal_mean_variance":
+        return NormalMeanVariance(outputs[:, :2], outputs[:, 2:].exp(), targets=targets[:, :2])
+    if kind == "categorical":
+        return Categorical(outputs, targets=targets.argmax(-1))
+    if kind == "multi_bernoulli":
+        return MultiBernoulli(outputs, targets=(targets > 0).double())
+    assert kind == "normal", f"{kind} is new: say how it is made"
+    return Normal(outputs, targets=targets)
+
+
+ALIKE: dict[str, Callable[[Tensor], list[Tensor]]] = {  # the outputs that three equal losses read
+    "one tensor": lambda z: [z, z, z],
+    "a tensor and what is computed from it": lambda z: [z, z.clone(), z.clone()],
+    "a chain": lambda z: [z, (copy := z.clone()), copy.clone()],
+}
+
+
+@pytest.mark.parametrize("alike", ALIKE)
+@pytest.mark.parametrize("kind", [*DISTRIBUTIONS, "normal_mean_variance"])
+def test_equal_losses_are_one_loss_with_the_sum_of_their_coefficients(kind: str, alike: str) -> None:
+    """For the sums over cases, and for single cases, whose source holds the gradients of all losses."""
+    z, targets = random(5, 4).requires_grad_(), random(5, 4, seed=1)
+    outputs = z + 0  # what the model computes, and leaves alone
+    several: list[tuple[float, LossFunction]] = [(1.0, made(kind, read, targets)) for read in ALIKE[alike](outputs)]
+    (expected,) = one_source("empirical", [(3.0, made(kind, outputs, targets))], [z], None)
+    (cotangent,) = one_source("empirical", several, [z], None)
+    vectors = source_of_losses("empirical", several, None)
+    source = CaseSource([loss.inputs for _, loss in several], vectors, [z], lambda: [torch.arange(5).unsqueeze(-1)] * 3)
+    assert expected is not None
+    torch.testing.assert_close(cotangent, expected)
+    torch.testing.assert_close(source.cotangents()[0], expected)
+    one_case = source.cotangents(example=2)[0]
+    assert one_case is not None
+    torch.testing.assert_close(one_case[2], expected[2])
+    assert not one_case[:2].any()
