@@ -66,13 +66,13 @@ def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | 
     if mode == "empirical":
         check_targets([loss for _, loss in losses])
     assert losses, "bug in kfac_fx: a Fisher without losses"
-    vectors = []
+    vectors: list[Tensor] = []
     for c, loss in losses:
         value = c * loss.evaluate() if mode == "empirical" else sqrt(c) * loss.evaluate_on_sample(generator)
-        needed = loss.inputs.requires_grad
-        vectors += (
-            torch.autograd.grad(value, loss.inputs, retain_graph=True) if needed else [torch.zeros_like(loss.inputs)]
-        )
+        if loss.inputs.requires_grad:
+            vectors += torch.autograd.grad(value, loss.inputs, retain_graph=True)
+        else:
+            vectors.append(torch.zeros_like(loss.inputs))
     return vectors
 
 
