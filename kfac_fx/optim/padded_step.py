@@ -22,6 +22,7 @@ a vector, and makes its own move.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -49,6 +50,11 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | Non
     if device.type == "cuda" and dtype is torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels of Triton and graphs run on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def grafted_direction(
@@ -355,10 +361,11 @@ class PaddedStep:
 
     def vector(self, flat: FlatParameters, ok: Tensor, momentum: Mapping[str, Tensor], nesterov: Tensor) -> Tensor:
         """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
-        self.prepare(flat, ok)
-        self.length.fill_(1)
-        self.packed = None  # it holds the gradients
-        return flat.flat.joined(joined(self.updates(momentum, nesterov), self.registrations, flat.gradients))
+        with on_device(self.accept.device):
+            self.prepare(flat, ok)
+            self.length.fill_(1)
+            self.packed = None  # it holds the gradients
+            return flat.flat.joined(joined(self.updates(momentum, nesterov), self.registrations, flat.gradients))
 
     def step(
         self,
@@ -375,13 +382,15 @@ class PaddedStep:
             rate, nesterov: compute 0-dim tensors from others that lie where they are.
             scalars: lr, momentum and weight_decay of the parameters by name, 0-dim.
         """
-        self.prepare(flat, ok)
-        equal = self.means.have_equal_weights()
-        memory = tuple(tensor.data_ptr() for tensor in flat.copies.values())
-        self.graph(
-            lambda: self.move(flat, rate(), scalars, nesterov()),
-            (equal, flat.weight_decay is None, flat.lr.dim(), *map(id, scalars.values()), *memory),
-        )
+        with on_device(self.accept.device):
+            self.prepare(flat, ok)
+            # A graph depends on where its tensors lie, and on the decisions of the host.
+            tensors = [*flat.copies.values(), *(scalar for by_name in scalars.values() for scalar in by_name.values())]
+            decisions = self.means.have_equal_weights(), flat.weight_decay is None, flat.lr.dim()
+            self.graph(
+                lambda: self.move(flat, rate(), scalars, nesterov()),
+                (*decisions, *(tensor.data_ptr() for tensor in tensors)),
+            )
         self.packed = None
         return self.accept.clone()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -267,6 +267,33 @@ def test_without_triton_the_operations_are_those_of_torch_and_the_report_says_so
     assert padded.reasons == [words]
     assert words in " ".join(str(training.net.report).split())
     assert int(training.optimizer.skipped) == 0
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_a_graph_is_captured_anew_if_its_tensors_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Hashable] = []
+
+    def keep_key(graph: CudaGraph, function: Callable[[], None], key: Hashable) -> None:
+        keys.append(key)
+        function()
+
+    monkeypatch.setattr(CudaGraph, "__call__", keep_key)
+    training = Training("text", torch.float64)
+    for _ in range(5):
+        training.step()
+    assert len(keys) == 2 and keys[0] == keys[1]
+    kept = training.state.grouped
+    training.optimizer.load_state_dict(training.optimizer.state_dict())  # the scalars of the groups are new tensors
+    training.optimizer.param_groups[0]["lr"] = 0.5
+    assert kept is not None and training.state.grouped is None
+    for _ in range(3):
+        training.step()
+    assert len(keys) == 4 and keys[2] == keys[3] != keys[1]
+    with torch.no_grad():
+        for parameter in training.net.parameters():
+            parameter.data = parameter.data.clone()
+    training.step()
+    assert keys[4] != keys[3]
 
 
 def test_without_cuda_a_graph_runs_the_function() -> None:
