@@ -35,7 +35,7 @@ def real_numbers(tensor: Tensor) -> Tensor:
 
 # --- products -------------------------------------------------------------------------------------------------------
 
-CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache
+CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache; CUDA loads rows of so many halves at once
 WORTH_ALIGNING = 256  # columns
 
 

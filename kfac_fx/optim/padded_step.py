@@ -4,7 +4,7 @@ A plain step turns gradients into the bases and directions back, 4 o i (o + i) f
 these products take six to ten times as long in float32 as in bfloat16, and in bfloat16 two to five times as long with
 rows of 769 numbers, which a bias makes, as with 784 (`benchmarks.basis_products`). So every group of blocks keeps
 
-    rows         [L, g, O, I]   bfloat16; O and I are o and i, rounded up to `MULTIPLE` where the side has a basis
+    rows         [L, g, O, I]   bfloat16; O and I are o and i, rounded up to multiples of 16 where the side has a basis
     directions   the same       before they are turned back
     bases        of each dense side, in bfloat16: copies of those in the extras of the blocks
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import half_products
+from kfac_fx.linalg.matrices import cache_aligned, half_products
 from kfac_fx.linalg.vectors import Tensors, joined, split
 from kfac_fx.optim.eigen_means import Means, StepScalars, adam_step
 from kfac_fx.optim.eigen_moments import combine, divide_root, eigenvalues_of, lengths, momentum_of
@@ -42,7 +42,6 @@ from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mu
 from kfac_fx.recording.backends import CudaGraph
 
 Scalars = Mapping[str, Tensors]
-MULTIPLE = 16  # rows of so many bfloat16 numbers begin at addresses that tensor cores load without a detour
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
@@ -91,10 +90,6 @@ def grafted_direction(
 def scaled_directions(directions: Tensor, scales: Tensor) -> None:
     """Multiply the directions of every block by its scale [L, 1, 1, 1]. They are zero where that is zero."""
     directions.copy_(torch.where(scales == 0, 0, directions * scales))
-
-
-def rounded_up(size: int) -> int:
-    return -(-size // MULTIPLE) * MULTIPLE
 
 
 class KernelOrPlain:
@@ -147,17 +142,19 @@ class PaddedGroup:
         """dtype: of products."""
         shape, dense = list(group.shape), [side for side in group.sides if not side.diagonal]
         if group.multiplies_whole:
-            shape[1:] = [d if side.diagonal else rounded_up(d) for side, d in zip(group.sides, shape[1:], strict=True)]
+            shape[1:] = [
+                d if side.diagonal else cache_aligned(d) for side, d in zip(group.sides, shape[1:], strict=True)
+            ]
         rows = torch.zeros(len(group), *shape, dtype=dtype if dense else group.dtype, device=group.device)
         bases = []
         for side in dense:
             basis = group.extras[f"basis/{side}"]
-            size = rounded_up(basis.shape[-1]) if group.multiplies_whole else basis.shape[-1]
+            size = cache_aligned(basis.shape[-1]) if group.multiplies_whole else basis.shape[-1]
             bases.append(rows.new_zeros(*basis.shape[:2], size, size))
         padded = PaddedGroup(group, rows, torch.zeros_like(rows), bases)
         if group.alike is not None and group.alike.both:
             width = group.shape[2] - 1
-            padded.weights = rows.new_zeros(*rows.shape[:3], rounded_up(width) if padded.turns_both else width)
+            padded.weights = rows.new_zeros(*rows.shape[:3], cache_aligned(width) if padded.turns_both else width)
             padded.biases = rows.new_zeros(*rows.shape[:3], 1)
         views = padded.by_name(*padded.gradients)
         memory = [buffer.untyped_storage().data_ptr() for buffer in padded.gradients]
@@ -296,6 +293,12 @@ class PaddedStep:
     def fits(self, means: Means, flat: FlatParameters) -> bool:
         """Whether these are the means of all blocks with factors, and the blocks have just these parameters."""
         return self.means is means and self.names == flat.parameters.keys()
+
+    @property
+    def described(self) -> str:
+        """For the report: the precision of products."""
+        turned = next((padded for padded in self.groups if padded.bases), self.groups[0])
+        return f"gradients are turned by products of {turned.rows.dtype} with sums in {turned.group.dtype}"
 
     @property
     def reasons(self) -> list[str]:

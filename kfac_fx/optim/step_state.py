@@ -207,9 +207,11 @@ class StepState:
         }
 
     def intervals(self) -> list[str]:
-        """How often statistics, inverses and checks are due, and how much of a batch checks take."""
+        """How often statistics, inverses and checks are due, how much of a batch checks take, and the precision of a
+        step."""
         part = f"checks take the first {Fraction(self.share)} of the examples of a batch, rounded up, on an accelerator"
-        return [*self.schedule.described(), *[part] * (self.share < 1.0)]
+        of_products = [] if self._padded is None else [self._padded.described]
+        return [*self.schedule.described(), *[part] * (self.share < 1.0), *of_products]
 
     def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
         """Each part that was not done as it should be, and why."""

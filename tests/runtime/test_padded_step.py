@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.linalg.matrices import CACHE_LINE
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim import padded_step, step_state
 from kfac_fx.optim.eigen_means import EPSILON
 from kfac_fx.optim.eigen_moments import step_in_bases
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.padded_step import MULTIPLE, PaddedStep
+from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.recording.backends import CudaGraph
 
 STEPS = 9  # with checks after 0, 1, 2 and 5
@@ -222,7 +223,7 @@ def test_buffers_have_rows_of_a_multiple_of_16_and_zeros_behind_the_matrix() -> 
     assert products
     for group in products:
         for side, size in zip(group.group.sides, group.rows.shape[2:], strict=True):
-            assert side.diagonal or size % MULTIPLE == 0
+            assert side.diagonal or size % CACHE_LINE == 0
         for buffer in (group.rows, group.directions):
             whole, inside = buffer.abs().sum(), group.inside(buffer).abs().sum()
             torch.testing.assert_close(whole, inside, rtol=1e-12, atol=0.0)
@@ -236,6 +237,7 @@ def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.Monk
         monkeypatch.setattr(step_state, "product_dtype", lambda device, of_factors, dtype=dtype: dtype)
         training = Training("text", torch.float32)
         ends.append([training.step() for _ in range(40)])
+    assert "gradients are turned by products of torch.bfloat16 with sums in torch.float32" in str(training.net.report)
     (first, *_, end), (_, *_, other) = ends
     assert end < 0.5 * first
     assert abs(other - end) < 0.02 * (first - end)
