@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from kfac_fx.capturing import CompileArguments
-from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_unfit, unwrapped
+from kfac_fx.checks.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.losses.registered import loss_from
@@ -137,16 +137,9 @@ def compile(
             "variables are for a LayerCollection; of a model, every parameter is registered that is not frozen with "
             "requires_grad_(False)"
         )
-    if isinstance(model, CompiledModule):
-        raise RegistrationError(
-            "the module is already compiled; pass the original model, net.model, to kfac_fx.compile"
-        )
     refuse_other_models(model, "kfac_fx.compile")
     wrapper, model = model, unwrapped(model)
-    if inner := [name for name, module in model.named_modules() if isinstance(module, CompiledModule)]:
-        raise RegistrationError(
-            f"submodules are already compiled and would be captured twice: {', '.join(inner)}; use their .model instead"
-        )
+    refuse_compiled(model, "kfac_fx.compile")
     refuse_unfit(model)
     refuse_unfit_names(model)
     refuse_other_approximations(approximations, model)

@@ -124,10 +124,25 @@ def refuse_wrapped(net: Any, by: str) -> None:
 def compiled(name: str, value: Any) -> None:
     """A check of KFAC's `net`."""
     refuse_wrapped(value, "KFAC")
-    if not hasattr(value, "attach") or not hasattr(value, "registrations"):
+    if not is_compiled(value):
         raise ValueError(
             f"KFAC needs a compiled module and got a {type(value).__name__}: "
             "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net in the place of model"
+        )
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether this is what `kfac_fx.compile` returns."""
+    return hasattr(value, "attach") and hasattr(value, "registrations")
+
+
+def refuse_compiled(model: nn.Module, by: str) -> None:
+    """Raises RegistrationError for a compiled module, and for a model with compiled submodules. by: who takes it."""
+    if is_compiled(model):
+        raise RegistrationError(f"the module is already compiled; pass the original model, net.model, to {by}")
+    if inner := [name for name, module in model.named_modules() if is_compiled(module)]:
+        raise RegistrationError(
+            f"submodules are already compiled and would be captured twice: {', '.join(inner)}; use their .model instead"
         )
 
 

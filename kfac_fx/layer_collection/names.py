@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, fx, nn
 
-from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_unfit
+from kfac_fx.checks.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
@@ -145,6 +145,7 @@ def capture(
     Raises UntraceableError if no single graph holds the model, LayerError for declarations that contradict others.
     """
     refuse_other_models(model, "kfac_fx.capture")
+    refuse_compiled(model, "kfac_fx.capture")
     refuse_inference_mode("a model is captured")
     refuse_unfit(model)
     refuse_unfit_names(model)

@@ -161,3 +161,20 @@ def test_a_normalized_weight_has_no_block_that_needs_its_whole_gradient(approxim
     with pytest.raises(ApproximationError, match=rf"w at linear: .* of rank one; '{approximation}' needs the whole"):
         lc.register_fully_connected("w", None, "linear", approx=approximation)
     lc.register_fully_connected("w", None, "linear", approx="kron")
+
+
+# --- modules that are compiled already ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take", [kfac_fx.compile, kfac_fx.capture])
+def test_compiled_modules_are_refused_alike(take: Any) -> None:
+    """Without this, `capture` told of parameters that were replaced, and nobody had replaced any."""
+    net = kfac_fx.compile(nn.Linear(3, 3), (torch.ones(2, 3),), loss="mse")
+    text = f"the module is already compiled; pass the original model, net.model, to kfac_fx.{take.__name__}"
+    with pytest.raises(RegistrationError, match=text):
+        take(net, (torch.ones(2, 3),))
+    outer = nn.Sequential(nn.Linear(3, 3), nn.Sequential(net))
+    with pytest.raises(
+        RegistrationError, match=r"already compiled and would be captured twice: 1\.0; use their .model"
+    ):
+        take(outer, (torch.ones(2, 3),))
