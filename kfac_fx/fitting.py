@@ -30,7 +30,6 @@ from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.matrix import block_width
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.spectrum.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
 from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
@@ -349,16 +348,7 @@ def bytes_of(registration: Registration, parameters: Mapping[str, Tensor], dtype
     the eigenvalues."""
     example = parameters[registration.owners[0]]
     item = (dtype or torch.promote_types(example.dtype, torch.float32)).itemsize
-    if registration.matrix is None:
-        shape = (1, sum(parameters[name].numel() for name in registration.owners), 1)
-    else:
-        shape = registration.matrix.shape
-    structure, total = registration.structure, math.prod(shape)
-    for side, cut in zip((structure.left, structure.right), registration.blocks, strict=True):
-        if side is None:
-            continue
-        numbers = math.prod(side.shape(shape))
-        if cut > 1 and not side.diagonal:
-            numbers = shape[0] * cut * block_width(side.size(shape), cut) ** 2
-        total += 3 * numbers
-    return total * item
+    elements = sum(parameters[name].numel() for name in registration.owners)
+    shapes = registration.factor_shapes(elements)
+    eigenvalues = elements if registration.matrix is None else math.prod(registration.matrix.shape)
+    return (eigenvalues + 3 * sum(map(math.prod, shapes.values()))) * item

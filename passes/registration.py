@@ -15,7 +15,7 @@ from torch import fx
 
 from .approximations import APPROXIMATIONS, Approximation
 from .errors import OWN_FOLDER
-from .matrix import Layout, MatrixForm
+from .matrix import Layout, MatrixForm, block_width
 from .parametrization import Parametrization, Transposed, Value
 from .pieces import ParameterExpr, Piece
 
@@ -220,5 +220,24 @@ class Registration:
         (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
         return ((g, o, (i - bias) // self.kernel + 1), True) if self.structure.needs_pixels else ((g, o, i), bias)
 
+    def factor_shapes(self, elements: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the block's factors by name, without numbers such as the positions. elements: of the
+        parameters."""
+        approximation = self.structure
+        if not approximation.kronecker:
+            return {"F": (elements,) if approximation.left.diagonal else (elements, elements)}
+        (groups, outputs, inputs), _ = self.rows
+        output_blocks, input_blocks = self.blocks
+        sides = {
+            "A": (groups, inputs) if approximation.diagonal_inputs else dense_shape(groups, inputs, input_blocks),
+            "G": (groups, outputs) if approximation.diagonal_outputs else dense_shape(groups, outputs, output_blocks),
+        }
+        return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation.series else sides
+
     def __str__(self) -> str:
         return f"{self.layer}({', '.join(self.parameters)})"
+
+
+def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
+    """The shape of a dense side of this width in diagonal blocks."""
+    return groups * blocks, block_width(width, blocks), block_width(width, blocks)

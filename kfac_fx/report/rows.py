@@ -24,7 +24,6 @@ from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import Program, Registration, source_line
 from kfac_fx.passes.layers import LAYERS, Layer
-from kfac_fx.passes.matrix import block_width
 from kfac_fx.passes.registration import where
 from kfac_fx.recording.case_recorder import CaseRecorder
 from kfac_fx.recording.recorder import Recorder
@@ -100,7 +99,7 @@ def rows(program: Program) -> tuple[ReportRow, ...]:
 
 
 def row_of(registration: Registration, program: Program, places: Counter[str]) -> ReportRow:
-    shapes = factor_shapes(registration, program)
+    shapes = registration.factor_shapes(elements_of(registration, program))
     dtype = factor_dtype(registration, program)
     return ReportRow(
         layer=registration.layer,
@@ -142,24 +141,6 @@ def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
     for name in registration.owners:
         dtype = torch.promote_types(dtype, program.parameters[name].dtype)
     return dtype
-
-
-def factor_shapes(registration: Registration, program: Program) -> Shapes:
-    approximation = registration.structure
-    if not approximation.kronecker:
-        count = elements_of(registration, program)
-        return {"F": (count,) if approximation.left.diagonal else (count, count)}
-    (groups, outputs, inputs), _ = registration.rows
-    output_blocks, input_blocks = registration.blocks
-    sides: Shapes = {
-        "A": (groups, inputs) if approximation.diagonal_inputs else dense_shape(groups, inputs, input_blocks),
-        "G": (groups, outputs) if approximation.diagonal_outputs else dense_shape(groups, outputs, output_blocks),
-    }
-    return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation.series else sides
-
-
-def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
-    return groups * blocks, block_width(width, blocks), block_width(width, blocks)
 
 
 def block_words(registration: Registration, program: Program) -> str:

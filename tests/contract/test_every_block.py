@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import BlockOperator, make_block, make_groups
-from kfac_fx.factors.factor import additive
+from kfac_fx.factors.factor import A_CASE, additive
 from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import Registration
@@ -300,3 +300,15 @@ def test_a_stack_has_the_eigenvectors_of_its_blocks(form: str, approximation: st
     assert torch.equal(others.pack(vector), matrices[some])
     of_some = group.stack_operators([parts[number] for number in some])
     torch.testing.assert_close(others.to_eigenbasis(others.pack(vector), of_some), turned[some])
+
+
+@every_block
+def test_the_shapes_of_factors_are_known_without_them(form: str, approximation: str) -> None:
+    """The report and `fit_spectrum(memory=...)` read the shapes; a diagonal F has those of its matrix."""
+    block, vector = trained(form, approximation)
+    known = block.registration.factor_shapes(sum(tensor.numel() for tensor in vector.values()))
+    factors = {name: factor.moment.shape for name, factor in block.factors.items() if name not in A_CASE}
+    assert factors.keys() == known.keys()
+    for name, shape in factors.items():
+        expected = (shape.numel(),) if name == "F" and block.registration.structure.left.diagonal else tuple(shape)
+        assert known[name] == expected

@@ -219,3 +219,15 @@ def test_wrong_parts_and_batches_are_refused() -> None:
         TypeError, match=r"fit_spectrum takes a compiled module, and got a [A-Z]\w+: write net = kfac_fx"
     ):
         fit_spectrum(net.model, batches)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("approximation", ["kron_sua", "kron"])
+def test_a_bound_on_memory_counts_the_factors_that_there_are(approximation: str) -> None:
+    """Three times every factor, and the eigenvalues. kron_sua has an input factor of the channels."""
+    model = torch.nn.Conv2d(2, 4, 3)
+    approximations = {"weight": approximation}
+    net = kfac_fx.compile(model, (torch.randn(2, 2, 5, 5),), loss="normal", approximations=approximations)
+    (registration,) = net.registrations
+    width = 2 + 1 if approximation == "kron_sua" else 2 * 3 * 3 + 1
+    numbers = 4 * (2 * 3 * 3 + 1) + 3 * (width**2 + 4**2)
+    assert module.bytes_of(registration, dict(model.named_parameters()), torch.float64) == 8 * numbers

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.passes.ir import Bound, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.registration import dense_shape
 from kfac_fx.report.rows import (
     ReportRow,
     block_words,
     casts,
-    dense_shape,
     factor_dtype,
     factor_text,
     fold,
