@@ -142,7 +142,8 @@ def capture(
         layers: the user's own layer declarations, see `kfac_fx.layer`.
         dense_limit: `auto_register_layers` makes a factor side that is wider than this block-diagonal.
 
-    Raises UntraceableError if no single graph holds the model, LayerError for declarations that contradict others.
+    Raises UntraceableError if no single graph holds the model, LayerError for declarations that contradict others,
+    RegistrationError for a compiled module and for a model with compiled submodules.
     """
     refuse_other_models(model, "kfac_fx.capture")
     refuse_compiled(model, "kfac_fx.capture")

@@ -277,9 +277,8 @@ def iterated_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     SOAP updates its bases so (Vyas et al. 2024, algorithm 4). QR by two Cholesky decompositions of Gram matrices
     (Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices") consists
-    of products and of decompositions of a whole stack. On an H100 it takes a ninth to a twentieth of the time of
-    `eigh`, which decomposes one matrix after another. The columns are in the order of falling eigenvalues, because QR
-    keeps the first ones.
+    of products and of decompositions of a whole stack, where `eigh` of a GPU decomposes one matrix after another. The
+    columns are in the order of falling eigenvalues, because QR keeps the first ones.
 
     Args:
         matrix: C [m, d, d], positive semi-definite.

@@ -149,7 +149,7 @@ def difference_of_part(
 
 
 def with_repeated_examples(emitted: EmittedGraph, values: Sequence[Any], wanted: int) -> tuple[Any, ...]:
-    """The inputs with the first `wanted` examples again and again in the place of all others."""
+    """The inputs with copies of the first `wanted` examples where the other ones were."""
     total = emitted.examples(values)
 
     def again(position: int, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Triton kernels of a padded step: what is done element by element reads and writes every number once.
 
-torch.compile makes three to ten kernels of the same operations, and takes ten to thirty seconds for them in the first
-step. Triton comes with torch's builds for CUDA.
+torch.compile makes several kernels of the same operations, and takes many seconds for them in the first step. Triton
+comes with torch's builds for CUDA.
 """
 
 from __future__ import annotations

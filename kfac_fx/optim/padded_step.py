@@ -1,8 +1,8 @@
 """The step of "eigen_moments" on CUDA: products in bfloat16 of padded matrices, as one CUDA graph.
 
 A plain step turns gradients into the bases and directions back, 4 o i (o + i) flops of a matrix [o, i]. On an H100
-these products take six to ten times as long in float32 as in bfloat16, and in bfloat16 two to five times as long with
-rows of 769 numbers, which a bias makes, as with 784 (`benchmarks.basis_products`). So every group of blocks keeps
+these products take ten to sixteen times as long in float32 as in bfloat16, and in bfloat16 three to six times as long
+with rows of 769 numbers, which a bias makes, as with 784 (`benchmarks.basis_products`). So every group of blocks keeps
 
     rows         [L, g, O, I]   bfloat16; O and I are o and i, rounded up to multiples of 16 where the side has a basis
     directions   the same       before they are turned back

@@ -228,7 +228,7 @@ class StepState:
             )
         if self.by_whole_batch is not None:
             reasons.append(
-                f"the checks of the step size take whole batches in the place of {Fraction(SHARE)} of their examples, "
+                f"the checks of the step size take whole batches and not {Fraction(SHARE)} of their examples, "
                 f"which costs time on an accelerator: {self.by_whole_batch}"
             )
         chosen = self.options.momentum_type is None and self.options.damping is None

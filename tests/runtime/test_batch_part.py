@@ -268,5 +268,5 @@ def test_the_report_says_why_the_checks_take_whole_batches(monkeypatch: pytest.M
     net = compile(normed(), (X,), loss="normal")
     train(net, KFAC(net, seed=0), 2, rows)
     report = " ".join(str(net.report).split())
-    assert "take whole batches in the place of 1/8 of their examples" in report
+    assert "take whole batches and not 1/8 of their examples" in report
     assert "the outputs of an example depend on the others" in report and "checks take the first" not in report

@@ -231,3 +231,22 @@ def test_a_bound_on_memory_counts_the_factors_that_there_are(approximation: str)
     width = 2 + 1 if approximation == "kron_sua" else 2 * 3 * 3 + 1
     numbers = 4 * (2 * 3 * 3 + 1) + 3 * (width**2 + 4**2)
     assert module.bytes_of(registration, dict(model.named_parameters()), torch.float64) == 8 * numbers
+
+
+def test_a_bound_on_memory_counts_the_lagged_factors_of_a_series() -> None:
+    """A, A1, G and G1, each three times, and the eigenvalues."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x).tanh())
+
+    model = Recurrent()
+    approximations = {"linear": "kron_series_2"}
+    net = kfac_fx.compile(model, (torch.randn(3, 4),), loss="normal", approximations=approximations)
+    (registration,) = net.registrations
+    numbers = 4 * 5 + 3 * 2 * (5**2 + 4**2)
+    assert module.bytes_of(registration, dict(model.named_parameters()), torch.float64) == 8 * numbers
