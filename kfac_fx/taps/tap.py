@@ -15,6 +15,7 @@ statistics of a tap do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -180,14 +181,17 @@ def tap_function(
 
     class TapFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, output: Tensor, input: Tensor, number: int, *rest: Any) -> Tensor:
-            # Beside a `setup_context`, torch would bind all arguments to a signature at every call, half of its time.
+        def forward(output: Tensor, input: Tensor, number: int, *rest: Any) -> Tensor:
+            return output.view_as(output)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            _, input, number, *rest = inputs
             ctx.is_tap = True
             ctx.names, ctx.shapes = rest[:number], [probe.shape for probe in rest[number : 2 * number]]
             values = rest[2 * number :]  # of the attributes: tensors, or sizes
             ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
             ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
-            return output.view_as(output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,7 +210,7 @@ def tap_function(
                     ]
             return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
-    return TapFunction
+    return quick(TapFunction)
 
 
 def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
@@ -217,7 +221,15 @@ def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
 
 def is_tapped(output: Tensor) -> bool:
     """Whether a tap returned this tensor. Autograd refuses writes into it, since it is a view that the tap made."""
-    return getattr(output.grad_fn, "is_tap", False)  # set by `forward`: the context is the node of autograd's graph
+    return getattr(
+        output.grad_fn, "is_tap", False
+    )  # set by `setup_context`: the context is the node of autograd's graph
+
+
+def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Store the signature of `forward`, which torch asks for at every call; computing it takes half of a tap's time."""
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    return function
 
 
 def make_probes(registration: Registration, names: Iterable[str], cases: int, like: Tensor) -> dict[str, Tensor]:
@@ -346,10 +358,14 @@ def link_function(
     class LinkFunction(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *rest: Tensor
+            output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *rest: Tensor
         ) -> tuple[Tensor, Tensor]:
-            ctx.save_for_backward(input, input if first else earlier, *rest[len(LAGGED) :])
             return output.view_as(output), output.new_zeros(()).expand(output.shape)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _, input, _, earlier, *rest = inputs
+            ctx.save_for_backward(input, input if first else earlier, *rest[len(LAGGED) :])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -380,4 +396,4 @@ def link_function(
                     sums += [None if first else pairs(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 
-    return LinkFunction
+    return quick(LinkFunction)
