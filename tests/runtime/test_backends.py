@@ -47,6 +47,18 @@ def test_compiled_equals_eager(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_layers_with_sizes_among_their_attributes_compile() -> None:
+    """A tap hands the normalized shape of a layer norm to its backward."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)), torch.randn(6, 5)
+    eager, other = (
+        compiled(model, (x,), loss="categorical", backend=backend).record((x,), {}, generator=generator())
+        for backend in ("eager", "aot_eager")
+    )
+    torch.testing.assert_close(eager.statistics, other.statistics, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_ride_equals_an_eager_one(backend: str) -> None:
