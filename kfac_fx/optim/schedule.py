@@ -162,9 +162,9 @@ def accelerator(speed: float) -> Rates:
     """speed: of products, flops/s."""
     return Rates(
         operation=5e-6 * speed,  # the host takes about 5 µs for an operation, as without an accelerator
-        # Measured on an H100 for one of a stack of 12: 0.44 ms at a width of 784, 4.2 at 2304 and 8.5 at 3072 for the
-        # orthogonal iteration, and as much again for the products that turn the means. These seconds give 0.6, 6.3 and
-        # 13.7 ms.
+        # Measured by hand on an H100, for one of 12 in a stack: 0.44 ms at a width of 784, 4.2 at 2304 and 8.5 at 3072
+        # for the orthogonal iteration, and as much again for the products that turn the means. These seconds give 0.6,
+        # 6.3 and 13.7 ms.
         bases=Decomposition(5e-7 * speed, 4.2e-13 * speed),
         # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09
         # at 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
