@@ -1,4 +1,4 @@
-"""A name at the top level of a module has one meaning in the library, and a loop variable says what it holds."""
+"""A name at the top level of a module has one meaning in its room, and a loop variable says what it holds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.errors.test_floors import SOURCES
+from tests.errors.test_floors import SOURCES, place
 
 FILLERS = {"one", "own", "found", "made", "said", "each", "thing", "what", "it", "stuff", "they"}
 ROOT, USERS = Path(__file__).parents[2], ("tests", "benchmarks", "examples")
 IN_EVERY = {"EXAMPLES": "every parametrization has its own", "_": "a registration of a substitute, which nobody calls"}
+
+
+def room(module: str) -> str:
+    return "passes" if module.startswith("passes.") else place(module)
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
@@ -31,12 +35,12 @@ def top_level_names(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def test_a_top_level_name_has_one_meaning() -> None:
-    modules: dict[str, set[str]] = defaultdict(set)
+def test_a_top_level_name_has_one_meaning_in_its_room() -> None:
+    modules: dict[tuple[str, str], set[str]] = defaultdict(set)
     for module, tree in trees():
         for name in top_level_names(tree):
             if not name.startswith("__") and name not in IN_EVERY:
-                modules[name].add(module)
+                modules[room(module), name].add(module)
     assert {name: sorted(places) for name, places in modules.items() if len(places) > 1} == {}
 
 
