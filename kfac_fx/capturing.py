@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from kfac_fx.blocks.block import statistics_of
-from kfac_fx.blocks.series import longest
 from kfac_fx.checks.proof import prove
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import (
     SEE_THAT_IT_RUNS,
@@ -38,7 +37,7 @@ from kfac_fx.recording.emitted_submodules import EmittedSubmodules, emitted_divi
 from kfac_fx.recording.frames import UncapturedCall
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.moments import Key
+from kfac_fx.statistics.moments import Key, statistics_of
 
 # --- agreement of captures --------------------------------------------------------------------------------------------
 

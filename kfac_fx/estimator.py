@@ -14,16 +14,16 @@ from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
 from kfac_fx.compiler import compiled_collection
-from kfac_fx.distributed import PendingBatch, Replicas
-from kfac_fx.factors.factor import additive
+from kfac_fx.distributed import PendingBatch
 from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.linalg.matrices import Root, full_precision
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
-from kfac_fx.statistics.moments import Key, Moments
+from kfac_fx.statistics.moments import Key, Moments, additive
 from kfac_fx.values import (
     a_flag,
     a_process_group,

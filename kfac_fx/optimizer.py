@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.eigen_moments import new_extras, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses

@@ -255,3 +255,11 @@ EVERY_LAYER = tuple(
 )
 WITHOUT_PIXELS = tuple(name for name, approximation in APPROXIMATIONS.items() if not approximation.needs_pixels)
 FROM_PIXELS = tuple(name for name, approximation in APPROXIMATIONS.items() if approximation.needs_pixels)
+
+
+LONGEST = 1023  # the number of steps that every block is prepared for: ten bits of T
+
+
+def longest(steps: int) -> int:
+    """The number of steps that a block is prepared for, if its first batch has `steps`."""
+    return max(LONGEST, steps)

@@ -14,45 +14,21 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.series import SeriesGroup
-from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, Vector, VectorForm, additive
-from kfac_fx.factors.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup, in_blocks
+from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError
+from kfac_fx.factors.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup
 from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards
-from kfac_fx.linalg.vectors import Flat, split
+from kfac_fx.linalg.vectors import Vector, split, vector_form
 from kfac_fx.passes.errors import FactorNotReady, nearest
 from kfac_fx.passes.ir import Registration
-from kfac_fx.statistics.moments import Key
+from kfac_fx.statistics.moments import Key, additive, statistics_of
 
 GROUPS: Mapping[str, type[BlockGroup]] = {  # by `Approximation.group`
     "stacked": BlockGroup,
     "series": SeriesGroup,
     "pixels": UncorrelatedGroup,
 }
-
-
-class ColumnForm(Flat):
-    """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return 1, sum(shape.numel() for shape in self.shapes.values()), 1
-
-    def pack(self, tensors: Vector) -> Tensor:
-        return self.joined(tensors).view(self.shape)
-
-    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
-        return self.parts(matrix.flatten())
-
-
-def vector_form(
-    registration: Registration, parameters: Vector, divided: Mapping[Key, DividedForm] = MappingProxyType({})
-) -> VectorForm:
-    if registration.parameters in divided:
-        return divided[registration.parameters]
-    if registration.matrix is not None:
-        return registration.matrix
-    return ColumnForm({name: parameters[name].shape for name in registration.parameters})
 
 
 class Operator(ABC):
@@ -271,21 +247,6 @@ def refuse_other_state(
 def loadable(entry: object, like: Tensor) -> bool:
     """Whether an entry of a state can be copied into a tensor."""
     return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
-
-
-def statistics_of(registration: Registration) -> tuple[str, ...]:
-    approximation = registration.structure
-    left, right = approximation.left, approximation.right
-    if registration.generic:
-        return ()
-    if right is not None:
-        outputs, inputs = registration.blocks
-        sums = "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs)
-        return *map(approximation.statistic, sums), *approximation.lagged
-    # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
-    if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
-        return (left.statistic,)
-    return ("per_case",)
 
 
 def without_inverse(registrations: Iterable[Registration]) -> FactorNotReady:

@@ -22,12 +22,12 @@ from kfac_fx.blocks.block import (
     without_inverse,
 )
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
-from kfac_fx.factors.factor import Failures, Vector
+from kfac_fx.factors.factor import Failures
 from kfac_fx.factors.group_kinds import divided_forms
 from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards, unsharded
-from kfac_fx.linalg.vectors import joined, split
+from kfac_fx.linalg.vectors import Vector, joined, split
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 from kfac_fx.values import a_device, not_negative, number, one_element, optional, wrong_value

@@ -60,7 +60,7 @@ from kfac_fx.linalg.operators import (
     symmetrized,
     triangle,
 )
-from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, KRON_SERIES_2, Side
+from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, KRON_SERIES_2, Side, longest
 from kfac_fx.passes.errors import ApproximationError
 from kfac_fx.passes.ir import Registration
 
@@ -245,14 +245,6 @@ class RootedGroup(BlockGroup):
 
 
 # --- series -----------------------------------------------------------------------------------------------------------
-
-
-LONGEST = 1023  # the number of steps that every block is prepared for: ten bits of T
-
-
-def longest(steps: int) -> int:
-    """The number of steps that a block is prepared for, if its first batch has `steps`."""
-    return max(LONGEST, steps)
 
 
 class SeriesGroup(RootedGroup):

@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.blocks.block import check_fits, check_kinds, leading
-from kfac_fx.factors.factor import Vector
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.sharded import unsharded
-from kfac_fx.linalg.vectors import joined, split
+from kfac_fx.linalg.vectors import Vector, joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.case_gradients import Cases

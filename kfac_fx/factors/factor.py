@@ -27,22 +27,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfac_fx.linalg.host import zero_unless_
 from kfac_fx.linalg.matrices import are_finite, mean_eigenvalue, pi_correction, unsqueeze_like
+from kfac_fx.linalg.vectors import Vector, VectorForm
 from kfac_fx.passes.approximations import Approximation, Side
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
-from kfac_fx.statistics.row_sums import whole_statistic
 
 ALL_BLOCKS = slice(None)
 A_CASE = ("positions", "pairs")  # numbers a case; the other factors are means over rows
-Vector = Mapping[str, Tensor]
 
 
 @dataclass
@@ -145,20 +144,6 @@ def kept_elsewhere(registration: str, process: int | None = None) -> str:
 # --- from sums over rows to the values of one batch -----------------------------------------------------------------
 
 
-def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The moments of one block in a form that adds up over micro-batches and processes: per-case gradients become the
-    statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
-    complete.
-    """
-    sums = {whole_statistic(name): moment for name, moment in moments.items() if name != "per_case"}
-    if "square" in sums:
-        sums["square"] = sums["square"].flatten()  # as it is when it comes from per-case gradients
-    if "per_case" in moments:
-        p = moments["per_case"].flatten(0, -2)
-        sums[approximation.left.statistic] = p.square().sum(0) if approximation.left.diagonal else p.mT @ p
-    return sums
-
-
 def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
     """The factors of one batch for a stack of blocks, from sums [L, ...]: the division of the module's docstring."""
     left, right = approximation.left, approximation.right
@@ -176,17 +161,6 @@ def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases
 
 
 # --- a group of blocks ------------------------------------------------------------------------------------------------
-
-
-class VectorForm(Protocol):
-    """How the parameters of a registration become a matrix [g, o, i]; `MatrixForm` is one."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]: ...
-    @property
-    def shapes(self) -> Mapping[str, Sequence[int]]: ...
-    def pack(self, tensors: Vector) -> Tensor: ...
-    def unpack(self, matrix: Tensor) -> dict[str, Tensor]: ...
 
 
 class FactorGroup:

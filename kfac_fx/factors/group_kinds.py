@@ -8,46 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import HERE, Place, bordered, gram, rescued_eigh
+from kfac_fx.linalg.matrices import HERE, Place, bordered, rescued_eigh
 from kfac_fx.linalg.sharded import ShardLayout, Shards
 from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, OUTPUTS, Side
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm, block_width
 from kfac_fx.statistics.moments import Key
-from kfac_fx.statistics.row_sums import VARIANTS, Rows, homogeneous, scaled_by_group, statistic
-
-
-def split_rows(rows: Tensor, blocks: int) -> Tensor:
-    """Rows [..., g, d] in blocks, [..., g·k, b], filled up with zeros."""
-    missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
-    filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
-    return filled.flatten(-3, -2)
-
-
-def in_blocks(name: str, blocks: int) -> str:
-    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to VARIANTS."""
-    if blocks == 1:
-        return name
-    block_name = f"{name}/{blocks}"
-    if block_name not in VARIANTS:
-
-        def moments(rows: Rows) -> Tensor:
-            if name == "G":
-                return gram(split_rows(rows.d, blocks))
-            assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
-            return scaled_by_group(rows, gram(split_rows(homogeneous(rows), blocks)) * rows.repeats)
-
-        def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
-            width = block_width(o if name == "G" else i, blocks)
-            return g * blocks, width, width
-
-        statistic(shape, VARIANTS, block_name, takes_halves=True)(moments)
-    return block_name
+from kfac_fx.statistics.row_sums import split_rows
 
 
 class WideGroup(BlockGroup):

@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import ALL_BLOCKS, FactorGroup, Failures, NotRegisteredError, VectorForm
+from kfac_fx.factors.factor import ALL_BLOCKS, FactorGroup, Failures, NotRegisteredError
 from kfac_fx.linalg.host import HostCopy, copy_if_
 from kfac_fx.linalg.matrices import (
     HERE,
@@ -44,6 +44,7 @@ from kfac_fx.linalg.matrices import (
     rescued_roots,
     unsqueeze_like,
 )
+from kfac_fx.linalg.vectors import VectorForm
 from kfac_fx.passes.approximations import Side
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration

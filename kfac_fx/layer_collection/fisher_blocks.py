@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import additive
 from kfac_fx.layer_collection.blocks import FisherBlock as FisherBlock
 from kfac_fx.layer_collection.blocks import listed_tensors
 from kfac_fx.layer_collection.find_use import Nodes
@@ -22,6 +21,7 @@ from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import ApproximationError, nearest
 from kfac_fx.passes.ir import GENERIC, Registration, Use
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.statistics.moments import additive
 from kfac_fx.taps.rows import scales
 
 LINEAR = ("linear",)

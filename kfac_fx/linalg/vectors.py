@@ -11,6 +11,8 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -142,3 +144,41 @@ def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
         members = sorted([n, *(m for some in met.values() for m in some)])
         set_of |= dict.fromkeys((name for m in members for name in named[m]), members)
     return sorted({id(members): members for members in set_of.values()}.values())
+
+
+Vector = Mapping[str, Tensor]
+
+
+class VectorForm(Protocol):
+    """How the parameters of a registration become a matrix [g, o, i]; `MatrixForm` is one."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]: ...
+    def pack(self, tensors: Vector) -> Tensor: ...
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]: ...
+
+
+class ColumnForm(Flat):
+    """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 1, sum(shape.numel() for shape in self.shapes.values()), 1
+
+    def pack(self, tensors: Vector) -> Tensor:
+        return self.joined(tensors).view(self.shape)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return self.parts(matrix.flatten())
+
+
+def vector_form(
+    registration: Registration, parameters: Vector, divided: Mapping[tuple[str, ...], VectorForm] = MappingProxyType({})
+) -> VectorForm:
+    if registration.parameters in divided:
+        return divided[registration.parameters]
+    if registration.matrix is not None:
+        return registration.matrix
+    return ColumnForm({name: parameters[name].shape for name in registration.parameters})

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.matrices import real_numbers
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
 from kfac_fx.optim.check_precision import OWN_PRECISION, CheckPrecision

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim.forwards import ForwardArguments
 from kfac_fx.optim.groups import OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.host import zero_unless_
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_part import SHARE

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.blocks.block import vector_form
 from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
 from kfac_fx.linalg.sharded import unsharded
-from kfac_fx.linalg.vectors import split
+from kfac_fx.linalg.vectors import split, vector_form
 from kfac_fx.losses.sources import (
     CaseSource,
     Cotangents,

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import check_fits
 from kfac_fx.blocks.spectrum import Relative, Spectrum, System
-from kfac_fx.factors.factor import Vector
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
-from kfac_fx.linalg.vectors import joined
+from kfac_fx.linalg.vectors import Vector, joined
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_recorder import Consumer, Counts

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
+from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.ir import Registration
-from kfac_fx.statistics.row_sums import whole_statistic
+from kfac_fx.statistics.row_sums import in_blocks, whole_statistic
 
 Key = tuple[str, ...]  # the names of the parameters of a registration
 POWER_OF_GRADIENT = {
@@ -149,3 +150,32 @@ def flat(gradients: Sequence[Tensor]) -> Tensor:
     """The gradients as one vector, in float32 at least, as all statistics are."""
     vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return vector.to(torch.promote_types(vector.dtype, torch.float32))
+
+
+def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The moments of one block in a form that adds up over micro-batches and processes: per-case gradients become the
+    statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
+    complete.
+    """
+    sums = {whole_statistic(name): moment for name, moment in moments.items() if name != "per_case"}
+    if "square" in sums:
+        sums["square"] = sums["square"].flatten()  # as it is when it comes from per-case gradients
+    if "per_case" in moments:
+        p = moments["per_case"].flatten(0, -2)
+        sums[approximation.left.statistic] = p.square().sum(0) if approximation.left.diagonal else p.mT @ p
+    return sums
+
+
+def statistics_of(registration: Registration) -> tuple[str, ...]:
+    approximation = registration.structure
+    left, right = approximation.left, approximation.right
+    if registration.generic:
+        return ()
+    if right is not None:
+        outputs, inputs = registration.blocks
+        sums = "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs)
+        return *map(approximation.statistic, sums), *approximation.lagged
+    # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
+    if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
+        return (left.statistic,)
+    return ("per_case",)

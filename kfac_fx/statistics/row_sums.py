@@ -20,11 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.matrix import Shape
+from kfac_fx.passes.matrix import Shape, block_width
 from kfac_fx.passes.products import HALVES, without_autocast
 
 Matrix = tuple[int, int, int]
@@ -385,3 +386,31 @@ def inputs(rows: Rows) -> Tensor:
 @statistic(lambda g, o, i, n: (g, o, o), VARIANTS, "G/reduced")
 def gradients(rows: Rows) -> Tensor:
     return gram(rows.d.sum(1, keepdim=True))
+
+
+def split_rows(rows: Tensor, blocks: int) -> Tensor:
+    """Rows [..., g, d] in blocks, [..., g·k, b], filled up with zeros."""
+    missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
+    filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
+    return filled.flatten(-3, -2)
+
+
+def in_blocks(name: str, blocks: int) -> str:
+    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to VARIANTS."""
+    if blocks == 1:
+        return name
+    block_name = f"{name}/{blocks}"
+    if block_name not in VARIANTS:
+
+        def moments(rows: Rows) -> Tensor:
+            if name == "G":
+                return gram(split_rows(rows.d, blocks))
+            assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
+            return scaled_by_group(rows, gram(split_rows(homogeneous(rows), blocks)) * rows.repeats)
+
+        def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
+            width = block_width(o if name == "G" else i, blocks)
+            return g * blocks, width, width
+
+        statistic(shape, VARIANTS, block_name, takes_halves=True)(moments)
+    return block_name

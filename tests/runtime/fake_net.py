@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from kfac_fx.blocks.block import statistics_of
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics.moments import Moments
+from kfac_fx.statistics.moments import Moments, statistics_of
 from kfac_fx.statistics.row_sums import STATISTICS
 
 ONE_USE = (cast(Use, None),)

@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.blocks.block import BlockOperator, make_block, statistics_of
+from kfac_fx.blocks.block import BlockOperator, make_block
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.approximations import APPROXIMATIONS, FROM_PIXELS
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.statistics.moments import statistics_of
 from kfac_fx.statistics.row_sums import STATISTICS, canonical, named
 from kfac_fx.taps.rows import LAGGED
 

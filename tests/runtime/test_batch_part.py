@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.distributed import Replicas
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim import step
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.batch_part import SHARE, part_of_batch, share_of_checks

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, make_block, make_groups, statistics_of
+from kfac_fx.blocks.block import BlockOperator, make_block, make_groups
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.statistics.moments import statistics_of
 from kfac_fx.statistics.row_sums import STATISTICS
 from tests.runtime.fisher_cases import FORMS, draw, register
 

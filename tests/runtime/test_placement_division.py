@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.distributed import Replicas
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim.groups import FlatParameters, GroupedParameters, Proposal
 from kfac_fx.optim.rules import Preconditioner, new_velocity
 from kfac_fx.placement import UNDIVIDED, DivisionByOwners, VectorDivision

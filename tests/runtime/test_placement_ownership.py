@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.blocks.block import make_groups
-from kfac_fx.distributed import Replicas
 from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.placement import BlockOwners, loads_of, longest_processing_time, makespan, most
 
 

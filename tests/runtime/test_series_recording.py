@@ -215,7 +215,7 @@ def test_batches_of_other_lengths_are_averaged() -> None:
 
 
 def test_series_longer_than_prepared_for_are_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfac_fx.blocks.series.LONGEST", 4)
+    monkeypatch.setattr("kfac_fx.passes.approximations.LONGEST", 4)
     net = kfac_fx.compile(Loop(), (torch.randn(N, 3, I),), loss=normal, approximations={"cell": "kron_series_1"})
     net.record((torch.randn(N, 4, I),), {})
     text = "with 3 uses at first, linear with 5 uses here; kron_series_1 is prepared for 4 at most"
@@ -309,7 +309,7 @@ def test_a_state_continues_bit_for_bit() -> None:
 @pytest.mark.parametrize("approximation", ["kron_series_1_abs", "kron_series_2"])
 def test_compiled_as_eager(approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording and products, without a graph break."""
-    monkeypatch.setattr("kfac_fx.blocks.series.LONGEST", 2)  # for shorter graphs of products
+    monkeypatch.setattr("kfac_fx.passes.approximations.LONGEST", 2)  # for shorter graphs of products
     model, x, y = Cell(steps=2), torch.randn(N, 2, I), torch.randn(N, O)
     nets = [
         kfac_fx.compile(model, (x,), loss=normal, approximations={"cell": approximation}, backend=backend)

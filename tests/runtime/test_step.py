@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiler import compile
-from kfac_fx.distributed import Replicas
+from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.forwards import MicroBatches
 from kfac_fx.optim.options import KFACOptions
