@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import program
-from kfac_fx.demo import clock
+from kfac_fx.cli.demo import clock
 
 OUT = Path(__file__).parent / "results" / "basis_products.json"
 LAYERS, INPUTS, OUTPUTS = 12, (769, 784), (768, 2304, 3072)

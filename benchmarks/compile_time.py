@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import kfac_fx
 from benchmarks.program import console, versions
 from benchmarks.zoo_models.torchvision import load
-from kfac_fx.checks.equivalence import check_equivalence
-from kfac_fx.checks.proof import proof_gradients, with_proof_taps
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
+from kfac_fx.recording.checks.equivalence import check_equivalence
+from kfac_fx.recording.checks.proof import proof_gradients, with_proof_taps
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 

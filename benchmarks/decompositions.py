@@ -32,7 +32,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import program
-from kfac_fx.demo import clock
+from kfac_fx.cli.demo import clock
 from kfac_fx.linalg import matrices
 from kfac_fx.linalg.matrices import cholesky, damp, full_precision, invert_from_cholesky
 

@@ -43,7 +43,7 @@ from benchmarks.device_models import MODELS, QUICK, Subject
 from benchmarks.methods import LR, PEERS, SECOND_ORDER, Method, Step, adamw, installed, ours, sgd
 from benchmarks.step_models import Problem
 from benchmarks.step_time import INVERSES, NEVER, PLAIN, STATISTICS
-from kfac_fx.demo import clock
+from kfac_fx.cli.demo import clock
 from kfac_fx.optim.schedule import ANY, MOST_INTERVALS, Schedule, StepIntervals
 from kfac_fx.recording.backends import compiled_model
 

@@ -36,7 +36,7 @@ from benchmarks import program
 from benchmarks.device_step import muon_optimizers
 from benchmarks.gpt2_factors import GPT2
 from benchmarks.methods import PEERS
-from kfac_fx.demo import clock
+from kfac_fx.cli.demo import clock
 
 OUT = Path(__file__).parent / "results" / "device_training.json"
 WARMUP, LAST = 20, 0.1

@@ -30,10 +30,10 @@ from typing import Any
 
 from benchmarks.cost_docs import table as markdown
 from benchmarks.program import console, table
-from kfac_fx.compiler import DENSE_LIMIT
+from kfac_fx.compiled.compiler import DENSE_LIMIT
+from kfac_fx.fisher.placement import loads_of, longest_processing_time, makespan, round_robin
 from kfac_fx.passes.choose import cuts
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.placement import loads_of, longest_processing_time, makespan, round_robin
 
 OUT = Path(__file__).parent / "results" / "placement.json"
 DOCS = Path(__file__).parents[1] / "docs" / "placement.md"
@@ -275,8 +275,8 @@ side d), and sends {bandwidth:g} bytes a second with {latency:g} seconds a hop. 
 {statistics_every} steps, and inverses computed every {inverses_every}. A process has 32 images, 8 texts of 1,024
 tokens, or 1 text of 4,096.
 
-- *owners*: one process owns a block, by longest processing time first or in turn. This is what `kfac_fx.placement`
-  computes.
+- *owners*: one process owns a block, by longest processing time first or in turn. `kfac_fx.fisher.placement`
+  computes this.
 - *KAISA*: the rule of kfac-pytorch, with one gradient worker for a layer (MEM-OPT), half of all processes (HYBRID-OPT)
   or all (COMM-OPT).
 - *none*: data parallelism; every process computes every inverse.

@@ -23,11 +23,11 @@ from benchmarks.flops import Flops, flops_of
 from benchmarks.methods import Method, Step, ours, sgd
 from benchmarks.step_models import MODELS, QUICK, Make
 from benchmarks.step_time import seeded
-from kfac_fx import optimizer
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.stacks import BlockGroup
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.taps import tap
+from kfac_fx.optim import optimizer
+from kfac_fx.recording.taps import tap
 
 OUT = Path(__file__).parent / "results" / "step_parts.json"
 TRAINING, STATISTICS = "forward and backward", "statistics"

@@ -6,7 +6,7 @@ the same compiler), beside the floor of the cost model (`benchmarks.flops`) and 
 
 Times are those of the usual steps, after a warm-up. Early steps also compute inverses, see `kfac_fx.optim.schedule`,
 and recordings without a forward beside them are compared with the model, more and more rarely, see
-`kfac_fx.checks.outputs`. The time of such a comparison is printed apart.
+`kfac_fx.recording.checks.outputs`. The time of such a comparison is printed apart.
 
 With `--device cuda` a time is the clock's, from an idle device to an idle device. The results of the CPU are kept in
 step_time.json, those of another device or backend beside it.
@@ -31,7 +31,7 @@ from benchmarks.flops import flops_of
 from benchmarks.methods import OURS, PEERS, Method, Step, comparison, first_order, installed, our_methods
 from benchmarks.program import console, versions
 from benchmarks.step_models import MODELS, QUICK, Make
-from kfac_fx.demo import clock
+from kfac_fx.cli.demo import clock
 
 OUT = Path(__file__).parent / "results" / "step_time.json"
 NEVER = 1_000_000

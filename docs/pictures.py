@@ -12,12 +12,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from kfac_fx.compiled.report.page import HUE, ROW, Lanes, curve
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.report.page import HUE, ROW, Lanes, curve
 
 IMAGES = Path(__file__).parent / "images"
 LEFT = 90  # pixels from the nodes to the text

@@ -1,26 +1,33 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
-from kfac_fx import fisher_blocks, losses, plot
-from kfac_fx.blocks.spectrum import Relative, Spectrum
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.factors.factor import NotRegisteredError
-from kfac_fx.fitting import fit_spectrum, load_spectrum, save_spectrum
-from kfac_fx.layer_collection import (
+import sys
+
+from kfac_fx import losses
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.layer_collection import (
     AUTO_REUSE,
     VARIABLE_SCOPE,
     CapturedModel,
     LayerCollection,
     capture,
+    fisher_blocks,
     get_default_layer_collection,
     set_default_layer_collection,
     variable_scope,
 )
+from kfac_fx.compiled.report import Report
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
+from kfac_fx.estimator.queries import Batch, Queries
+from kfac_fx.fisher.factor import NotRegisteredError
+from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
-from kfac_fx.metrics import Metrics
+from kfac_fx.optim import metrics, plot
 from kfac_fx.optim.loss_scale import LossScaleWarning
-from kfac_fx.optimizer import KFAC
+from kfac_fx.optim.metrics import Metrics
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     AmbiguousRegistrationError,
@@ -37,11 +44,11 @@ from kfac_fx.passes.errors import (
 )
 from kfac_fx.passes.layers import as_rows, by_group, layer
 from kfac_fx.passes.tracing.functions import plain_backward
-from kfac_fx.report import Report
-from kfac_fx.spectrum.model_spectrum import ModelSpectrum
-from kfac_fx.spectrum.queries import Batch, Queries
 
 __version__ = "0.1.0"
+
+# `import kfac_fx.plot` works, as `kfac_fx.plot` does, although the modules lie in rooms.
+sys.modules |= {"kfac_fx.fisher_blocks": fisher_blocks, "kfac_fx.metrics": metrics, "kfac_fx.plot": plot}
 
 __all__ = [
     "AUTO_REUSE",

@@ -2,16 +2,16 @@
 
 A registration holds the name of its approximation, and `Registration.structure` is the row of this table. To add an
 approximation, write its row, and its statistics or the class of its blocks where these are new; the table
-`kfac_fx.blocks.block.GROUPS` names the classes.
+`kfac_fx.fisher.block.GROUPS` names the classes.
 
 An approximation is a Kronecker product c A ⊗ G of an input and an output factor, or one factor F of all parameters:
 
     kron, kron_indep          A ⊗ G of one use, and of several that are taken to be independent
     kron_*_diag               the same with a diagonal A, a diagonal G, or both
-    kron_reduce               A ⊗ G of one row per case, the mean over positions (`kfac_fx.statistics.row_sums`)
+    kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.statistics.row_sums`)
     diagonal, full            F from the gradients of single cases
-    kron_series_*             several uses as a Markov chain in time (`kfac_fx.blocks.series`)
-    kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.factors.group_kinds`)
+    kron_series_*             several uses as a Markov chain in time (`kfac_fx.fisher.series`)
+    kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.fisher.group_kinds`)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Approximation:
         name: the name that users write, as in `approximations={"head": "full"}`.
         left: the side of the outputs; of a block that is no Kronecker product, the side of all parameters.
         right: the side of the inputs; None if the block is no Kronecker product.
-        group: the key of the class in `kfac_fx.blocks.block.GROUPS` that stacks its blocks.
+        group: the key of the class in `kfac_fx.fisher.block.GROUPS` that stacks its blocks.
         lagged: the statistics that it needs beside those of single uses.
         variant: which kind of the statistics of its product it needs: "count/x", "A/x" and "G/x" for "x", those of the
             rows as they are for "".

@@ -18,7 +18,7 @@ from benchmarks.convergence import docs
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.runs import Record, append, best_loss, key, origin, read, todo, train
 from benchmarks.convergence.tasks import TASKS, Task, shortened
-from kfac_fx.demo import one_thread
+from kfac_fx.cli.demo import one_thread
 
 QUICK = "poisson"  # the task that is compiled in the shortest time
 OUT = Path(__file__).parents[1] / "results" / "convergence.jsonl"

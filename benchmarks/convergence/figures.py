@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.convergence.summary import Entry
 from benchmarks.convergence.tasks import Task
-from kfac_fx.plot import INK, SOFT
+from kfac_fx.optim.plot import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

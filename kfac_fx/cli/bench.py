@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import kfac_fx
+from kfac_fx.cli.demo import clock
 from kfac_fx.cli.problem import CommandError, Problem, failure
-from kfac_fx.demo import clock
+from kfac_fx.compiled.report.rows import memory_text
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.report.rows import memory_text
 
 NEVER = 1_000_000  # steps
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 
 import kfac_fx
-from kfac_fx import demo
+from kfac_fx.cli import demo
 from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
 from kfac_fx.cli.explain import explain, passes
 from kfac_fx.cli.problem import CommandError, add_arguments, data_of, failure, load, read, seed
+from kfac_fx.estimator.model_spectrum import CASE_KINDS
+from kfac_fx.estimator.queries import as_batch
 from kfac_fx.passes.errors import nearest
-from kfac_fx.spectrum.model_spectrum import CASE_KINDS
-from kfac_fx.spectrum.queries import as_batch
 
 INSTALL = """\
 bash: kfac-fx completion bash > ~/.local/share/bash-completion/completions/kfac-fx

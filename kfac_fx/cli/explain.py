@@ -20,6 +20,8 @@ from typing import Any
 from torch import fx
 
 from kfac_fx.cli.problem import CommandError, Problem, failure
+from kfac_fx.compiled.report.report import Report
+from kfac_fx.compiled.report.rows import factor_text
 from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.divided.divide import divide
@@ -34,8 +36,6 @@ from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
 from kfac_fx.passes.torch_private import OpOverload
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import number_of_examples
-from kfac_fx.report.report import Report
-from kfac_fx.report.rows import factor_text
 
 LINE_WIDTH = 100
 NEAR = 3  # the layers that nearly match at one place; others are further away

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.linalg.arguments import a_seed
 from kfac_fx.passes.errors import first_line, nearest
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.values import a_seed
 
 MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
 MODEL_FORMS = (

@@ -4,7 +4,7 @@ Krylov's methods know an operator by its products with vectors. The sums over th
 two sides: Ψ̂ = Ĝ ⊗ Â acts on matrices W [..., o, i], with Ĝ [..., o, o] and Â [..., i, i] the correlations of whitened
 sequences of T vectors, with zeros before and behind, with themselves one step later. Their norms are therefore at most
 1, and all sums are finite. The last functions take the operands of the square root N of a block F = N Nᵀ
-(`kfac_fx.blocks.series`).
+(`kfac_fx.fisher.series`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import in_place_of, shard

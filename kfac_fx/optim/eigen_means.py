@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.fisher import BlockDiagonalFisher
-from kfac_fx.factors.factor import Stack
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.fisher.factor import Stack
+from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.fisher.whole import BlockDiagonalFisher
 from kfac_fx.linalg.vectors import Tensors, joint_view
 from kfac_fx.passes.torch_private import version
 

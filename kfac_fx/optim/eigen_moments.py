@@ -46,15 +46,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.fisher import BlockDiagonalFisher
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.fisher.whole import BlockDiagonalFisher
 from kfac_fx.linalg.host import copy_if_
 from kfac_fx.linalg.matrices import full_precision, unsqueeze_like
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.eigen_means import Means, StepScalars, means_of, new_means
 from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
-from kfac_fx.statistics.moments import Key
+from kfac_fx.recording.statistics.moments import Key
 
 HAVE_BASIS = ("stacked",)  # of `Approximation.group`: every side has its own eigenvectors
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.checks.outputs import differ, sampled_elements
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.estimator import FisherEstimator
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.sharded import drop_gathered, is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.check_precision import CheckPrecision
@@ -24,9 +24,9 @@ from kfac_fx.passes.products import HALVES
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState, autocast
 from kfac_fx.passes.tracing.effects import without_a_trace
+from kfac_fx.recording.checks.outputs import differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.moments import Key, Moments, PendingMoments
-from kfac_fx.values import number, wrong_value
+from kfac_fx.recording.statistics.moments import Key, Moments, PendingMoments
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.fisher.placement import UNDIVIDED, VectorDivision
+from kfac_fx.linalg.arguments import not_negative, number, one_element
 from kfac_fx.linalg.host import copy_if_, zero_unless_
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard, sharded_like
@@ -22,8 +24,6 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import FirstOrder, MomentumRule, Product, StepBound, inner, is_finite, new_adam_state
 from kfac_fx.passes.products import precise
 from kfac_fx.passes.torch_private import foreach_add_
-from kfac_fx.placement import UNDIVIDED, VectorDivision
-from kfac_fx.values import not_negative, number, one_element
 
 Group = dict[str, Any]
 NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name

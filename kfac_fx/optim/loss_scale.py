@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.in_place import callers
+from kfac_fx.compiled.replaced_call import callers
+from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.distributions import DISTRIBUTIONS
 from kfac_fx.losses.registered import LossSpec

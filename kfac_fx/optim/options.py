@@ -10,11 +10,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from kfac_fx.checks.unchanged import compiled
-from kfac_fx.losses.sources import check_mode
-from kfac_fx.optim.eigen_moments import without_basis
-from kfac_fx.optim.rules import NEW_STATES, DampingRule, FirstOrder, new_velocity
-from kfac_fx.values import (
+from kfac_fx.linalg.arguments import (
     a_flag,
     a_grad_scaler,
     a_process_group,
@@ -29,6 +25,10 @@ from kfac_fx.values import (
     positive,
     whole_number,
 )
+from kfac_fx.losses.sources import check_mode
+from kfac_fx.optim.eigen_moments import without_basis
+from kfac_fx.optim.rules import NEW_STATES, DampingRule, FirstOrder, new_velocity
+from kfac_fx.recording.checks.unchanged import compiled
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
@@ -321,7 +321,7 @@ class KFACOptions:
 
     @functools.cached_property
     def strategy(self) -> str | None:
-        """How blocks are divided among processes (`kfac_fx.placement`); None if every process keeps all."""
+        """How blocks are divided among processes (`kfac_fx.fisher.placement`); None if every process keeps all."""
         return None if self.placement.lower() == PLACEMENTS[0] else self.placement.lower()
 
     def bound_on(self, what: str) -> float | None:

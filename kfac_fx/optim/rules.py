@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.fisher.placement import UNDIVIDED, VectorDivision
+from kfac_fx.linalg.arguments import not_negative, number, optional
 from kfac_fx.linalg.vectors import Flat, Tensors, connected
 from kfac_fx.passes.errors import nearest
-from kfac_fx.placement import UNDIVIDED, VectorDivision
-from kfac_fx.values import not_negative, number, optional
 
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]

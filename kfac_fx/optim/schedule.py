@@ -48,11 +48,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.fisher.stacks import BlockGroup
 from kfac_fx.linalg.host import HostCopy
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
-from kfac_fx.statistics.moments import Key
+from kfac_fx.recording.statistics.moments import Key
 
 PER_USE = 40  # operations that record a use
 PER_GROUP = 60  # operations that average the factors of equal blocks

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim.forwards import ForwardArguments

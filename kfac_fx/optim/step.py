@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.in_place import warn_of_trainer
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.replaced_call import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.batch_loss import BatchLoss
@@ -42,7 +42,7 @@ from kfac_fx.optim.step_state import (
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.devices import RandomState
-from kfac_fx.statistics.moments import Key
+from kfac_fx.recording.statistics.moments import Key
 
 UNRECORDED = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
+from kfac_fx.fisher.stacks import BlockGroup
 from kfac_fx.linalg.host import zero_unless_
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards
@@ -55,9 +56,8 @@ from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.devices import RandomState
-from kfac_fx.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.recording.backends import compiled_function
-from kfac_fx.statistics.moments import Key
+from kfac_fx.recording.statistics.moments import Key
 
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
 PHASES = ("record", "statistics", "inverses", "update")

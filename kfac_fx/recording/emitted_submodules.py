@@ -51,7 +51,7 @@ from kfac_fx.recording.masks import (
     refuse_unfit_mask,
     with_masks,
 )
-from kfac_fx.taps.tap import Tap
+from kfac_fx.recording.taps.tap import Tap
 
 # --- the examples in its inputs, of any structure ---------------------------------------------------
 

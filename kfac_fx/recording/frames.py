@@ -28,7 +28,7 @@ from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.recording.emitted import ObservedLoss
-from kfac_fx.taps.tap import is_tapped
+from kfac_fx.recording.taps.tap import is_tapped
 
 DISTRIBUTION_OF = {loss.function: loss.distribution for loss in TORCH_LOSSES}
 

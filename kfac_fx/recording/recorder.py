@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
@@ -30,10 +31,17 @@ from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from kfac_fx.recording.output_losses import OutputLosses
-from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat, statistics_of, with_turned, without_turned
-from kfac_fx.taps.subsample import ROBERTS_STEPS
-from kfac_fx.taps.tap import Tap, make_probes
-from kfac_fx.values import a_share, several_names, whole_number
+from kfac_fx.recording.statistics.moments import (
+    Key,
+    Moments,
+    PendingMoments,
+    flat,
+    statistics_of,
+    with_turned,
+    without_turned,
+)
+from kfac_fx.recording.taps.subsample import ROBERTS_STEPS
+from kfac_fx.recording.taps.tap import Tap, make_probes
 
 
 @dataclass

@@ -19,8 +19,8 @@ from kfac_fx.cli.bench import (
     schedule,
     table_of_times,
 )
+from kfac_fx.cli.demo import clock
 from kfac_fx.cli.problem import CommandError, Problem
-from kfac_fx.demo import clock
 
 SECONDS = {"AdamW": 1.0, PLAIN: 1.0, STATISTICS: 2.0, INVERSES: 11.0, CHECKS: 2.0}  # a fifth of the steps is checked
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from kfac_fx.blocks.block import GROUPS, group_class
-from kfac_fx.factors.group_kinds import WideGroup
-from kfac_fx.layer_collection.fisher_blocks import KINDS
+from kfac_fx.compiled.layer_collection.fisher_blocks import KINDS
+from kfac_fx.fisher.block import GROUPS, group_class
+from kfac_fx.fisher.group_kinds import WideGroup
 from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics.row_sums import named
-from kfac_fx.taps.rows import LAGGED
+from kfac_fx.recording.statistics.row_sums import named
+from kfac_fx.recording.taps.rows import LAGGED
 
 every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
 MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)

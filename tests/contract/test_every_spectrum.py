@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, make_block
-from kfac_fx.blocks.spectrum import Spectrum, System
+from kfac_fx.fisher.block import BlockOperator, make_block
+from kfac_fx.fisher.spectrum import Spectrum, System
 from tests.runtime.fisher_cases import CASES, FORMS, draw, register
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from kfac_fx.estimator import FisherEstimator
+from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import Root
 from tests.cuda.on_cuda import ON_CUDA, waiting_is_an_error
 from tests.runtime.fake_net import EXACT, FakeNet, deep, mixed, noise

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
 
 X = torch.randn(6, 4)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from kfac_fx.estimator import FisherEstimator
+from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics.moments import Moments, statistics_of
-from kfac_fx.statistics.row_sums import STATISTICS
+from kfac_fx.recording.statistics.moments import Moments, statistics_of
+from kfac_fx.recording.statistics.row_sums import STATISTICS
 
 ONE_USE = (cast(Use, None),)
 EXACT: dict[str, Any] = {"mode": "exact", "targets": None, "fraction": 1.0, "generator": None}

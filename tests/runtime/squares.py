@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.blocks.block import BlockOperator
+from kfac_fx.fisher.block import BlockOperator
 
 
 def recorded(model: nn.Module, x: Tensor, **options: Any) -> kfac_fx.FisherEstimator:

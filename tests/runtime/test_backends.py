@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile as compiled
-from kfac_fx.optimizer import KFAC
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile as compiled
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.recording.backends import compiled_function
 from tests.runtime.recorded_by_hand import generator
 

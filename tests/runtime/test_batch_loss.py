@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx import losses
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products

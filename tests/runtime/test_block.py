@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, make_block, make_groups
-from kfac_fx.factors.factor import NotRegisteredError
+from kfac_fx.fisher.block import BlockOperator, make_block, make_groups
+from kfac_fx.fisher.factor import NotRegisteredError
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics.moments import statistics_of
-from kfac_fx.statistics.row_sums import STATISTICS
+from kfac_fx.recording.statistics.moments import statistics_of
+from kfac_fx.recording.statistics.row_sums import STATISTICS
 from tests.runtime.fisher_cases import FORMS, draw, register
 
 ROOTS: tuple[Root, ...] = (-1.0, -0.5, "cholesky", "cholesky_inverse")

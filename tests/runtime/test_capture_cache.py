@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx import (
-    ModelChangedError,
-    UntraceableError,
-    capture_cache,
-)
-from kfac_fx.capture_cache import MAX_KINDS
-from kfac_fx.compiler import compile
+from kfac_fx import ModelChangedError, UntraceableError
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.recording import capture_cache
+from kfac_fx.recording.capture_cache import MAX_KINDS
 from tests.runtime.compiled import X, count, mlp, net_of
 
 

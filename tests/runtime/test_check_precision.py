@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.optim import step_checks
 from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import Check, along_move
-from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import autocast
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))

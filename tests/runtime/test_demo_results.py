@@ -5,8 +5,8 @@ import math
 
 from rich.console import Console
 
-from kfac_fx.demo import Point, Run, mark, results, results_table, verdict
-from kfac_fx.demo_tasks import METHODS, SETTINGS
+from kfac_fx.cli.demo import Point, Run, mark, results, results_table, verdict
+from kfac_fx.cli.demo_tasks import METHODS, SETTINGS
 
 
 def run_of(method: str, *losses: float) -> Run:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kfac_fx import demo
-from kfac_fx.demo import Point, Run, draw, one_thread, train
-from kfac_fx.demo_tasks import METHODS, Task, tasks
+from kfac_fx.cli import demo
+from kfac_fx.cli.demo import Point, Run, draw, one_thread, train
+from kfac_fx.cli.demo_tasks import METHODS, Task, tasks
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
-from kfac_fx.estimator import FisherEstimator
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.optim.eigen_means import EPSILON, Means, means_of
 from kfac_fx.optim.eigen_moments import (
     basis_of,
@@ -22,7 +22,7 @@ from kfac_fx.optim.eigen_moments import (
     step_in_bases,
     update_bases,
 )
-from kfac_fx.optimizer import KFAC
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import ApproximationError
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kfac_fx.blocks.block import make_block
-from kfac_fx.blocks.series import SeriesGroup
+from kfac_fx.fisher.block import make_block
+from kfac_fx.fisher.series import SeriesGroup
 from kfac_fx.passes.ir import Registration
 from tests.runtime.fisher_cases import FORMS, draw, register
 from tests.runtime.two_blocks import NAMES, group_of, vector

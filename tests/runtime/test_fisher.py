@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.blocks.fisher import BlockDiagonalFisher
-from kfac_fx.estimator import FisherEstimator
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.whole import BlockDiagonalFisher
 from tests.runtime.fake_net import EXACT, FakeNet, Mean, Scale, batch, deep, exact, mixed, noise
 
 # --- the oracle -----------------------------------------------------------------------------------------------------

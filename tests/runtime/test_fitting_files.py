@@ -138,7 +138,7 @@ def test_a_file_that_was_not_completed_is_no_file(tmp_path: Path, monkeypatch: p
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kfac_fx.fitting.save_file", torn)
+    monkeypatch.setattr("kfac_fx.estimator.fitting.save_file", torn)
     with pytest.raises(KeyboardInterrupt):
         save_spectrum(spectrum, tmp_path / "half")
     assert not list((tmp_path / "half").glob("*.safetensors"))

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_fx.checks.outputs import OutputWatch
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.losses import Normal
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.passes.tracing.effects import without_a_trace
-from kfac_fx.statistics.moments import Moments
+from kfac_fx.recording.checks.outputs import OutputWatch
+from kfac_fx.recording.statistics.moments import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.in_place import callers, warn_of_trainer
+from kfac_fx.compiled.replaced_call import callers, warn_of_trainer
 from kfac_fx.optim.loss_scale import scale_of_caller
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.fisher_blocks import (
+from kfac_fx.compiled.layer_collection.fisher_blocks import (
     FullyConnectedDiagonalFB,
     FullyConnectedKFACBasicFB,
     NaiveDiagonalFB,
@@ -182,7 +182,7 @@ def test_a_backend_that_does_not_exist_leaves_the_collection_open() -> None:
 def test_a_first_capture_that_fails_leaves_the_collection_open(monkeypatch: pytest.MonkeyPatch) -> None:
     lc = registered()
     with monkeypatch.context() as patch, pytest.raises(RegistrationError, match="refuted"):
-        patch.setattr("kfac_fx.compiler.CompiledModule.recorder", refuted)
+        patch.setattr("kfac_fx.compiled.compiler.CompiledModule.recorder", refuted)
         kfac_fx.FisherEstimator(lc)
     assert lc.estimator is None
     assert kfac_fx.FisherEstimator(lc) is lc.estimator

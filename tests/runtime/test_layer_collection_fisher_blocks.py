@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx import layer_collection
-from kfac_fx.layer_collection.fisher_blocks import (
+from kfac_fx.compiled import layer_collection
+from kfac_fx.compiled.layer_collection.fisher_blocks import (
     DiagonalFB,
     FullFB,
     FullyConnectedKFACBasicFB,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.spectrum.manifests import NAME, digest, read_manifest, write_manifest
+from kfac_fx.estimator.manifests import NAME, digest, read_manifest, write_manifest
 
 HERE = {"format": 1, "model": "Net", "blocks": {"a": {"sides": [1, 1]}, "b": 2}}
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.compiler import compile
-from kfac_fx.factors.group_kinds import WideGroup
-from kfac_fx.metrics import Metrics
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.fisher.group_kinds import WideGroup
 from kfac_fx.optim import step_state
+from kfac_fx.optim.metrics import Metrics
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_state import PHASES
-from kfac_fx.optimizer import KFAC
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, train, values
 
 
@@ -157,7 +157,7 @@ def test_the_largest_condition_number_is_that_of_blocks_with_factors(empty: int)
 
 def test_condition_none_decomposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     net, opt = made()
-    monkeypatch.setattr("kfac_fx.metrics.condition_numbers", lambda group: pytest.fail("decomposed"))
+    monkeypatch.setattr("kfac_fx.optim.metrics.condition_numbers", lambda group: pytest.fail("decomposed"))
     metrics = Metrics(opt, every=1, condition=None)
     train(net, opt, range(1))
     assert metrics.values and not any(name.startswith("condition") for name in metrics.values)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
-from kfac_fx.checks import proof
 from kfac_fx.passes.parametrizations import jacobian
 from kfac_fx.passes.parametrizations.parts import Gain
+from kfac_fx.recording.checks import proof
 from tests.runtime.squares import dense_fisher, recorded
 from tests.zoo.reparametrized import StandardizedConv
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.checks import outputs
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.linalg import host
-from kfac_fx.optimizer import KFAC
+from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.recording.checks import outputs
 from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
 

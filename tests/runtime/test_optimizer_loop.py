@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.losses import Categorical
-from kfac_fx.optimizer import KFAC
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, made, train, values

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import AlreadyAttachedError
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optimizer import KFAC
 
 
 def test_the_signature_is_that_of_the_options() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.checks import outputs
-from kfac_fx.checks.outputs import OutputWatch, differ, sampled_elements
 from kfac_fx.linalg.host import HostCopy
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.recording.checks import outputs
+from kfac_fx.recording.checks.outputs import OutputWatch, differ, sampled_elements
 
 X = torch.randn(20, 5)
 

@@ -1,4 +1,4 @@
-"""The owner of every block: kfac_fx/placement.py."""
+"""The owner of every block: kfac_fx/fisher/placement.py."""
 
 from itertools import product
 from math import inf, nan
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_fx.placement import loads_of, longest_processing_time, makespan, round_robin
+from kfac_fx.fisher.placement import loads_of, longest_processing_time, makespan, round_robin
 
 COSTS = st.lists(st.integers(0, 50), max_size=7)
 RANKS = st.integers(1, 3)

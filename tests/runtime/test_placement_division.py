@@ -1,4 +1,4 @@
-"""How the vectors of a step are divided: kfac_fx/placement.py. Several processes train in test_owners.py and
+"""How the vectors of a step are divided: kfac_fx/fisher/placement.py. Several processes train in test_owners.py and
 test_fsdp.py."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, VectorDivision
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim.groups import FlatParameters, GroupedParameters, Proposal
 from kfac_fx.optim.rules import Preconditioner, new_velocity
-from kfac_fx.placement import UNDIVIDED, DivisionByOwners, VectorDivision
 
 OWNERS = {"a": 1, "b": 0, "c": 1}
 PARAMETERS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0), "c": torch.tensor([2.0, 5.0])}

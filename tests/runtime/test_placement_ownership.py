@@ -1,4 +1,4 @@
-"""The owners of blocks: kfac_fx/placement.py."""
+"""The owners of blocks: kfac_fx/fisher/placement.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.blocks.block import make_groups
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.fisher.block import make_groups
+from kfac_fx.fisher.placement import BlockOwners, loads_of, longest_processing_time, makespan, most
+from kfac_fx.fisher.stacks import BlockGroup
 from kfac_fx.linalg.replicas import Replicas
-from kfac_fx.placement import BlockOwners, loads_of, longest_processing_time, makespan, most
 
 
 class Group(Replicas):

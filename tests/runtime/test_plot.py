@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx import plot
-from kfac_fx.compiler import compile
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.metrics import Metrics
-from kfac_fx.optimizer import KFAC
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.optim import plot
+from kfac_fx.optim.metrics import Metrics
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import RegistrationError
-from kfac_fx.checks.proof import Verdict, prove
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
+from kfac_fx.recording.checks.proof import Verdict, prove
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx import LossError
-from kfac_fx.checks.proof import ProofTap
+from kfac_fx.recording.checks.proof import ProofTap
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, value_of
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from tests.whole.divided import Branching, Normalized

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kfac_fx
+from kfac_fx.compiled.report import Report
 from kfac_fx.passes.ir import Program
-from kfac_fx.report import Report
 from tests.runtime.toy_reports import small_program
 from tests.zoo.parts import Slices
 

@@ -9,8 +9,8 @@ import pytest
 import rich
 from rich.console import Console
 
+from kfac_fx.compiled.report import Report
 from kfac_fx.passes.ir import Note, Program
-from kfac_fx.report import Report
 from tests.runtime.toy_reports import small_program
 
 

@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.ir import Bound, Program, Registration, Use
-from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.registration import dense_shape
-from kfac_fx.report.rows import (
+from kfac_fx.compiled.report.rows import (
     ReportRow,
     block_words,
     casts,
@@ -28,6 +25,9 @@ from kfac_fx.report.rows import (
     rows,
     uses_of,
 )
+from kfac_fx.passes.ir import Bound, Program, Registration, Use
+from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.registration import dense_shape
 from tests.runtime.toy_reports import registration_of, small_program, traced
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.compiled.report.rows import fallbacks, unmatched
 from kfac_fx.passes.layers import as_rows
-from kfac_fx.report.rows import fallbacks, unmatched
 
 
 def test_a_proved_capture_has_no_fallback() -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.schedule import (
     ACCELERATOR,
     ACCELERATOR_IN_HALVES,
@@ -30,7 +31,6 @@ from kfac_fx.optim.schedule import (
     StepCosts,
     StepIntervals,
 )
-from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 
 CASES, WIDTHS = 7, (4, 6, 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, make_block
+from kfac_fx.fisher.block import BlockOperator, make_block
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration

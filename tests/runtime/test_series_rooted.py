@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kfac_fx.blocks.block import make_block, make_groups
-from kfac_fx.factors.stacks import Inverter
+from kfac_fx.fisher.block import make_block, make_groups
+from kfac_fx.fisher.stacks import Inverter
 from kfac_fx.passes.errors import ApproximationError
 from kfac_fx.passes.matrix import MatrixForm
 from tests.runtime.fisher_cases import sequence_statistics, sequences, weight
@@ -24,7 +24,7 @@ def test_every_real_power_is_that_of_the_dense_block(
     approximation: str, dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small blocks by eigenvectors, large ones by Lanczos' process."""
-    monkeypatch.setattr("kfac_fx.blocks.series.DENSE_ROWS", 9 if dense else 8)
+    monkeypatch.setattr("kfac_fx.fisher.series.DENSE_ROWS", 9 if dense else 8)
     block, vector = block_of(approximation, 4, positions=2, roots=POWERS), draw_vector()
     values, vectors = torch.linalg.eigh(dense_block(block, 0.3, 4))
     v = vectors.mT @ flat(block, vector)
@@ -47,7 +47,7 @@ def test_every_block_of_a_stack_has_its_own_power(approximation: str, monkeypatc
     sums = [sequence_statistics(*sequences(3, (6, 1, 2), 4, 2), False, (2, 2, 4)) for _ in names]
     products = []
     for limit in (8, 7):
-        monkeypatch.setattr("kfac_fx.blocks.series.DENSE_ROWS", limit)
+        monkeypatch.setattr("kfac_fx.fisher.series.DENSE_ROWS", limit)
         (group,) = make_groups(registrations, vector, roots=(0.5, -1.5), damping=torch.tensor(0.1))
         assert len(group) == 2 and group.is_dense is (limit == 8)
         group.update(sums, 6, decay=0.0)
@@ -59,8 +59,8 @@ def test_every_block_of_a_stack_has_its_own_power(approximation: str, monkeypatc
 
 @both
 def test_what_lanczos_does_not_come_to_is_an_error(approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfac_fx.blocks.series.DENSE_ROWS", 1)
-    monkeypatch.setattr("kfac_fx.blocks.series.LANCZOS_STEPS", 3)
+    monkeypatch.setattr("kfac_fx.fisher.series.DENSE_ROWS", 1)
+    monkeypatch.setattr("kfac_fx.fisher.series.LANCZOS_STEPS", 3)
     block = block_of(approximation, 4, roots=(-0.5, 2.0))
     text = (
         rf"linear\(weight, bias\): 3 steps of Lanczos' process left a relative error of .* in the power -0.5 of "
@@ -72,7 +72,7 @@ def test_what_lanczos_does_not_come_to_is_an_error(approximation: str, monkeypat
 
 
 def test_powers_of_blocks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfac_fx.blocks.series.DENSE_ROWS", 1)
+    monkeypatch.setattr("kfac_fx.fisher.series.DENSE_ROWS", 1)
     single, double = (block_of("kron_series_2", 4, roots=(-0.5,), dtype=d) for d in (torch.float32, torch.float64))
     vector = draw_vector()
     found = single.multiply_matpower({name: tensor.float() for name, tensor in vector.items()}, -0.5)
@@ -82,7 +82,7 @@ def test_powers_of_blocks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_powers_of_a_block_that_never_decomposed_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfac_fx.blocks.series.DENSE_ROWS", 1)
+    monkeypatch.setattr("kfac_fx.fisher.series.DENSE_ROWS", 1)
     block = make_block(
         registered("kron_series_2", 3), parameters=FORM.parameters, damping=0.1, roots=(-0.5,), dtype=torch.float64
     )

@@ -12,9 +12,9 @@ from torch.func import functional_call, jacrev, vmap
 
 import kfac_fx
 from kfac_fx import ApproximationError, FactorNotReady, FisherEstimator, NotRegisteredError, RegistrationError, Spectrum
-from kfac_fx.blocks import series
-from kfac_fx.blocks.block import make_block
-from kfac_fx.blocks.spectrum import Relative, System
+from kfac_fx.fisher import series
+from kfac_fx.fisher.block import make_block
+from kfac_fx.fisher.spectrum import Relative, System
 from tests.runtime.fake_net import FakeNet, batch, deep, exact, mixed, noise
 from tests.runtime.fisher_cases import FORMS, draw, register
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional as F
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
-from kfac_fx.optimizer import KFAC
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values

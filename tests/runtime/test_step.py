@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.forwards import MicroBatches
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step import (
@@ -26,7 +27,6 @@ from kfac_fx.optim.step import (
     update,
 )
 from kfac_fx.optim.step_state import StepState, exact_products, preconditioner
-from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 
 H = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)

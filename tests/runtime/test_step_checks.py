@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.optim.eigen_means import means_of
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import tolerated
-from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_step_checks_adaptive import step, theta
 

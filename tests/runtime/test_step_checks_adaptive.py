@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import GROWTH, LEAST_STEP
-from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kfac_fx.compiler import compile
+from kfac_fx.compiled.compiler import compile
 from kfac_fx.optim import step_checks
 from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import FALL, RATE, STRETCH, Check, along_move, next_divisor
-from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_step_checks_adaptive import Curved, fisher, step, theta
 

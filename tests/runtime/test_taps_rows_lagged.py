@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.statistics.row_sums import Rows
-from kfac_fx.taps.rows import LAGGED, unfolded
+from kfac_fx.recording.statistics.row_sums import Rows
+from kfac_fx.recording.taps.rows import LAGGED, unfolded
 
 pytestmark = pytest.mark.usefixtures("float64")
 

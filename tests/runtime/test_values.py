@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kfac_fx.values import (
+from kfac_fx.linalg.arguments import (
     a_device,
     a_flag,
     a_process_group,

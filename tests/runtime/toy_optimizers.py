@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.compiler import compile
-from kfac_fx.optimizer import KFAC
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiler import compile
+from kfac_fx.optim.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 QUADRATIC: dict[str, Any] = {"lr": None, "momentum": None, "momentum_type": "qmodel"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import make_groups
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.fisher.block import make_groups
+from kfac_fx.fisher.stacks import BlockGroup
 from kfac_fx.passes.matrix import MatrixForm
-from kfac_fx.statistics.moments import additive
+from kfac_fx.recording.statistics.moments import additive
 from tests.runtime.fisher_cases import Form as ToyForm
 from tests.runtime.fisher_cases import draw, register, weight
 

@@ -11,7 +11,7 @@ import kfac_fx
 from benchmarks import placement
 from benchmarks.decoder import Decoder
 from benchmarks.placement import MODELS, RANKS, Layer, Machine, everyone, kaisa, owned, shares
-from kfac_fx.placement import longest_processing_time, makespan
+from kfac_fx.fisher.placement import longest_processing_time, makespan
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -13,7 +13,7 @@ from benchmarks.convergence import docs, figures, methods, runs, summary, tasks,
 from benchmarks.convergence.equations import Burgers, Equation, Poisson
 from benchmarks.convergence.methods import METHODS, Method
 from benchmarks.convergence.tasks import TASKS, shortened
-from kfac_fx.demo import one_thread
+from kfac_fx.cli.demo import one_thread
 
 
 @pytest.fixture(autouse=True)

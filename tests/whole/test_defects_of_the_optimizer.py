@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfac_fx
-from kfac_fx.layer_collection.registering import check_geometry, layer_block, register_loss_function
+from kfac_fx.compiled.layer_collection.registering import check_geometry, layer_block, register_loss_function
 from kfac_fx.optim.options import KFACOptions
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks import sweep
-from kfac_fx import cli, demo
-from kfac_fx.demo_tasks import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
+from kfac_fx import cli
+from kfac_fx.cli import demo
+from kfac_fx.cli.demo_tasks import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
 
 CPU = torch.device("cpu")
 

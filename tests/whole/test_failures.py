@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx import capturing, layer
-from kfac_fx.checks import equivalence
+from kfac_fx import layer
 from kfac_fx.optim import loss_gradient
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
@@ -25,6 +24,8 @@ from kfac_fx.passes.parametrizations.gathered import constant
 from kfac_fx.passes.parametrizations.linear_map import LinearMaps
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
+from kfac_fx.recording import capturing
+from kfac_fx.recording.checks import equivalence
 from kfac_fx.recording.exact import Pullback
 
 TOO_MUCH = 1 << 50  # bytes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import losses
-from kfac_fx.blocks.block import BlockOperator
+from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.linalg.vectors import split
 from tests.models import ZOO, Case
 from tests.whole.generated import Recipe, recipes

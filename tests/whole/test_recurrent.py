@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import kfac_fx
-from kfac_fx import capture_cache as captures
-from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.unroll import CELLS
+from kfac_fx.recording import capture_cache as captures
 from tests.whole.training import apart, step
 from tests.zoo.recurrent import Last
 

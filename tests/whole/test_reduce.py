@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection
-from kfac_fx.blocks.block import BlockOperator
+from kfac_fx.fisher.block import BlockOperator
 from tests.runtime.collections_of_toys import collection
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
-from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.ir import Sampling
 from tests.runtime.collections_of_toys import collection
 

@@ -1,1 +1,0 @@
-"""Fisher blocks: operators made of factors."""

@@ -1,0 +1,201 @@
+"""`kfac_fx.compile`: from a model to a module of the same signature that can record its Fisher statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.layer_collection import LayerCollection
+from kfac_fx.linalg.arguments import (
+    a_flag,
+    refuse_other_approximations,
+    refuse_other_inputs,
+    refuse_other_layers,
+    refuse_other_limit,
+    refuse_other_links,
+    refuse_other_models,
+    refuse_unfit_names,
+)
+from kfac_fx.losses.registered import loss_from
+from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.passes.ir import Options
+from kfac_fx.passes.layers import LAYERS, Layer, collect
+from kfac_fx.recording.backends import COMPILE_BACKENDS
+from kfac_fx.recording.capturing import CompileArguments
+from kfac_fx.recording.checks.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
+from kfac_fx.recording.masks import PaddingMask
+from kfac_fx.recording.taps.subsample import read_sampling
+
+DENSE_LIMIT = 4096
+
+
+def compile(
+    model: nn.Module | LayerCollection,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Any = None,
+    linked: Sequence[Iterable[str]] | Mapping[Sequence[str], str] = (),
+    approximations: Mapping[Any, str] | None = None,
+    layers: Sequence[Layer] = (),
+    strict: bool = False,
+    verify: bool = True,
+    backend: str = "eager",
+    dense_limit: int = DENSE_LIMIT,
+    padding_mask: PaddingMask | None = None,
+    batch_dim: int | None = None,
+    sub_sample_inputs: bool | float = False,
+    sub_sample_patches: bool | float = False,
+    variables: Iterable[Any] | None = None,
+    in_place: bool = False,
+) -> CompiledModule:
+    """Capture `model` and register every use of every parameter.
+
+    Args:
+        model: any module, also in a wrapper of data parallelism or torch.compile; parameters have the names of the
+            module inside, and stay the same objects. Or a LayerCollection, whose registrations and losses are used.
+        example_inputs, example_kwargs: inputs to capture with. Without them torch.fx traces the model at once or, if it
+            cannot trace all of it, the model is captured at its first training forward.
+        loss: "cross_entropy", "mse" or "bce_with_logits", which are torch's functions with their means, for the last
+            two over all elements; "categorical", "normal" (variance 0.5) or "multi_bernoulli", distributions whose
+            loss is a sum over the elements of a case; a class of `kfac_fx.losses`; or a function of the model's outputs
+            that returns a loss. None: the loss is found in the graph of forward.
+        linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
+        approximations: {parameter or module name, with *; layer name; module class: approximation}. The table
+            `kfac_fx.passes.approximations` lists them: "kron" and its variants with diagonal sides; "kron_reduce", with
+            one row per case where positions share a weight; "kron_series_1" and "kron_series_2" for uses in the order
+            of time; "kron_sua" for convolutions; "diagonal", "full", and "generic" for parameters of no layer.
+        layers: the user's own layer declarations; they win over those of the library with the same form.
+        strict: raise an error for a parameter that would become generic.
+        verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
+            gradient. This takes about the time of three training steps and at most the memory of one, one more gradient
+            of all parameters, three times the largest matrix and twice the patches of the largest convolution: 1.5
+            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. False: nothing is run or proved.
+        backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
+        dense_limit: the width of the largest dense factor. A wider side keeps diagonal blocks or, if it makes the
+            Fisher's outputs, its diagonal, which take no more memory; the report says so.
+        padding_mask: the name of an argument of forward [cases, positions], nonzero where a position is real, such as
+            "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0.
+            Padding enters no factor and is no case; a mask that fits no use is an error, and a warning and the report
+            say where it does not fit. The mean of the loss should leave padding out, too, as it does with targets of
+            -100.
+        batch_dim: the dimension of the cases in the inputs, 1 for [positions, cases, features]. None: recurrent layers
+            and attention of torch know it, from their `batch_first`; without them it is the first one, and a model
+            whose outputs mix along the first dimension and not along another is refused. The report says which.
+        sub_sample_inputs: compute input factors from this share of the cases. True means 0.2.
+        sub_sample_patches: use at most this many rows per input dimension of A, for weights that are shared over
+            positions. True means 3. Both samples are right in expectation, and differ in every recording.
+        variables: the parameters of a LayerCollection that must be registered, and no others; the rest follows KFAC's
+            first-order rule. None: all that its losses depend on.
+        in_place: the model itself records, too: while an optimizer is attached, a call of `model` is a call of the
+            module that is returned. For trainers, which inspect, wrap and save the object that they call. Copies and
+            pickles of the model do not record.
+
+    Returns a module with the calls, parameters, buffers, state and modes of `model`.
+
+    Raises:
+        UntraceableError: the model cannot be captured.
+        RegistrationError (or a subclass): registrations or arguments contradict each other, or under `strict` a
+            parameter would be generic.
+        LossError, LayerError: wrong losses or layer declarations.
+        ValueError, TypeError: an unknown backend; no module.
+
+    Each error names all culprits.
+    """
+    refuse_inference_mode("a model is compiled")
+    refuse_other_inputs(example_inputs, example_kwargs)
+    for option, flag in {"strict": strict, "verify": verify, "in_place": in_place}.items():
+        a_flag(option, flag)
+    if backend not in COMPILE_BACKENDS:
+        names = ", ".join(COMPILE_BACKENDS)
+        raise ValueError(f"backend={backend!r} is none of {names}.{nearest(backend, COMPILE_BACKENDS)}")
+    if isinstance(model, LayerCollection):
+        of_collection = {
+            "example_inputs": example_inputs,
+            "example_kwargs": example_kwargs,
+            "loss": loss,
+            "linked": linked,
+            "approximations": approximations,
+            "layers": layers,
+            "strict": strict,
+            "dense_limit": dense_limit != DENSE_LIMIT,
+            "padding_mask": padding_mask,
+            "batch_dim": batch_dim is not None,
+            "sub_sample_inputs": sub_sample_inputs,
+            "sub_sample_patches": sub_sample_patches,
+        }
+        if names := ", ".join(name for name, value in of_collection.items() if value):
+            raise RegistrationError(
+                f"with a LayerCollection, do not pass {names}: set them on the collection or in kfac_fx.capture(...)"
+            )
+        return compiled_collection(model, variables, verify=verify, backend=backend, in_place=in_place)
+    if variables is not None:
+        raise RegistrationError(
+            "variables are for a LayerCollection; of a model, every parameter is registered that is not frozen with "
+            "requires_grad_(False)"
+        )
+    refuse_other_models(model, "kfac_fx.compile")
+    wrapper, model = model, unwrapped(model)
+    refuse_compiled(model, "kfac_fx.compile")
+    refuse_unfit(model)
+    refuse_unfit_names(model)
+    refuse_other_approximations(approximations, model)
+    refuse_other_limit(dense_limit)
+    refuse_other_links(linked, model)
+    groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
+    options = Options(
+        linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},
+        approximations=approximations or {},
+        strict=strict,
+        loss_given=loss is not None,
+        batch_dim=read_batch_dim(batch_dim),
+        modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},
+        dense_limit=dense_limit,
+        sampling=read_sampling(sub_sample_inputs, sub_sample_patches),
+    )
+    arguments = CompileArguments(
+        options,
+        collect(*LAYERS.values(), *refuse_other_layers(layers)),
+        None if loss is None else loss_from(loss),
+        verify,
+        backend,
+        padding_mask=padding_mask,
+    )
+    return CompiledModule(model, arguments, example_inputs, example_kwargs, wrapper=wrapper, in_place=in_place)
+
+
+def read_batch_dim(dim: Any) -> int | None:
+    """Raises RegistrationError for anything but a dimension."""
+    if dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0):
+        return dim
+    raise RegistrationError(
+        f"batch_dim is {dim!r}; it must be the number of a dimension of the inputs, counted from 0, as in batch_dim=1 "
+        "for [positions, cases, features]"
+    )
+
+
+def compiled_collection(
+    collection: LayerCollection,
+    variables: Iterable[Any] | None = None,
+    *,
+    verify: bool = True,
+    backend: str = "eager",
+    in_place: bool = False,
+) -> CompiledModule:
+    """A module with the registrations and the losses of a collection, which becomes final if no error is raised.
+
+    variables: the parameters that must be registered, and no others; None: all that the losses depend on.
+
+    Raises RegistrationError and its kinds, LossError.
+    """
+    collection.check_final(variables)
+    captured = collection.captured
+    arguments = CompileArguments(
+        captured.program.options, collection.layers, collection.registered_losses, verify, backend, collection.on
+    )
+    net = CompiledModule(captured.model, arguments, captured.args, captured.kwargs, captured.capture, in_place=in_place)
+    net._collection, collection.finalized = collection, True
+    return net

@@ -1,0 +1,1 @@
+"""The Fisher over batches, its spectrum, and what needs both: scores of training examples, solves, files."""

@@ -1,0 +1,405 @@
+"""`FisherEstimator`: the Fisher matrix of a compiled module, estimated batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.compiled.compiler import compiled_collection
+from kfac_fx.compiled.layer_collection import LayerCollection
+from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
+from kfac_fx.fisher.pending_batch import PendingBatch
+from kfac_fx.fisher.spectrum import Damping
+from kfac_fx.fisher.whole import BlockDiagonalFisher
+from kfac_fx.linalg.arguments import (
+    a_flag,
+    a_process_group,
+    a_seed,
+    a_share,
+    a_weight,
+    check_variables,
+    finite_numbers,
+    not_negative,
+    optional,
+    refuse_other_variables,
+    whole_number,
+    wrong_value,
+)
+from kfac_fx.linalg.matrices import Root, full_precision
+from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.losses.sources import check_mode
+from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import class_of
+from kfac_fx.recording.checks.outputs import OutputWatch
+from kfac_fx.recording.checks.unchanged import (
+    refuse_inference_mode,
+    refuse_untrained,
+    refuse_without_blocks,
+    refuse_wrapped,
+)
+from kfac_fx.recording.statistics.moments import Key, Moments, additive
+
+
+class Net(CaseNet, Protocol):
+    """The part of a compiled module that an estimator uses."""
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        mode: str,
+        targets: Any,
+        fraction: float,
+        generator: torch.Generator | None,
+        **options: Any,
+    ) -> Moments: ...
+
+
+class FisherEstimator(BlockDiagonalFisher):
+    """A running estimate of the Fisher matrix of `net`'s parameters, the mean over cases.
+
+    est = FisherEstimator(net, damping=1e-3)
+    est.update_covariances(x)        # on every batch, or every tenth
+    est.update_inverses()            # more rarely
+    step = est.multiply_inverse({name: p.grad for name, p in net.named_parameters()})
+
+    Attributes:
+        net: the compiled module.
+        damping: λ of F + λ I, a 0-d tensor. Writing into it changes the damping.
+        newcomers: the registrations to which the last `fold` gave their first factors.
+        params_stats: with `compute_params_stats`, by parameter the gradient of the mean loss of the last batch
+            ("empirical"); with the other modes, the gradient of what they send back, summed over sources.
+    """
+
+    def __init__(
+        self,
+        net: Net | LayerCollection,
+        *,
+        variables: Iterable[Any] | None = None,
+        cov_ema_decay: float = 0.95,
+        damping: float | Tensor = 1e-3,
+        exps: Iterable[float] = (-1,),
+        estimation_mode: str = "gradients",
+        compute_cholesky: bool = False,
+        compute_cholesky_inverse: bool = False,
+        compute_params_stats: bool = False,
+        batch_size: int | None = None,
+        fraction: float = 1.0,
+        seed: int | None = None,
+        memory: int | None = None,
+        process_group: Any = None,
+        factor_dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            net: a compiled module, or anything with its `registrations`, `named_parameters` and `record`; or a
+                LayerCollection, which can then serve no other estimator.
+            variables: the names of the parameters to estimate, None for all. Parameters that share a registration must
+                be named together. With a LayerCollection: exactly the parameters that must be registered.
+            cov_ema_decay: weight of the factors' past at an update, from 0 to 1.
+            damping: λ of F + λ I. A 0-d tensor is used as it is, so that writing into it changes `est.damping`.
+            exps: the powers of F + λ I that `multiply_matpower` needs; 1 is always available.
+            estimation_mode: "gradients" samples targets from the model's own distribution (the Fisher), "empirical"
+                takes the true ones (the empirical Fisher), "curvature_prop" sends random signs back, "exact" every
+                coordinate of the outputs. The last two also with "_GGN", for the generalized Gauss-Newton matrix.
+            compute_cholesky, compute_cholesky_inverse: prepare `multiply_cholesky` and its inverse.
+            compute_params_stats: compute `params_stats`.
+            batch_size: the number of cases of every batch, over all its micro-batches and towers; None: any.
+            fraction: the part of every batch that is recorded.
+            seed: of the sampled targets and signs; None: torch's own generator.
+            memory: bytes that the exact modes may take for a chunk of their sources; None: 1 GiB.
+            process_group: of torch.distributed, `group.WORLD` for all. Its processes have parts of one batch and all
+                call `update_covariances`. None: this process alone.
+            factor_dtype: the precision of the factors and of sums over batches, such as torch.float64 for a model in
+                bfloat16; None: that of the parameters, and at least float32.
+
+        Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables` and if
+        the model has no trained parameters.
+        """
+        # Every argument is checked before the collection is finalized: a wrong one must leave it usable.
+        refuse_wrapped(net, "FisherEstimator")
+        refuse_inference_mode("a FisherEstimator is created")
+        collection = net if isinstance(net, LayerCollection) else None
+        if collection is None and not hasattr(net, "record"):
+            raise TypeError(
+                f"FisherEstimator takes a compiled module, and got a {type(net).__name__}: write "
+                "net = kfac_fx.compile(model, ...) and FisherEstimator(net)"
+            )
+        named = dict((net.model if isinstance(net, LayerCollection) else net).named_parameters())
+        if variables is not None and collection is None:
+            variables = refuse_other_variables(variables, net)
+        check_mode(estimation_mode)
+        refuse_untrained(named.items())
+        a_weight("cov_ema_decay", cov_ema_decay)
+        a_share("fraction", fraction)
+        not_negative("damping", damping)  # the host waits for a tensor, once
+        a_flag("compute_cholesky", compute_cholesky)
+        a_flag("compute_cholesky_inverse", compute_cholesky_inverse)
+        a_flag("compute_params_stats", compute_params_stats)
+        optional(whole_number(1, "cases"), "batch_size", batch_size)
+        optional(whole_number(1, "bytes"), "memory", memory)
+        optional(a_seed, "seed", seed)
+        optional(a_process_group, "process_group", process_group)
+        roots: list[Root] = sorted(set(finite_numbers("exps", exps)) - {1.0})
+        roots += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
+        example = next(iter(named.values()))
+        if factor_dtype is not None and factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}.")
+        if not isinstance(damping, Tensor):
+            precision = factor_dtype or torch.promote_types(example.dtype.to_real(), torch.float32)
+            damping = torch.full((), float(damping), dtype=precision, device=example.device)
+        super().__init__(roots, damping.reshape(()) if damping.dim() else damping)
+        self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
+        self._pending = PendingBatch()
+        self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
+        self._options |= {} if memory is None else {"memory": memory}
+        self._recorded: set[Key] = set()  # the registrations that have factors
+        self.newcomers: frozenset[Key] = frozenset()
+        self._followed: tuple[Registration, ...] | None = None  # those of the net when the blocks were compared with it
+        self.factor_dtype = factor_dtype
+        self.cov_ema_decay = cov_ema_decay
+        self.estimation_mode = estimation_mode
+        self.fraction = fraction
+        self.batch_size = batch_size
+        self.replicas = None if process_group is None else Replicas(process_group)
+        self.params_stats: dict[str, Tensor] = {}
+        self.outputs = OutputWatch()
+        self.variables = None if variables is None or collection is not None else frozenset(variables)
+        self.net: Net = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
+        if collection is not None:
+            collection.estimator = self
+
+    def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
+        """The registrations to estimate, and the parameters by name."""
+        registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
+        if self.variables is not None:
+            check_variables(self.variables, registrations)
+            registrations = tuple(r for r in registrations if r.owners[0] in self.variables)
+        refuse_without_blocks(registrations, parameters.items())
+        return registrations, parameters
+
+    def update_covariances(
+        self, *inputs: Any, targets: Any = None, should_decay: bool = True, fold: bool = True, **kwargs: Any
+    ) -> None:
+        """Record one batch and average it into all factors.
+
+        Args:
+            inputs, kwargs: the arguments of forward.
+            targets: for "empirical": one a loss, in a list or tuple, or one for all.
+            should_decay: False gives the past its full weight: a plain average over batches, for a burn-in.
+            fold: False keeps the batch for the next `fold()`, which takes all kept batches as one. Over a DataLoader
+                this is a mean in which all cases have the same weight, whatever the sizes of the batches.
+
+        Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the model was changed
+        after it was compiled.
+        """
+        differs: Callable[..., Tensor] | None = getattr(self.net, "differs", None)
+        if differs is not None and self.outputs.due():
+            self.outputs.add(differs(inputs, kwargs))
+        only = {} if self.variables is None else {"only": self.variables}
+        moments = self.net.record(
+            inputs,
+            kwargs,
+            mode=self.estimation_mode,
+            targets=targets,
+            fraction=self.fraction,
+            generator=self._generator,
+            **self._options,
+            **only,
+        )
+        self.accumulate(moments, guarded=not fold)
+        if fold:
+            self.fold(decay=None if should_decay else 1.0)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether any batch was recorded; one that is not folded yet counts."""
+        return bool(self._pending.sums) or any(group.updated for group in self.groups)
+
+    @torch.no_grad()
+    def accumulate(self, moments: Moments, guarded: bool = False) -> None:
+        """Add the moments of a micro-batch to those that the next `fold` takes as one batch.
+
+        guarded: leave the micro-batch out if its moments are not finite, and count it in `failures`; else they make
+            the sums of the whole batch so, and it is skipped.
+
+        Raises ValueError if registrations are missing in them.
+        """
+        self.follow_registrations()
+        due = {key: block for key, block in self.blocks.items() if moments.only is None or key in moments.only}
+        lacking = {key: block for key, block in due.items() if key not in moments.statistics}
+        paused = {key for key, block in lacking.items() if moments.frozen.issuperset(block.registration.owners)}
+        if missing := [key for key in lacking if key not in paused]:
+            raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
+        with full_precision():
+            recorded: dict[Key, dict[str, Tensor]] = {}
+            for key in (key for key in due if key not in lacking):
+                sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
+                dtype = self.factor_dtype
+                recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
+            finite = self._pending.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
+        if finite is not None:
+            for block in (due[key] for key in recorded if due[key].group.here):
+                block.group.skipped[block.member] += ~finite
+
+    def pending_rows(self) -> dict[Key, int | Tensor]:
+        """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
+        of cases."""
+        return {key: sums.get("count", self._pending.cases) for key, sums in self._pending.sums.items()}
+
+    @contextmanager
+    def forgetting_on_error(self) -> Iterator[None]:
+        """Moments that are accumulated inside are forgotten if an exception leaves the block."""
+        before = self._pending.copy()
+        with ExitStack() as on_error:
+            on_error.callback(setattr, self, "_pending", before)
+            yield
+            on_error.pop_all()
+
+    def follow_registrations(self) -> None:
+        """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
+        were unfrozen.
+
+        Raises ModelChangedError if registrations of the same parameters change after the first batch.
+        """
+        if self._registrations is None or self.net.registrations is self._followed:
+            return
+        self._followed, now = self.net.registrations, self.wanted()[0]
+        before, after = (
+            {registration.parameters: registration.approximation for registration in registrations}
+            for registrations in (self._registrations, now)
+        )
+        if before == after:
+            return
+        if not self._pending.sums and not any(group.updated for group in self.groups):
+            self.build()
+            return
+        owners = [{n for registration in rs for n in registration.owners} for rs in (self._registrations, now)]
+        if owners[0] >= owners[1]:
+            names = ", ".join(sorted({name for key, _ in before.items() ^ after.items() for name in key}))
+            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
+        self._pending.keep(key for key in before if before[key] == after.get(key))
+        self.extend()
+
+    def unrecorded(self) -> frozenset[Key]:
+        """The registrations that have no factors yet and are trained at present."""
+        self.follow_registrations()
+        if not (waiting := self.blocks.keys() - self._recorded):
+            return frozenset()
+        trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+        return frozenset(key for key in waiting if not trained.isdisjoint(self.blocks[key].registration.owners))
+
+    def usable(self) -> Tensor | None:
+        """Whether the accumulated moments are those of the model, 0-dim on the device; None if none were compared.
+
+        Raises ModelChangedError, and drops the moments, if the host knows without waiting that they are not.
+        """
+        differs, model = self.outputs.pending, class_of(getattr(self.net, "model", self.net)).__name__
+        try:
+            self.outputs.check(model)
+            if differs is None:
+                return None
+            if self.replicas is not None:  # one process must not go on alone
+                (total,) = self.replicas.total([differs.to(self.damping.dtype)])
+                differs = total > 0
+            return self.outputs.take(model, differs)
+        except ModelChangedError:
+            self._pending = PendingBatch()
+            raise
+
+    @torch.no_grad()
+    def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
+        """Average all accumulated moments into all factors, as one batch.
+
+        decay: None for `cov_ema_decay`. accept: a 0-d bool tensor; where False, the sums are dropped.
+
+        Returns False for a batch without cases, which changes nothing, else True.
+
+        Batches that are not finite are left out and counted in `failures`.
+
+        Raises ValueError for a decay out of range, and for a batch that is not of `batch_size` cases, which is dropped;
+        ModelChangedError if the outputs of a recording were not the model's.
+        """
+        optional(a_weight, "decay", decay)
+        if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
+            raise wrong_value("accept", accept, "be a 0-dim tensor of torch.bool")
+        self.newcomers = frozenset()
+        usable = self.usable()
+        if not self._pending.sums and not self._pending.paused:
+            return True
+        if usable is not None:
+            accept = usable if accept is None else accept & usable
+        if self.batch_size is not None and (recorded := int(self._pending.cases)) != self.batch_size:
+            many = "1 case" if recorded == 1 else f"{recorded} cases"
+            self._pending = PendingBatch()
+            raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
+        decay = self.cov_ema_decay if decay is None else decay
+        pending = self._pending
+        pending.keep(pending.sums.keys() - pending.paused)
+        groups = {key: self.blocks[key].group for key in pending.sums}
+        cases = pending.total(self.replicas, groups, self.damping, divided=self.owners is not None)
+        # If it is a tensor, an empty batch counts as one that is not finite.
+        empty = isinstance(cases, int) and cases == 0
+        if not empty:
+            with full_precision():
+                for group in self.groups:
+                    for members in runs([r.parameters in pending.sums for r in group.registrations]):
+                        group.updated = True
+                        if not group.here:
+                            continue
+                        sums = [pending.sums[r.parameters] for r in group.registrations[members]]
+                        group.update(sums, cases, decay=decay, accept=accept, members=members)
+            self.newcomers = frozenset(pending.sums.keys() - self._recorded)
+            self._recorded |= self.newcomers
+            self.params_stats = {name: gradient / cases for name, gradient in pending.gradients.items()}
+        self._pending = PendingBatch()
+        return not empty
+
+    @torch.no_grad()
+    def spectrum(
+        self,
+        *,
+        scale: float | Tensor = 1.0,
+        damping: Damping | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> ModelSpectrum:
+        """As of `BlockDiagonalFisher`; it can also correct its eigenvalues and score examples, see `ModelSpectrum`."""
+        spectrum = super().spectrum(scale=scale, damping=damping, dtype=dtype, device=device)
+        return ModelSpectrum(
+            spectrum.systems, spectrum.shapes, scale, spectrum.damping, net=self.net, mode=self.estimation_mode
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""
+        generator = {} if self._generator is None else {"generator": self._generator.get_state()}
+        return super().state_dict() | generator
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a `state_dict()` of an estimator with the same blocks. Batches that are not folded yet are forgotten."""
+        super().load_state_dict(state)
+        self._pending = PendingBatch()
+        self._recorded = {key for key, block in self.blocks.items() if block.has_factors}
+        if self._generator is not None:
+            self._generator.set_state(state["generator"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
+            "load_state_dict(est.state_dict())."
+        )
+
+
+def runs(flags: Sequence[bool]) -> list[slice]:
+    """The runs of true flags."""
+    ends = [n for n in range(len(flags) + 1) if (n and flags[n - 1]) != (n < len(flags) and flags[n])]
+    return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]

@@ -1,0 +1,311 @@
+"""`ModelSpectrum`: s F + δ I of a compiled module, with what needs the gradients of single cases.
+
+The gradients come out of taps (`kfac_fx.recording.case_recorder`), one block at a time, so the memory is that of one
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kfac_fx.estimator.queries import Queries, as_batch
+from kfac_fx.fisher.block import check_fits
+from kfac_fx.fisher.spectrum import Relative, Spectrum, System
+from kfac_fx.linalg.arguments import check_variables
+from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
+from kfac_fx.linalg.vectors import Vector, joined
+from kfac_fx.losses.sources import Measurement
+from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.case_recorder import Consumer, Counts
+from kfac_fx.recording.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
+from kfac_fx.recording.statistics.moments import Key
+
+CASE_KINDS = ("row", "position", "sequence")
+
+
+class CaseNet(Protocol):
+    """The part of a compiled module that records the gradients of single cases."""
+
+    def record_cases(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
+    ) -> Counts: ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelSpectrum(Spectrum):
+    """s F + δ I by the eigenvectors of its blocks; see `Spectrum`.
+
+    A batch is what a DataLoader yields: a tensor, (inputs, targets), a mapping of forward's arguments, or a
+    `kfac_fx.Batch`.
+
+    Attributes:
+        net: the compiled module.
+        mode: the estimation mode of the factors.
+        case: the kind of case of the eigenvalues; None: they are those of the factors.
+    """
+
+    net: CaseNet = field(kw_only=True)
+    mode: str = field(default="empirical", kw_only=True)
+    case: str | None = field(default=None, kw_only=True)
+
+    def correct(
+        self,
+        batches: Iterable[Any],
+        case: str = "row",
+        *,
+        mode: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> ModelSpectrum:
+        """Replace Λ by the mean of the squares of the gradient in the basis Q, case by case (George et al. 2018, "Fast
+        approximate natural gradient descent in a Kronecker-factored eigenbasis", section 3).
+
+        The gradient of a case is summed over its uses and, except for positions, over its positions before it is
+        squared. The memory is that of one batch.
+
+        Args:
+            batches: of the data; every batch is recorded once.
+            case: "row": one term of the mean of the loss. An example with T rows takes T backward passes.
+                "position": one position of an example; the squares are summed over positions and divided by the number
+                of rows, as the factors are. "sequence": one example, with the sum of its rows as the loss; the mean is
+                over examples, so the eigenvalues are about T times those of rows. For an example with one row, "row"
+                and "sequence" are the same.
+            mode: "empirical" takes the true targets, "gradients" samples them, the others are those of
+                `FisherEstimator`; None: that of the factors.
+            generator: of the samples; None: torch's own.
+
+        Returns a spectrum with the same eigenvectors.
+
+        Raises ValueError for an unknown case or mode, and if there are no batches.
+        """
+        if case not in CASE_KINDS:
+            known = ", ".join(map(repr, CASE_KINDS))
+            raise ValueError(f"unknown case {case!r}; known are {known}.{nearest(case, CASE_KINDS)}")
+        totals = {key: torch.zeros_like(system.values[index]) for key, (system, index) in self.places().items()}
+        number = 0
+
+        @torch.no_grad()
+        def add(key: Key, cases: Cases) -> None:
+            system, index = self.places()[key]
+            for kind in cases.by_position() if case == "position" else [cases]:
+                for _, turned in system.in_basis(index, kind):
+                    totals[key] += sum_of_squares(turned)
+
+        for item in batches:
+            batch = as_batch(item)
+            counts = self.net.record_cases(
+                batch.args,
+                batch.kwargs,
+                add,
+                mode=mode or self.mode,
+                targets=batch.targets,
+                by_row=case == "row",
+                only=self.keys,
+                generator=generator,
+            )
+            number += counts.examples if case == "sequence" else counts.rows
+        if not number:
+            raise ValueError("the eigenvalues were to be corrected without cases: `batches` has none.")
+        systems = [
+            replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
+            for system in self.systems
+        ]
+        return replace(self, systems=systems, case=case)
+
+    def places(self) -> Mapping[Key, tuple[System, int]]:
+        """By block its system, and its number there."""
+        return {
+            registration.parameters: (system, index)
+            for system in self.systems
+            for index, registration in enumerate(system.group.registrations)
+        }
+
+    def part(self, names: Iterable[str]) -> ModelSpectrum:
+        """The spectrum of the blocks of some parameters, which records these only.
+
+        Raises RegistrationError if a name is in no block, or shares a block or a parameter with one that is not named.
+        """
+        wanted = frozenset(names)
+        check_variables(wanted, self.registrations)
+        systems = [
+            system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])
+            for system in self.systems
+        ]
+        damping = self.damping
+        if isinstance(damping, Mapping):
+            damping = {r.parameters: self.amount_of(r.parameters) for r in self.registrations if r.owners[0] in wanted}
+        shapes = {name: shape for name, shape in self.shapes.items() if name in wanted}
+        return replace(
+            self, systems=[system for system in systems if len(system.values)], shapes=shapes, damping=damping
+        )
+
+    # --- solving ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def solve(
+        self,
+        vector: Vector,
+        product: NamedProduct,
+        *,
+        tolerance: float = 1e-8,
+        iterations: int = 100,
+        exponent: float = 1.0,
+    ) -> Solution:
+        """(H + δ I)⁻¹ v by conjugate gradients, with this spectrum as the preconditioner.
+
+        The spectrum leaves out what is between blocks. It saves iterations where the condition within blocks is bad,
+        as with inputs of different scales. H of a deep network is nearly singular in directions that change several
+        layers and keep its function; there the blocks are large, and plain conjugate gradients, exponent=0, take fewer
+        iterations.
+
+        Args:
+            vector: v; all its tensors may have the same additional dimensions in front, for many right-hand sides.
+            product: H v, without the damping, for a vector with the same dimensions as v. s F approximates H.
+            tolerance: of the residual, as a part of |v|.
+            iterations: the most. If a residual is larger then, there is a ConvergenceWarning.
+            exponent: the preconditioner is (s F + δ I)^exponent; 0: none.
+
+        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite.
+        """
+        lead, parts = self.many(vector)
+        right = self.joined(parts, vector)  # zero in elements that nothing reads
+
+        def damped(vector: dict[str, Tensor]) -> dict[str, Tensor]:
+            curved, shift = product(vector), self.shift(vector)
+            check_fits(curved, {name: tensor.shape for name, tensor in vector.items()})
+            return {name: curved[name].to(tensor.dtype) + shift[name] for name, tensor in vector.items()}
+
+        precondition = partial(self.multiply_matpower, -exponent) if exponent else dict
+        return conjugate_gradients(right, damped, precondition, lead, tolerance, iterations)
+
+    def shift(self, vector: Vector) -> dict[str, Tensor]:
+        """δ v."""
+        if not isinstance(self.damping, (Mapping, Relative)):
+            return {name: self.damping * tensor for name, tensor in vector.items()}
+        lead, parts = self.many(vector)
+        shifted = {
+            name: (self.shifted(system)[index] - self.scale * system.values[index]).mean() * parts[name]
+            for system, index in self.places().values()
+            for name in system.group.registrations[index].parameters
+        }
+        return self.joined(shifted, vector)
+
+    def joined(self, parts: Vector, like: Vector) -> dict[str, Tensor]:
+        """The inverse of `many`, with the dimensions of `like`."""
+        flat = {name: tensor.reshape(-1, *self.shapes[name]) for name, tensor in like.items()}
+        whole = joined(parts, self.registrations, flat, 1)
+        return {name: whole[name].reshape(tensor.shape) for name, tensor in like.items()}
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+
+    def precondition(self, batch: Any, *, measurement: Measurement | None = None, rank: int | None = None) -> Queries:
+        """(s F + δ I)⁻¹ ∇m of every example of a batch, to score training examples with.
+
+        Args:
+            measurement: a function of (what the model returns, the targets), or of the outputs alone if the batch has
+                no targets, to one number m for every example, [Q]; None: the loss, summed over the rows of an example.
+            rank: replace the matrix of every block and example by the nearest matrix of this rank, which takes less
+                memory and time.
+
+        Raises ValueError if `rank` is not positive, if `measurement` returns something else, or if an eigenvalue of
+        s F + δ I is zero.
+        """
+        if rank is not None and rank < 1:
+            raise ValueError(f"rank must be positive, got {rank}.")
+        self.refuse_singular()
+        parts: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def keep(key: Key, cases: Cases) -> None:
+            system, index = self.places()[key]
+            group, operators = system.group, system.group.operators_of(index, system.operators)
+            weights = 1 / self.shifted(system)[index]
+            for part, turned in system.in_basis(index, cases):
+                whole = turned.gradients() * weights
+                matrices = group.from_eigenbasis(whole.unsqueeze(1), operators).squeeze(1)
+                parts.setdefault(key, []).append((cases.first + part.start, matrices))
+
+        self.record(batch, keep, measurement)
+        matrices = {
+            key: torch.cat([part for _, part in sorted(parts[key], key=lambda pair: pair[0])])
+            for key in self.keys
+            if key in parts
+        }
+        kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
+        return Queries(kept, self.record)
+
+    def self_scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
+        """∇ℓᵀ (s F + δ I)⁻¹ ∇ℓ of every example: [N], or by block {key: [N]} with by="block".
+
+        Args:
+            measurement: in place of the loss, as for `precondition`.
+
+        Raises ValueError if an eigenvalue of s F + δ I is zero.
+        """
+        if by not in ("sum", "block"):
+            raise ValueError(f"self-scores are by 'sum' or 'block', got by={by!r}.")
+        self.refuse_singular()
+        weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        scores: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def add(key: Key, cases: Cases) -> None:
+            system, index = self.places()[key]
+            for part, turned in system.in_basis(index, cases):
+                scores.setdefault(key, []).append((cases.first + part.start, weighted_squares(turned, weights[key])))
+
+        counts = self.record(batch, add, measurement)
+        by_block = {
+            key: torch.cat([part for _, part in sorted(scores[key], key=lambda pair: pair[0])])
+            if key in scores
+            else weights[key].new_zeros(counts.examples)
+            for key in self.keys
+        }
+        return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
+
+    def refuse_singular(self) -> None:
+        """Raises ValueError for blocks with eigenvalues of zero, to rounding, and no damping. Waits for the device."""
+        singular = [
+            ", ".join(key) for key, (system, index) in self.places().items() if bool(self.zeros(system, index).any())
+        ]
+        if singular:
+            raise ValueError(
+                f"{len(singular)} of {len(self.keys)} blocks have eigenvalues of zero, and their inverses have no "
+                f"scores: {'; '.join(singular)}.\nAdd a damping, as in "
+                "spectrum.at(damping=kfac_fx.Relative(0.1))."
+            )
+
+    def zeros(self, system: System, index: int) -> Tensor:
+        """Which eigenvalues of a block are zero to rounding, and not damped: [g, o, i].
+
+        An eigenvalue of the factors is rounded to ε of the largest. A corrected one is a mean of squares of coordinates
+        that are rounded to ε of the gradient, so its rounding is ε² of the largest.
+        """
+        shifted = self.shifted(system)[index].detach()
+        rounding = torch.finfo(shifted.dtype).eps ** (1 if self.case is None else 2)
+        undamped = shifted <= self.scale * system.values[index]
+        return (undamped & (shifted <= rounding * shifted.max())) | ~(1 / shifted).isfinite()
+
+    def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
+        """Hand the gradients of the loss, or of `measurement`, of single examples to `consume`.
+
+        Functions of the damping and the scale that `consume` computes are differentiable in these."""
+        batch, graph = as_batch(batch), torch.is_grad_enabled()
+
+        def consume_with_graph(key: Key, cases: Cases) -> None:
+            with torch.set_grad_enabled(graph), full_precision():
+                consume(key, cases)
+
+        return self.net.record_cases(
+            batch.args,
+            batch.kwargs,
+            consume_with_graph,
+            mode="empirical",
+            targets=batch.targets,
+            only=self.keys,
+            measurement=measurement,
+        )

@@ -1,1 +1,0 @@
-"""Moving averages of statistics, stacked over blocks of equal shape, and their decompositions."""

@@ -1,0 +1,276 @@
+"""Where a training by several processes keeps its blocks and the parts of its vectors.
+
+With `KFAC(..., placement="owners")` or "round_robin" every block has one owner among the processes of a training. The
+sums of all processes over a batch are added up at the owner alone, who decomposes the factors, multiplies with the
+inverses and keeps the momentum; one message brings the moves of all owners to all processes. Memory and decompositions
+are divided by the number of processes. "replicated" keeps everything in all processes, which saves this message.
+
+Every process computes the placement by itself, without a message, so equal costs in equal order must give equal owners
+everywhere.
+
+A step waits for the process with the most work. The work of a process is the sum of the costs of its blocks, and the
+largest such sum is the makespan of a placement. To find the placement with the smallest makespan is NP-hard; longest
+processing time first comes within 4/3 - 1 / (3 ranks) of it (Graham 1969, theorem 2).
+
+A vector of a process has one part of every parameter: all of it, a shard of FSDP2, or nothing where another process
+owns it. Every process does with its parts what a rule does element by element. Inner products are added up over
+processes, the blocks multiply whole tensors, and the copies of the parameters are moved everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.linalg.sharded import Shards, shard
+from kfac_fx.linalg.vectors import Tensors, connected
+
+# --- placements of costs ----------------------------------------------------------------------------------------------
+
+
+def longest_processing_time(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """The owner of every block: the largest cost first, each to the process that has the least work so far.
+
+    Blocks of equal cost are placed in their order. Among processes with equal work the first takes the block.
+
+    costs: of every block, none negative. Raises ValueError for others, and if `ranks` is not positive.
+    """
+    check_costs(costs, ranks)
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for block in sorted(range(len(costs)), key=lambda block: -costs[block]):
+        load, rank = loads[0]
+        owners[block] = rank
+        heapq.heapreplace(loads, (load + costs[block], rank))
+    return tuple(owners)
+
+
+def round_robin(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """The owner of every block: block n goes to process n mod `ranks`, as in TensorFlow's RoundRobinPlacementMixin.
+
+    Raises ValueError as `longest_processing_time` does.
+    """
+    check_costs(costs, ranks)
+    return tuple(block % ranks for block in range(len(costs)))
+
+
+def loads_of(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
+    """The sum of the costs of the blocks of every process."""
+    loads = [0.0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return loads
+
+
+def makespan(costs: Sequence[float], owners: Sequence[int], ranks: int) -> float:
+    """The work of the process that has the most."""
+    return max(loads_of(costs, owners, ranks))
+
+
+def check_costs(costs: Sequence[float], ranks: int) -> None:
+    if ranks < 1:
+        raise ValueError(f"blocks need a process to own them, and `ranks` is {ranks}; give the number of processes")
+    if negative := [f"block {n}: {cost}" for n, cost in enumerate(costs) if not cost >= 0]:
+        raise ValueError(f"a cost is at least 0, but these are not: {', '.join(negative)}")
+
+
+# --- owners of blocks -------------------------------------------------------------------------------------------------
+
+
+Strategy = Callable[[Sequence[float], int], tuple[int, ...]]
+STRATEGIES: Mapping[str, Strategy] = {"owners": longest_processing_time, "round_robin": round_robin}
+
+
+@dataclass(frozen=True)
+class BlockOwners:
+    """The owners of the blocks of one optimizer.
+
+    Args:
+        strategy: a key of `STRATEGIES`.
+        vectors: the number of vectors of the size of the parameters that the owners keep, too, such as momentum.
+        shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
+            (`kfac_fx.fisher.group_kinds`).
+    """
+
+    replicas: Replicas
+    strategy: str
+    vectors: int = 0
+    shards: Shards | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.replicas.rank
+
+    def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> list[int]:
+        """The owner of every block.
+
+        Blocks with a parameter in common have one owner, because the momentum of a parameter has one place. Processing
+        times are the operations of the decompositions. Where this leaves a process with more than its part of all
+        elements and a largest block, the numbers of elements take their place; then none has more (Graham 1969).
+
+        Args:
+            blocks: groups of one block each.
+            owners: of parameters by name, where they have one already.
+        """
+        number, result = self.replicas.number, [0] * len(blocks)
+        new: list[list[int]] = []
+        for members in connected([named_in(block) for block in blocks]):
+            known = [owners[name] for n in members for name in named_in(blocks[n]) if name in owners]
+            for n in members if known else ():
+                result[n] = known[0]
+            new += [] if known else [members]
+        elements = [sum(self.elements(blocks[n]) for n in members) for members in new]
+        costs = [sum(blocks[n].cost + self.elements(blocks[n]) for n in members) for members in new]
+        placed = STRATEGIES[self.strategy](costs, number)
+        if self.strategy == "owners" and makespan(elements, placed, number) > most(elements, number):
+            placed = longest_processing_time(elements, number)
+        for members, owner in zip(new, placed, strict=True):
+            for n in members:
+                result[n] = owner
+        return result
+
+    def elements(self, block: BlockGroup) -> int:
+        """The elements of a group of one block: its factors, inverses and vectors."""
+        return block.elements + self.vectors * math.prod(block.shape)
+
+    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """See `Replicas.gather`."""
+        return tensors if self.replicas.number == 1 else self.replicas.gather(tensors, like)
+
+
+def most(elements: Sequence[float], ranks: int) -> float:
+    """The most elements that a process should have."""
+    return sum(elements) / ranks + max(elements, default=0)
+
+
+def named_in(block: BlockGroup) -> tuple[str, ...]:
+    """The parameters of a group of one block."""
+    return block.registrations[0].owners
+
+
+# --- parts of vectors -------------------------------------------------------------------------------------------------
+
+
+class VectorDivision:
+    """Vectors that every process has as a whole."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the parts of all processes."""
+        return values
+
+    def keeps(self, name: str) -> bool:
+        """Whether this process has a part of the parameter, and the state of a rule for it."""
+        return True
+
+    def multiplies(self, name: str) -> bool:
+        """Whether this process keeps the Fisher blocks of the parameter."""
+        return True
+
+    def in_blocks(self, name: str, parameter: Tensor) -> torch.Size:
+        """The shape of a vector that the blocks of this process multiply."""
+        return parameter.shape
+
+    def part(self, name: str, parameter: Tensor) -> Tensor:
+        """The part of this process, in the memory of the parameter."""
+        return parameter
+
+    def to_blocks(self, parts: Tensors) -> Tensors:
+        """From parts by name to the tensors that the blocks of this process multiply, in one message."""
+        return parts
+
+    def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
+        """From the products of the blocks of this process to its parts. parts: others of the same names and shapes."""
+        return products
+
+    def to_copies(self, parts: Tensors, copies: Tensors) -> Tensors:
+        """From parts to tensors of the shapes of the parameters as this process has them, `copies`, by the same
+        names."""
+        return parts
+
+
+UNDIVIDED = VectorDivision()
+
+
+@dataclass(frozen=True, eq=False)
+class DivisionByShards(VectorDivision):
+    """owners: the processes that multiply whole tensors, by parameter; None: every process multiplies all. Blocks of
+    parameters without an owner are divided as these are."""
+
+    shards: Shards
+    owners: Mapping[str, int] | None
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.shards.total(values)
+
+    def multiplies(self, name: str) -> bool:
+        rank = dist.get_rank(self.shards.group)
+        return self.owners is None or self.owners.get(name, rank) == rank
+
+    def in_blocks(self, name: str, parameter: Tensor) -> torch.Size:
+        return parameter.shape if self.owners is None or name in self.owners else shard(parameter).shape
+
+    def part(self, name: str, parameter: Tensor) -> Tensor:
+        return shard(parameter)
+
+    def to_blocks(self, parts: Tensors) -> Tensors:
+        if self.owners is None:
+            return self.shards.gathered(parts)
+        here, owned = self.by_owner(parts)
+        return {**here, **(self.shards.to_owners(owned, self.owners) if owned else {})}
+
+    def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
+        if self.owners is None:
+            return self.shards.parts({name: products[name] for name in parts})
+        here, owned = self.by_owner(parts)
+        back = self.shards.from_owners(products, self.owners, owned) if owned else {}
+        return {name: products[name] for name in here} | back
+
+    def by_owner(self, parts: Tensors) -> tuple[Tensors, Tensors]:
+        """The parts of parameters whose blocks are divided as they are, and of those whose blocks have an owner."""
+        assert self.owners is not None, "bug in kfac_fx: no owners among processes that multiply all"
+        here = {name: part for name, part in parts.items() if name not in self.owners}
+        return here, {name: part for name, part in parts.items() if name in self.owners}
+
+
+@dataclass(frozen=True, eq=False)
+class DivisionByOwners(VectorDivision):
+    """Every process has the parameters that it owns, in vectors; of the parameters themselves all have copies."""
+
+    replicas: Replicas
+    owners: Mapping[str, int]
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.replicas.total([values])[0]
+
+    def keeps(self, name: str) -> bool:
+        return self.owners[name] == self.replicas.rank
+
+    def multiplies(self, name: str) -> bool:
+        return self.keeps(name)
+
+    def part(self, name: str, parameter: Tensor) -> Tensor:
+        return parameter if self.keeps(name) else torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def to_blocks(self, parts: Tensors) -> Tensors:
+        return {name: part for name, part in parts.items() if self.keeps(name)}
+
+    def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
+        return {**parts, **products}
+
+    def to_copies(self, parts: Tensors, copies: Tensors) -> Tensors:
+        """In one message."""
+        names: list[list[str]] = [[] for _ in range(self.replicas.number)]
+        for name in parts:
+            names[self.owners[name]].append(name)
+        like = [[parts[n].new_zeros(()).expand(copies[n].shape) for n in of_process] for of_process in names]
+        tensors = self.replicas.gather([parts[name] for name in names[self.replicas.rank]], like)
+        by_name = dict(zip((name for of_process in names for name in of_process), tensors, strict=True))
+        return {name: by_name[name] for name in parts}

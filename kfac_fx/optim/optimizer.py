@@ -1,0 +1,400 @@
+"""`KFAC`: the optimizer of Martens & Grosse 2015 as a torch.optim.Optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
+
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.placement import BlockOwners
+from kfac_fx.linalg.arguments import one_element, positive, takes
+from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.linalg.sharded import Shards
+from kfac_fx.optim.eigen_moments import new_extras, refuse_without_basis
+from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
+from kfac_fx.optim.groups import keep_first_lr, split_group
+from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.stand_in import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
+from kfac_fx.optim.state import check_state, publish, restore
+from kfac_fx.optim.step import Losses, check_closure, take_step
+from kfac_fx.optim.step_state import PhaseSeconds, StepState
+from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.torch_private import join_around_forward
+from kfac_fx.passes.tracing.devices import accelerators
+from kfac_fx.recording.checks.unchanged import refuse_inference_mode, refuse_without_blocks, refuse_without_values
+
+
+class KFAC(Optimizer, Joinable):
+    """K-FAC on a compiled module; statistics are recorded inside `net(x)`.
+
+    One step, at parameters θ, in the order and with the semantics of TF K-FAC:
+
+    1. The statistics of the forwards since the last step enter the factors, if they are due.
+    2. The inverses are computed anew, if they are due.
+    3. Momentum and the preconditioner P give an update Δ, and θ <- θ - lr (Δ + weight_decay θ). The momentum type says
+       what Δ is:
+       "eigen_moments", the default: Δ lies between Adam's step and K-FAC's in the eigenbasis of the Fisher blocks, as
+       long as Adam's, times 0.02 (see `kfac_fx.optim.eigen_moments`). Every few steps the exact Fisher of the batch
+       scales it, and steps that made the batch's loss rise are undone (see `kfac_fx.optim.step_checks`). It needs no
+       number and no closure;
+       "adaptive": Δ = α P m, with m the averaged gradient. Every few steps the exact Fisher of the batch gives α, and
+       the change of the batch's loss adapts the damping. A step, or the steps since the last check, that made this loss
+       rise by more than half of it are undone. It needs no number and no closure (see `kfac_fx.optim.step_checks`);
+       "regular": v <- momentum v + P g, Δ = v;
+       "adam": v <- momentum v + g, Δ = P v;
+       "qmodel": Δ is the step along P g and the previous Δ that minimizes the exact quadratic model of the batch
+       (section 7 of the paper);
+       "qmodel_fixedmu": the same, with the coefficient of the previous Δ fixed;
+       "grafted": Δ is P m with the averaged gradient m, and in every block as long as Adam's step (see
+       `kfac_fx.optim.rules`).
+    4. If due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
+
+    If the gradients, the loss or the update are not finite, nothing changes, and `skipped` counts the step on the
+    device. The host does not wait for that, except at the very first step, which is taken again.
+
+    Parameters without a gradient stand still, and count as a zero gradient in their Fisher block. A step without any
+    gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
+
+    The forwards in training mode between two steps are the micro-batches of a step. Their statistics, and the quadratic
+    model, are averaged by cases. The gradient should be that of the mean loss over all of them; the first step warns
+    (LossScaleWarning) if it is that of a multiple of the registered loss.
+
+    Attributes:
+        estimator: the FisherEstimator.
+        generator: the random stream of the sampled targets, from which several processes derive streams of their own.
+        options: the arguments.
+
+    Raises:
+        RegistrationError: for a net without Fisher blocks, and with "eigen_moments" for blocks without an eigenbasis.
+        AlreadyAttachedError: for a second optimizer on one net.
+    """
+
+    @takes(KFACOptions)
+    def __init__(self, options: KFACOptions) -> None:
+        Joinable.__init__(self)
+        self.net: CompiledModule = options.net
+        refuse_inference_mode("a KFAC is created")
+        refuse_without_values(self.net.model)
+        refuse_without_blocks(self.net.registrations, self.net.named_parameters())
+        self.options = options
+        self.names = names = {parameter: name for name, parameter in self.net.named_parameters()}
+        self._read_registrations()
+        super().__init__([{"params": list(names)}] if options.params is None else options.params, options.of_groups)
+        example = next(iter(names))
+        precision = torch.promote_types(example.dtype.to_real(), torch.float32)
+        scalar = torch.zeros((), dtype=precision, device=example.device)
+        schedule = Schedule(options)
+        self.estimator = FisherEstimator(
+            self.net,
+            cov_ema_decay=schedule.decay,
+            damping=scalar + options.first_damping,
+            estimation_mode=options.estimation_mode,
+            fraction=options.fraction,
+            exps=() if options.eigen_moments else (-1,),
+        )
+        self.estimator.relative_damping = options.relative_damping
+        self.estimator.new_extras = new_extras if options.eigen_moments else None
+        shards = Shards.of(self.net.named_parameters())
+        self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
+        if options.strategy is not None:
+            state = options.new_state(torch.empty_like(example, device="meta"))
+            vectors = sum(tensor.shape == example.shape for tensor in state.values()) if shards is None else 0
+            self.estimator.owners = BlockOwners(replicas, options.strategy, vectors, shards)
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        self.generator = torch.Generator(example.device).manual_seed(seed)
+        self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, accelerators(names))
+        self._step_state = StepState(
+            net=self.net,
+            names=names,
+            registered=self.registered,
+            options=options,
+            schedule=schedule,
+            estimator=self.estimator,
+            forwards=self._forwards,
+            replicas=replicas,
+            shards=shards,
+            scalar=scalar,
+            damping=scalar + options.first_damping,
+        )
+        self._stand_in: StandIn | None = None  # inside of Join
+        self._joined: object = None  # that of DistributedDataParallel, which keeps it behind the end
+        self._published: object = None  # the groups of blocks whose tensors are in `state`
+        self.net.attach(self)
+
+    # --- what torch expects -----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters in no Fisher block make another one behind it.
+
+        Raises ValueError for parameters that are not the compiled module's.
+        """
+        first_order = self.options.first_order_rule
+        for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults):
+            super().add_param_group(part)
+            if self.options.bound_on("update") is not None:
+                keep_first_lr(self.param_groups[-1])
+
+    def _read_registrations(self) -> None:
+        self._registrations = self.net.registrations
+        self.registered = frozenset(name for registration in self._registrations for name in registration.owners)
+        self._unregistered = self.net.program.parameters.keys() - self.registered
+        if self.options.eigen_moments:
+            refuse_without_basis(self._registrations)
+
+    def _follow_registrations(self) -> None:
+        """After parameters were unfrozen: those in no Fisher block move to a group for the first-order rule."""
+        if self.net.registrations is self._registrations:
+            return
+        self._read_registrations()
+        self._step_state.registered, self._step_state.grouped = self.registered, None
+        for group in [group for group in self.param_groups if not group["first_order"]]:
+            by_rule: tuple[list[Tensor], list[Tensor]] = [], []
+            for parameter in group["params"]:
+                by_rule[self.names[parameter] in self._unregistered].append(parameter)
+            if by_rule[True]:
+                group["params"] = by_rule[False]
+                shared = {name: group[name] for name in self.defaults if name != "lr"}
+                self.add_param_group({**shared, "params": by_rule[True]})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._forwards.gradients_zeroed()
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # the base class knows no `loss`
+        self,
+        closure: TrainingClosure | None = None,
+        *,
+        evaluate: Closure | None = None,
+        loss: Tensor | float | None = None,
+        previous: Closure | None = None,
+    ) -> Tensor | float | None:
+        """Take a step. Returns the loss, if it is known.
+
+        Args:
+            closure: computes the gradients and returns the loss (zero_grad, forward, backward), as for every torch
+                optimizer. It is called once, before everything else. Forwards before it are earlier micro-batches of
+                the step. If it raises, what it recorded is forgotten, so that the step can be tried again.
+            evaluate: returns the loss of the step's batch at the present parameters, without backward. It is called
+                when the damping is adapted, after the update, and before it if the loss is not known. These calls leave
+                no trace in tensors, gradients or random streams, and begin with the random state of the step's first
+                forward. Without it, `closure` is called for this loss, if it has computed all gradients of the step.
+            loss: the loss of the batch, if the caller has it. A loss that is not finite skips the step, and adapting
+                the damping need not compute it again.
+            previous: returns the loss of the last step's batch; needed without `update_damping_immediately`.
+
+        Raises:
+            ValueError: the damping is due to be adapted, and the loss cannot be measured; or the closure computes no
+                gradients.
+            FactorNotReady: no batch was ever recorded.
+        """
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"step takes a closure by position, and got a {type(closure).__name__}: write step(loss=loss) for a "
+                "loss, and step() for none"
+            )
+        refuse_inference_mode("a step is taken")
+        for name, function in (("evaluate", evaluate), ("previous", previous)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"step({name}=...) takes a closure that returns a loss, and got a {type(function).__name__}: write "
+                    "step(loss=loss) for a loss"
+                )
+        refuse_other_losses(loss)
+        if closure is not None:
+            check_closure(self._step_state)
+            measures = self._step_state.schedule.adapting and evaluate is None
+            measured = self._forwards.train(closure, measures)
+            refuse_other_losses(measured)
+            loss = loss if measured is None else measured
+        self._follow_registrations()
+        if self._stand_in is not None:
+            refuse_first(Join.notify_join_context(self))
+            refuse_micro_batches(self._forwards.seen.forwards)
+            loss = self._stand_in.share(loss)
+        try:
+            take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
+        finally:
+            self._forwards.forget()
+        if self._published is not self.estimator.groups:
+            publish(self._step_state, self.param_groups, self.state)
+            self._published = self.estimator.groups
+        return loss
+
+    def forgetting_on_error(self) -> AbstractContextManager[None]:
+        """Entered by the net around a forward: one that raises leaves no statistics."""
+        return self._forwards.forgetting_on_error()
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called by the net: record the batch if statistics are due. Returns the outputs if it ran the forward.
+
+        Raises ModelChangedError if the model was sharded after this optimizer was made.
+        """
+        if self._step_state.shards is None and self.net.captures.structure.sharded:
+            raise ModelChangedError(
+                "the model was sharded after the optimizer was made, which holds the whole parameters of before.\n"
+                "Write net = kfac_fx.compile(model, (x,)), fully_shard(...), and then optimizer = kfac_fx.KFAC(net)."
+            )
+        join = join_around_forward()
+        if self._stand_in is not None:
+            self._stand_in.on_forward(args, kwargs)
+            self._joined = join or self._joined
+        elif join is not None and join is not self._joined:
+            refuse_other_join()
+        with self.phases.measure("record"):
+            return self._forwards.on_forward(args, kwargs)
+
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Called by the net: until the first step, watch the gradients that the backward sends into the outputs."""
+        self._forwards.on_outputs(args, kwargs, outputs)
+
+    # --- processes without batches ------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> StandIn:
+        """For `torch.distributed.algorithms.join.Join([wrapped, optimizer])`; see `kfac_fx.optim.stand_in`.
+
+        Raises ValueError for options with which a process without batches cannot take the steps of the others.
+        """
+        state = self._step_state
+        refuse_in_join(self.options, state.shards is not None)
+        self._stand_in = StandIn(self.net, state.replicas, self.param_groups, self.step, self._leave_join)
+        return self._stand_in
+
+    def _leave_join(self) -> None:
+        self._stand_in = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """For `Join`."""
+        return self.damping.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For `Join`."""
+        return self.options.process_group or dist.group.WORLD
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def damping(self) -> Tensor:
+        """λ, 0-dim; assigning a number or a tensor writes into it. Raises ValueError for a number that is not positive.
+
+        A tensor is not read, because the host would wait for it.
+        """
+        return self._step_state.damping
+
+    @damping.setter
+    def damping(self, value: float | Tensor) -> None:
+        one_element("damping", value) if isinstance(value, Tensor) else positive("damping", value)
+        self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
+
+    @property
+    def counter(self) -> int:
+        """The number of steps taken, without those of the burn-in; the first step counts once it was possible."""
+        return self._step_state.schedule.counter
+
+    @property
+    def burned_in(self) -> int:
+        """The number of steps that only averaged statistics, at most `num_burnin_steps`."""
+        return self._step_state.schedule.burned_in
+
+    @property
+    def skipped(self) -> Tensor:
+        """The number of steps that changed nothing, because something was not finite; 0-dim, on the device."""
+        return self._step_state.skipped
+
+    @property
+    def rho(self) -> Tensor:
+        """ρ, the actual change of the loss over the predicted change, 0-dim (section 6.5 of the paper).
+
+        The value is that of the last step whose change of the loss was measured; NaN before the first.
+        """
+        return self._step_state.rho
+
+    @property
+    def predicted_change(self) -> Tensor:
+        """The change of the loss that the quadratic model predicted, in units of the loss; 0-dim, usually negative.
+
+        The value is that of the last step that computed it: steps on which the damping is adapted and, with one
+        parameter group and no weight decay, all steps of the "qmodel" types; NaN before the first. It includes
+        clipping, weight decay and groups. "qmodel" types use the exact Fisher of the batch, the others the
+        block-diagonal Fisher.
+        """
+        return self._step_state.predicted_change
+
+    @property
+    def qmodel_learning_rate(self) -> Tensor:
+        """-α, the coefficient of P g in the last step of a "qmodel" type (section 7); 0-dim, NaN before."""
+        return self._step_state.qmodel_learning_rate
+
+    @property
+    def qmodel_momentum(self) -> Tensor:
+        """μ, the coefficient of the previous update in the last step of a "qmodel" type; 0-dim, NaN before."""
+        return self._step_state.qmodel_momentum
+
+    @property
+    def kappa(self) -> Tensor:
+        """κ, by which `norm_constraint` shortened the last step: 0-dim, 1 for a step within the bound.
+
+        NaN before the first step, and without `norm_constraint`.
+        """
+        return self._step_state.kappa
+
+    @property
+    def phases(self) -> PhaseSeconds:
+        """The seconds by phase, measured while a `Metrics` is attached."""
+        return self._step_state.phases
+
+    def counters(self) -> dict[str, int]:
+        """For the report: the steps so far, and those that failed. Waits for the device.
+
+        With owners, the failures are those of the blocks that this process keeps.
+        """
+        return self._step_state.counters()
+
+    def intervals(self) -> list[str]:
+        """For the report: the intervals that a cost model chooses, and the part of a batch that checks take."""
+        return self._step_state.intervals()
+
+    def fallbacks(self) -> list[str]:
+        """For the report: each part that was not done as it should be, and why."""
+        return self._step_state.fallbacks(self._registrations)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".
+
+        The tensors of a Fisher block are those of its first parameter, and those of no block are the first parameter's.
+        A file of it can be read with `weights_only=True`.
+        """
+        publish(self._step_state, self.param_groups, self.state)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue bit for bit from `state_dict()`.
+
+        Raises:
+            ValueError: the state does not fit; nothing of it is loaded then.
+        """
+        checkpoint = check_state(self._step_state, self.param_groups, state_dict)
+        # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if self.options.bound_on("update") is not None:
+            for group in self.param_groups:
+                keep_first_lr(group)
+        restore(self._step_state, self.param_groups, self.state, checkpoint)
+        publish(self._step_state, self.param_groups, self.state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "KFAC objects cannot be copied or pickled. Create one for the other net and call "
+            "load_state_dict(opt.state_dict())"
+        )

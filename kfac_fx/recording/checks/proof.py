@@ -1,0 +1,389 @@
+"""The registration proof: on one batch, for every structured registration,
+
+    sum over uses of grad_rowsᵀ · rows  ==  the gradient that autograd gives.
+
+It finds a wrong axis, a wrong dilation, a wrong layout and a missed use alike. The second moment that a user's layer
+computes without its rows is compared with that of the rows. A parameter that fails becomes generic,
+and so does a parameter that is registered as unused and has a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.vectors import split
+from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
+from kfac_fx.passes.choose import requested
+from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
+from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.padding import without_mask
+from kfac_fx.passes.products import precise
+from kfac_fx.passes.torch_private import class_of
+from kfac_fx.recording.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
+from kfac_fx.recording.checks.outputs import refuse_guess
+from kfac_fx.recording.meeting_cases import revealing
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.statistics.row_sums import named
+from kfac_fx.recording.taps.rows import BothRows, check_row_shapes, moment_and_grad_rows
+from kfac_fx.recording.taps.tap import Tap
+
+PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
+
+
+# --- its taps, which keep what it compares ----------------------------------------------------------------------------
+
+
+class ProofTap(Tap):
+    """A tap whose rows may be wrong: an error in them is kept, because a backward cannot raise it.
+
+    Attributes:
+        failure: the error that the rows raised.
+        remainders: of every use, the numbers whose gradients the rows leave out.
+        kind: of the rows: whether they are ids, and their numbers of cases and positions.
+        reached: whether the last backward sent a gradient to any case but the first.
+        cases: the numbers of cases of all calls.
+    """
+
+    failure: str | None = None
+    remainders: list[Tensor]
+    kind: tuple[Any, ...] = ()
+    reached: bool = False
+    cases: set[int]
+
+    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
+        assert registration.matrix is not None, "bug in kfac_fx: a proof of a generic registration"
+        both = super().both_rows(registration, use, layer)
+        g, o, i = self.matrix
+        inputs = i - (registration.matrix.bias is not None)
+        self.cases, self.remainders = set(), []
+        matrix, names, bias = registration.matrix, tuple(tensor_attrs(use)), registration.matrix.bias is not None
+        of_user = layer is not LAYERS.get(layer.name)
+        moment = moment_and_grad_rows(registration, use, layer) if of_user else None
+        some = [(number, step) for number, step in enumerate(use.through) if step.left_out]
+
+        def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            try:
+                rows, grad_rows = both(output_grad, input, *tensors)
+                check_row_shapes(rows, grad_rows, (g, o, inputs))
+                self.cases.add(grad_rows.shape[0])
+                self.reached = self.reached or reaches_others(rows, grad_rows)
+                if some:
+                    summed = named("gradient").compute(rows, grad_rows, bias, self.matrix, None)
+                    (gradient,) = matrix.unpack(summed).values()
+                    attrs = dict(zip(names, tensors, strict=True))
+                    for number, step in some:
+                        remainder = step.remainder(gradient, {key: attrs[f"{number}.{key}"] for key in step.nodes})
+                        self.remainders += [] if remainder is None else [remainder]
+                if moment is not None:
+                    by_rows = named("A").compute(precise(rows), grad_rows, bias, self.matrix, None)
+                    self.failure = self.failure or moments_apart(by_rows, moment(output_grad, input)[0])
+                self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if fatal(error):
+                    raise
+                self.failure = f"its rows could not be made: {first_line(error)}"
+                return output_grad.new_zeros(1, 1, g, inputs), output_grad.new_zeros(1, 1, g, o)
+            return rows, grad_rows
+
+        return guarded
+
+
+def moments_apart(by_rows: Tensor, declared: Tensor) -> str | None:
+    """How the declared second moment of a layer and that of its rows differ; None if they agree."""
+    if declared.shape != by_rows.shape:
+        return f"its second_moment has the shape {list(declared.shape)}, and that of its rows {list(by_rows.shape)}"
+    error, size = float((declared - by_rows).norm()), float(by_rows.norm())
+    if error <= PROOF_TOLERANCE * size or not math.isfinite(size):
+        return None
+    return f"its second_moment is not that of its rows ({f'{error / size:.0%} apart' if size else 'theirs is zero'})"
+
+
+def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
+    """Whether any case but the first has a gradient. The gradient of a transposed use is in its rows."""
+    sides = [grad_rows] + ([rows] if rows.is_floating_point() and rows.shape[0] == grad_rows.shape[0] else [])
+    both = torch.stack([side.detach()[1:].flatten(1).any(1) for side in sides])
+    return bool(both.all(0).any())
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
+MISSED = "a gradient reaches it, and no use of it was found; please report the model"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of the proof.
+
+    Attributes:
+        program: with failed registrations generic.
+        failed: the reasons, by registration.
+        conclusive: False if the batch has no cases, or no finite gradients to compare with.
+        misfits: see `OutputLosses.misfits`.
+    """
+
+    program: Program
+    failed: Mapping[Key, str]
+    conclusive: bool = True
+    misfits: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one backward with random cotangents.
+
+    Attributes:
+        pairs: of every registration, autograd's gradient, the rows' gradient (both as matrices), and a bound on their
+            norms. One registration at a time is in memory.
+        fisher: the Fisher's outputs.
+        missed: the parameters that are registered as unused and have a gradient.
+        mixing: the registrations with a per-case block whose cases meet between them and the outputs.
+        misfits: see `OutputLosses.misfits`.
+    """
+
+    pairs: Iterator[tuple[Registration, Tensor, Tensor, Tensor]]
+    fisher: tuple[Tensor, ...]
+    missed: list[str]
+    mixing: set[Key]
+    misfits: list[str]
+
+
+def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
+    """Run the proof.
+
+    Raises UntraceableError if the graph is not the model, RegistrationError under `strict` if a registration fails.
+    """
+    prover = with_proof_taps(recorder)
+    values = recorder.capture.flatten(args, kwargs)
+    examples = prover.emitted.examples(values)
+    differs: dict[Key, str | None] = {}  # why autograd's gradient and the rows' differ
+    conclusive = examples > 0
+    with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
+        check_equivalence(prover, args, kwargs)
+        refuse_guess(prover, values)
+        recorder.emitted.capture = prover.capture
+        rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
+        gradients = proof_gradients(prover, values)
+        for registration, wanted, computed, bound in gradients.pairs:
+            conclusive = conclusive and bool(wanted.isfinite().all())
+            differs[registration.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
+    if not conclusive:
+        return Verdict(recorder.program, {}, conclusive=False)
+    taps, towers = proof_taps(prover), prover.losses.tower_cases(gradients.fisher)
+    failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
+    changed: dict[Key, tuple[str, str]] = {}
+    for registration in recorder.registrations:
+        if registration.generic:
+            continue
+        key = registration.parameters
+        cases = [towers[tap.tower] if len(towers) > 1 else examples for tap in taps[key]]
+        failure = next((tap.failure for tap in taps[key] if tap.failure), None)
+        if reason := failure or differs[key]:
+            failed[key] = reason
+        elif other := fitting_approximation(registration, taps[key], cases, key in gradients.mixing):
+            changed[key] = other
+    if failed and recorder.program.options.strict:
+        rows = [(", ".join(names), reason) for names, reason in failed.items()]
+        many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
+        raise RegistrationError(
+            f"{many} failed the proof:\n{table(rows)}\n"
+            "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
+        )
+    program = demoted(recorder.program, failed, changed, gradients.missed)
+    return Verdict(program, failed, misfits=gradients.misfits)
+
+
+def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound: float) -> str | None:
+    """How autograd's gradient and the rows' differ; None if they agree."""
+    error, size = float((computed - wanted).norm()), float(wanted.norm())
+    if error <= rounding * (PROOF_TOLERANCE * size + ROUNDING * bound):
+        return None
+    apart = f"{error / size:.0%} apart" if size else "autograd's is zero"
+    return f"the proof failed: rows give another gradient than autograd ({apart})"
+
+
+def fitting_approximation(
+    registration: Registration, taps: Sequence[ProofTap], cases: Sequence[int], mixing: bool
+) -> tuple[str, str] | None:
+    """The approximation that fits the rows, and why; None if that of the registration does.
+
+    cases: the number of cases of every tap. mixing: see `Gradients`.
+    """
+    name = registration.approximation
+    if registration.structure.needs_cases and any(tap.cases - {n} for tap, n in zip(taps, cases, strict=True)):
+        return KRON.name, f"cases are merged with positions at its output, so not {name!r}"
+    if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
+        return KRON.name, f"its rows are ids, so not {name!r}"
+    if mixing:
+        return name, (
+            f"cases meet between it and the outputs, so {name!r} leaves out products of two cases, except in the exact "
+            "modes"
+        )
+    if registration.structure.series and (mixed := no_series(taps)):
+        return KRON_INDEP.name, f"{mixed}, so not {name!r}"
+    return None
+
+
+def no_series(taps: Sequence[ProofTap]) -> str | None:
+    """Why no series can be made of the rows of these uses."""
+    if any(tap.kind[0] for tap in taps):
+        return "its rows are ids"
+    first = {tap.tower: tap.kind for tap in reversed(taps)}
+    if any(tap.kind != first[tap.tower] for tap in taps):
+        return "its uses have different numbers of rows"
+    return None
+
+
+def with_proof_taps(recorder: Recorder) -> Recorder:
+    """A recorder that computes the gradients of all rows, without a compiler."""
+    statistics = {
+        registration.parameters: ("gradient", "A_diag", "G_diag")
+        for registration in recorder.registrations
+        if not registration.generic
+    }
+    program = recorder.program.but(registrations=tuple(map(with_all_rows, recorder.registrations)))
+    emitted = recorder.emitted.but(program=program, backend="eager", make_tap=ProofTap)
+    return replace(recorder, emitted=emitted, statistics=statistics)
+
+
+def with_all_rows(registration: Registration) -> Registration:
+    """A registration with all rows of its matrix: no sample of them, and no mask, which autograd does not know."""
+    uses = tuple(without_mask(use) if use.mask_dims else use for use in registration.uses)
+    approximation = KRON.name if registration.structure.kronecker else registration.approximation
+    return replace(registration, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
+
+
+def proof_taps(prover: Recorder) -> dict[Key, list[ProofTap]]:
+    return {key: [tap for tap in taps if isinstance(tap, ProofTap)] for key, taps in prover.emitted.taps.items()}
+
+
+def proof_gradients(prover: Recorder, values: Any) -> Gradients:
+    """Run one backward with random cotangents.
+
+    It keeps one gradient of all parameters more than a training step, and the matrices of one registration.
+    """
+    registrations = [registration for registration in prover.registrations if not registration.generic]
+    unused = [prover.program.generic(name, None) for name in prover.program.unused]
+    taps = proof_taps(prover)
+    with prover.emitted.isolated():
+        live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
+        idle = [
+            registration for registration in unused if live.keys() >= set(registration.owners)
+        ]  # the others are not in the emitted module
+        probes = prover.make_probes(values, live)
+        output, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
+        misfits = prover.losses.misfits(output, fisher, values) if prover.emitted.examples(values) else []
+        outputs = [out for out in fisher if out.requires_grad]
+        if registrations and fisher and not outputs:
+            name = class_of(prover.model).__name__
+            raise UntraceableError(f"the graph of {name} has uses of parameters, and its outputs have no gradient")
+        cotangents = random_cotangents(outputs)
+        names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))
+        leaves = [live[name] for name in names] + [probe for by_name in probes if by_name for probe in by_name.values()]
+        inexact = [
+            registration
+            for registration in registrations
+            if any(step.left_out for use in registration.uses for step in use.through)
+        ]
+        asked = [registration for registration in registrations if by_case(prover.program, registration)]
+        grads = (
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(inexact or asked))
+            if outputs and leaves
+            else [None] * len(leaves)
+        )
+        left_out = {
+            registration.parameters: gradient_left_out(live[registration.parameters[0]], taps[registration.parameters])
+            for registration in inexact
+        }
+        dims = prover.emitted.case_dims or [0] * len(fisher)
+        learned_dims = [dim for out, dim in zip(fisher, dims, strict=True) if out.requires_grad]
+        mixing = meeting_cases(taps, asked, outputs, learned_dims, cotangents, leaves[len(names) :]) if asked else set()
+    gradients = [
+        torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)
+    ]
+    by_name = dict(zip(names, gradients, strict=False))
+    statistics = iter(gradients[len(names) :])
+
+    def pairs() -> Iterator[tuple[Registration, Tensor, Tensor, Tensor]]:
+        for registration in registrations:
+            assert registration.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
+            computed = next(statistics)
+            if registration.parameters in left_out:
+                computed = computed + registration.matrix.pack(
+                    {registration.parameters[0]: left_out[registration.parameters]}
+                )
+            bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
+            yield registration, registration.matrix.pack(split(by_name, [registration])), computed, bound
+
+    missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
+    return Gradients(pairs(), fisher, missed, mixing, misfits)
+
+
+def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
+    """The part of a parameter's gradient that the rows leave out; see `Parametrization.remainder`."""
+    learned = [number for tap in taps for number in tap.remainders if number.requires_grad]
+    return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
+
+
+def by_case(program: Program, registration: Registration) -> bool:
+    """Whether the user asked for a block made of gradients of cases."""
+    asked = requested(program, registration.parameters, registration.layer) & APPROXIMATIONS.keys()
+    return not registration.structure.kronecker and any(not APPROXIMATIONS[name].kronecker for name in asked)
+
+
+def meeting_cases(
+    taps: Mapping[Key, Sequence[ProofTap]],
+    asked: Sequence[Registration],
+    outputs: Sequence[Tensor],
+    case_dims: Sequence[int],
+    cotangents: Sequence[Tensor],
+    probes: Sequence[Tensor],
+) -> set[Key]:
+    """Those where the first case's outputs have a gradient for rows of others: batch normalization, contrasts.
+
+    case_dims: the dimension of the cases in every output.
+    """
+    for registration in asked:
+        for tap in taps[registration.parameters]:
+            tap.reached = False
+    first = [of_first_case(c, dim) if c.dim() else c for c, dim in zip(cotangents, case_dims, strict=True)]
+    torch.autograd.grad(outputs, probes, first, allow_unused=True, retain_graph=True)
+    return {
+        registration.parameters for registration in asked if any(tap.reached for tap in taps[registration.parameters])
+    }
+
+
+def of_first_case(cotangent: Tensor, dim: int) -> Tensor:
+    """The cotangent, zero for all cases but the first."""
+    single_case = torch.zeros_like(cotangent)
+    single_case.select(dim, 0).copy_(cotangent.select(dim, 0))
+    return single_case
+
+
+def demoted(
+    program: Program, failed: Mapping[Key, str], changed: Mapping[Key, tuple[str, str]], missed: Sequence[str]
+) -> Program:
+    """The program with failed registrations generic, and others with another approximation."""
+    registrations: list[Registration] = []
+    for registration in program.registrations:
+        if registration.parameters in failed:
+            reason = f"{registration.layer}: {failed[registration.parameters]}"
+            registrations += [program.generic(name, reason) for name in registration.parameters]
+        elif registration.parameters in changed:
+            approximation, why = changed[registration.parameters]
+            registrations.append(replace(registration, approximation=approximation, reason=why))
+        else:
+            registrations.append(registration)
+    registrations += [program.generic(name, MISSED) for name in missed]
+    unused = tuple(name for name in program.unused if name not in missed)
+    return program.but(registrations=tuple(registrations), unused=unused)

@@ -1,0 +1,416 @@
+"""The statistics that a tap computes in the backward pass: sums over the rows and gradient rows of one use.
+
+The sums are additive over uses and micro-batches. The row `r` ([i], with the bias column 1 appended) and the gradient
+row `d` ([o]) of a group (forms: `passes.layers.declaration`) enter
+
+    count     number of rows            A  Σ r rᵀ     A_diag  Σ r²
+    gradient  Σ d rᵀ                    G  Σ d dᵀ     G_diag  Σ d²
+    per_case  p_n = Σ_s d rᵀ, flat      square  Σ_n p_n²     outer   Σ_n p_n p_nᵀ
+
+with sums over all N·S rows, or over those that a mask selects; padding also does not enter `count`. Statistics never
+divide: the only division of the project is in `factors`. Integer rows are one-hot and are never materialized. The id -1
+stands for no row, or for the bias column alone if the layer has a bias. Statistics are at least float32, whatever the
+precision of the network, and compile without graph breaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
+from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.matrix import Shape, block_width
+from kfac_fx.passes.products import HALVES, without_autocast
+
+Matrix = tuple[int, int, int]
+CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows and gradient rows of one use, by group, in float16 or bfloat16 if the network has them so, else wider.
+
+    Attributes:
+        x: [N, S, g, i] floats without the bias column, or ids [N, S]. With N = 1 all cases share the rows.
+        d: [N, S, g, o].
+        bias: whether the matrix has a bias column.
+        matrix: (g, o, i) with the bias column.
+        mask: [N, S], which rows exist, or [N, S, g], which rows belong to which group. x is zero or -1, and d is zero,
+            where it is false. None: all rows exist.
+    """
+
+    x: Tensor
+    d: Tensor
+    bias: bool
+    matrix: Matrix
+    mask: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all sums over the rows: at least float32."""
+        return torch.promote_types(self.d.dtype, torch.float32)
+
+    def widened(self) -> Rows:
+        """The same rows in at least float32."""
+        if self.d.dtype == self.dtype and (self.ids or self.x.dtype == self.dtype):
+            return self
+        return replace(self, x=self.x if self.ids else self.x.to(self.dtype), d=self.d.to(self.dtype))
+
+    @property
+    def ids(self) -> bool:
+        return not self.x.is_floating_point()
+
+    @property
+    def routed(self) -> bool:
+        """Whether every group has rows of its own, as experts have."""
+        return self.mask is not None and self.mask.dim() == 3
+
+    @property
+    def repeats(self) -> int:
+        """The number of cases that share one row."""
+        cases, rows = self.d.shape[0], self.x.shape[0]
+        return 1 if rows == cases else cases // rows  # both are 0 for an expert without rows
+
+    def expanded(self) -> Tensor:
+        """x with a first dimension of N."""
+        return self.x.expand(self.d.shape[0], *self.x.shape[1:])
+
+
+def canonical(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None) -> Rows:
+    """The rows of a tap as `Rows`: with a dimension of groups, at least float32, zero where the mask is false."""
+    return in_groups(rows, grad_rows, bias, matrix, mask).widened()
+
+
+def in_groups(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None) -> Rows:
+    """As `canonical`, but what has half precision stays as it is."""
+    if mask is not None:
+        rows = masked(rows.expand(len(mask), *rows.shape[1:]), mask, 0 if rows.is_floating_point() else -1)
+        grad_rows = masked(grad_rows, mask, 0)
+    d = grad_rows.unsqueeze(2) if grad_rows.dim() == 3 else grad_rows
+    if not rows.is_floating_point():
+        d = d if bias else torch.where((rows >= 0)[..., None, None], d, 0)
+        return Rows(rows, d, bias, matrix, mask)
+    x = rows.unsqueeze(2) if rows.dim() == 3 else rows
+    x = x if x.dtype in HALVES else x.to(torch.promote_types(d.dtype, torch.float32))
+    return Rows(x, d, bias, matrix, mask)
+
+
+def masked(rows: Tensor, mask: Tensor, empty: int) -> Tensor:
+    """`rows` [N, S, ...], with `empty` where the mask [N, S] or [N, S, g] is false."""
+    return torch.where(mask[(..., *(None,) * (rows.dim() - mask.dim()))], rows, empty)
+
+
+def homogeneous(rows: Rows) -> Tensor:
+    """x with the bias column, if there is one: ones, and zeros where the mask is false."""
+    if not rows.bias:
+        return rows.x
+    ones = rows.x.new_ones(*rows.x.shape[:-1], 1)  # x may have no columns: a layer that only shifts
+    return torch.cat([rows.x, ones if rows.mask is None else masked(ones, rows.mask, 0)], dim=-1)
+
+
+# --- the table of statistics ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One kind of sum.
+
+    Attributes:
+        shape: the shape of the sum, from matrix = (g, o, i) with the bias column, and N.
+        of: the sum, a new tensor. It is called without autocast.
+        takes_halves: whether `of` takes rows in half precision. The others take `widened` rows.
+    """
+
+    name: str
+    shape: Callable[[Matrix, int], Shape]
+    of: Callable[[Rows], Tensor]
+    takes_halves: bool = False
+
+    def compute(
+        self, rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None
+    ) -> Tensor:
+        """The sum over the rows of a tap; see `canonical`. mask: [N, S], the rows without padding."""
+        with without_autocast(grad_rows.device):
+            return self.of(canonical(rows, grad_rows, bias, matrix, mask))
+
+
+STATISTICS: dict[str, Statistic] = {}
+VARIANTS: dict[str, Statistic] = {}  # other kinds of "A", "G" and "count": "A/8" (`fisher.group_kinds`), ...
+
+
+def named(name: str) -> Statistic:
+    """The statistic of this name, `"A"` or `"A/8"`."""
+    return STATISTICS[name] if name in STATISTICS else VARIANTS[name]
+
+
+def whole_statistic(name: str) -> str:
+    """The statistic that a variant is a kind of: `"A/8"`, A in eight diagonal blocks -> `"A"`."""
+    return name.partition("/")[0]
+
+
+def statistic(
+    shape: Callable[[int, int, int, int], Shape],
+    table: dict[str, Statistic] = STATISTICS,
+    name: str | None = None,
+    takes_halves: bool = False,
+) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
+    """Decorator that adds a function of rows to the table.
+
+    Args:
+        shape: of its result, from g, o, i and N.
+        name: of the statistic; None: the function's.
+        takes_halves: see `Statistic`.
+    """
+
+    def add(function: Callable[[Rows], Tensor]) -> Statistic:
+        key = name or function.__name__
+        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), function, takes_halves)
+        return table[key]
+
+    return add
+
+
+# --- second moments -------------------------------------------------------------------------------------------------
+
+
+@statistic(shape=lambda g, o, i, n: (), takes_halves=True)
+def count(rows: Rows) -> Tensor:
+    return row_count(rows)
+
+
+def row_count(rows: Rows) -> Tensor:
+    """The number of rows, []. Routed rows of several groups are counted once."""
+    if rows.ids and not rows.bias:
+        return (rows.x >= 0).sum().to(rows.dtype) * rows.repeats
+    if rows.mask is not None:
+        return rows.mask.flatten(2).any(-1).sum().to(rows.dtype) if rows.routed else rows.mask.sum().to(rows.dtype)
+    return rows.d.new_full((), rows.d.shape[0] * rows.d.shape[1], dtype=rows.dtype)
+
+
+@statistic(shape=lambda g, o, i, n: (g, i, i), takes_halves=True)
+def A(rows: Rows) -> Tensor:
+    body = torch.diag_embed(squares(rows)) if rows.ids else repeated(rows, gram(rows.x))
+    return scaled_by_group(rows, bordered(body, total(rows), corner(rows)) if rows.bias else body)
+
+
+@statistic(shape=lambda g, o, i, n: (g, i))
+def A_diag(rows: Rows) -> Tensor:
+    return scaled_by_group(
+        rows, torch.cat([squares(rows), corner(rows).unsqueeze(-1)], -1) if rows.bias else squares(rows)
+    )
+
+
+@statistic(shape=lambda g, o, i, n: (g, o, o), takes_halves=True)
+def G(rows: Rows) -> Tensor:
+    return gram(rows.d)
+
+
+@statistic(shape=lambda g, o, i, n: (g, o))
+def G_diag(rows: Rows) -> Tensor:
+    return rows.d.square().sum((0, 1))
+
+
+def repeated(rows: Rows, sums: Tensor) -> Tensor:
+    """Sums over x as sums over all cases."""
+    return sums if rows.repeats == 1 else sums * rows.repeats
+
+
+def squares(rows: Rows) -> Tensor:
+    """Σ x²: [g, i] without the bias column."""
+    return total(rows) if rows.ids else rows.x.square().sum((0, 1)) * rows.repeats
+
+
+def total(rows: Rows) -> Tensor:
+    """Σ x: [g, i] without the bias column; of ids, how often each occurs."""
+    if not rows.ids:
+        return repeated(rows, rows.x.sum((0, 1), dtype=rows.dtype))
+    present = (rows.x >= 0).to(rows.dtype) * rows.repeats
+    return by_id(rows.x, present.unsqueeze(-1), rows.matrix[2] - rows.bias).squeeze(-1).unsqueeze(0)
+
+
+def corner(rows: Rows) -> Tensor:
+    """The number of rows of every group, [g]. Where rows are pixels it differs from the number of gradient rows."""
+    g = rows.matrix[0]
+    if rows.mask is not None:
+        return rows.mask.sum((0, 1)).to(rows.dtype) if rows.routed else rows.mask.sum().to(rows.dtype).expand(g)
+    return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1], dtype=rows.dtype)
+
+
+def scaled_by_group(rows: Rows, sums: Tensor) -> Tensor:
+    """Sums of inputs, [g, ...] or [g·k, ...] of k blocks a group, times (all rows / rows of the group) if rows are
+    routed. The division by all rows then yields the mean over the rows of the group, so `c A ⊗ G` contains the share of
+    the group only once, in G."""
+    if not rows.routed:
+        return sums
+    scale = row_count(rows) / corner(rows).clamp(min=1)
+    return sums * unsqueeze_like(scale.repeat_interleave(sums.shape[0] // len(scale)), sums)
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+@statistic(shape=lambda g, o, i, n: (g, o, i))
+def gradient(rows: Rows) -> Tensor:
+    if rows.ids:
+        ids = rows.expanded()
+        weight = by_id(ids, visible(ids, rows.d), rows.matrix[2] - rows.bias).mT.unsqueeze(0)
+    else:
+        d = rows.d.sum(0, keepdim=True) if rows.x.shape[0] == 1 else rows.d
+        weight = case_gradients(rows.x.flatten(0, 1).unsqueeze(0), d.flatten(0, 1).unsqueeze(0)).squeeze(0)
+    return with_bias(rows, weight, rows.d.sum((0, 1)))
+
+
+@statistic(shape=lambda g, o, i, n: (n, g * o * i))
+def per_case(rows: Rows) -> Tensor:
+    return case_matrices(rows).flatten(1)
+
+
+def case_matrices(rows: Rows) -> Tensor:
+    """Σ_s d rᵀ of every case: [N, g, o, i] with the bias column."""
+    if rows.ids:
+        n, size, ids = rows.d.shape[0], rows.matrix[2] - rows.bias, rows.expanded()
+        offset = torch.arange(n, device=ids.device).unsqueeze(-1) * size
+        sums = by_id(ids.clamp(min=0) + offset, visible(ids, rows.d), n * size)
+        weight = sums.view(n, size, -1).mT.unsqueeze(1)
+    else:
+        weight = case_gradients(rows.expanded(), rows.d)
+    return with_bias(rows, weight, rows.d.sum(1))
+
+
+@statistic(shape=lambda g, o, i, n: (g, o, i))
+def square(rows: Rows) -> Tensor:
+    """Valid for one use only: the square of a sum over uses is not the sum of the squares."""
+    if rows.d.shape[1] == 1 and not rows.ids:
+        weight = torch.einsum("ngo,ngi->goi", rows.d.squeeze(1).square(), rows.expanded().squeeze(1).square())
+    else:
+        chunk = squared_sums_of_ids if rows.ids else squared_sums
+        held = rows.d.shape[1] ** 2 if rows.ids else math.prod(rows.matrix)
+        step = max(1, CHUNK // max(1, held))
+        weight = rows.d.new_zeros(rows.matrix[0], rows.matrix[1], rows.matrix[2] - rows.bias)
+        for x, d in zip(torch.split(rows.expanded(), step), torch.split(rows.d, step), strict=True):
+            weight = weight + chunk(x, d, weight.shape[2])
+    return with_bias(rows, weight, rows.d.sum(1).square().sum(0))
+
+
+@statistic(shape=lambda g, o, i, n: (g * o * i, g * o * i))
+def outer(rows: Rows) -> Tensor:
+    """Valid for one use a case only, as `square`."""
+    p = per_case.compute(rows.x, rows.d, rows.bias, rows.matrix)
+    return p.mT @ p
+
+
+def squared_sums(x: Tensor, d: Tensor, inputs: int) -> Tensor:
+    return case_gradients(x, d).square().sum(0)
+
+
+def squared_sums_of_ids(ids: Tensor, d: Tensor, inputs: int) -> Tensor:
+    """Σ_n (Σ_{s of id} d)² = Σ_{n, s, t of one id} d_s d_t: as many sums as rows, for a vocabulary of any size."""
+    d = visible(ids, d)
+    same = (ids.unsqueeze(1) == ids.unsqueeze(2)).to(d.dtype)
+    return by_id(ids, d * (same @ d), inputs).mT.unsqueeze(0)
+
+
+def case_gradients(x: Tensor, d: Tensor) -> Tensor:
+    """Σ_s d xᵀ for every case and group: [N, S, g, i] and [N, S, g, o] -> [N, g, o, i]."""
+    if 1 in (x.shape[-1], d.shape[-1]):  # one matrix product for every number is slow
+        return (d.unsqueeze(-1) * x.unsqueeze(-2)).sum(1)
+    return torch.einsum("nsgo,nsgi->ngoi", d, x)
+
+
+def with_bias(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """The weight [..., g, o, i] with the bias [..., g, o] as its last column, if there is one."""
+    return torch.cat([weight, bias.unsqueeze(-1)], dim=-1) if rows.bias else weight
+
+
+# --- integer rows ---------------------------------------------------------------------------------------------------
+
+
+def visible(ids: Tensor, d: Tensor) -> Tensor:
+    """The gradient rows [N, S, o] of integer rows, which have one group; zero where the id is -1."""
+    return torch.where((ids >= 0).unsqueeze(-1), d.squeeze(2), 0)
+
+
+def by_id(ids: Tensor, values: Tensor, size: int) -> Tensor:
+    """Sums of the values of each id: ids of any shape, values [*ids.shape, k] -> [size, k]. Values at -1 are zero."""
+    values = values.flatten(0, -2)
+    return values.new_zeros(size, values.shape[-1]).index_add(0, ids.clamp(min=0).flatten(), values)
+
+
+# --- one row per case: the statistics of `kron_reduce` ----------------------------------------------------------------
+# The gradient of case n is Σ_s d_ns r_nsᵀ over its S positions. K-FAC has two settings for such weights (Eschenhagen et
+# al. 2023, "Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures", section 3). *Expand*
+# treats every position as a case of its own, as the statistics above do. *Reduce* replaces the positions of a case by
+# one pair:
+#
+#     r_n = Σ_s r_ns / S      d_n = Σ_s d_ns      A = Σ r_n r_nᵀ / M      G = Σ d_n d_nᵀ / M      F = c A ⊗ G
+#
+# with M pairs and c = M / N. The sums are
+#
+#     count/reduced  M            A/reduced  Σ r_n r_nᵀ            G/reduced  Σ d_n d_nᵀ
+#
+# The product d_n r_nᵀ is the gradient of the case if its rows, or its gradient rows, are the same at all positions. F
+# is exact for deep linear networks with a squared error that end in the mean, or in a multiple of the sum, over
+# positions.
+#
+# - The bias column of r_n is 1.
+# - With a mask, S is the number of real positions of the case. A case without real positions is no pair.
+# - Every use of a weight has its own pairs. With T uses of N cases c is T, which treats the uses as independent.
+# - In a transposed use the gradient rows are on the side of A. A gets their mean, and G the sum of the inputs. The
+#   product of the two is the same.
+
+
+@statistic(lambda g, o, i, n: (), VARIANTS, "count/reduced")
+def reduced_count(rows: Rows) -> Tensor:
+    if rows.mask is not None:
+        return rows.mask.any(1).sum().to(rows.d.dtype)
+    cases, positions = rows.d.shape[:2]
+    return rows.d.new_full((), cases * min(1, positions))
+
+
+@statistic(lambda g, o, i, n: (g, i, i), VARIANTS, "A/reduced")
+def inputs(rows: Rows) -> Tensor:
+    """Raises RegistrationError for rows that have no mean over positions."""
+    if rows.ids or rows.routed:
+        raise RegistrationError("'kron_reduce' takes the mean of rows over positions, and ids have none: take 'kron'")
+    positions = max(1, rows.x.shape[1]) if rows.mask is None else rows.mask.sum(1).clamp(min=1).view(-1, 1, 1, 1)
+    mean, mask = rows.x.sum(1, keepdim=True) / positions, None if rows.mask is None else rows.mask.any(1, keepdim=True)
+    return gram(homogeneous(Rows(mean, rows.d, rows.bias, rows.matrix, mask))) * rows.repeats
+
+
+@statistic(lambda g, o, i, n: (g, o, o), VARIANTS, "G/reduced")
+def gradients(rows: Rows) -> Tensor:
+    return gram(rows.d.sum(1, keepdim=True))
+
+
+def split_rows(rows: Tensor, blocks: int) -> Tensor:
+    """Rows [..., g, d] in blocks, [..., g·k, b], filled up with zeros."""
+    missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
+    filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
+    return filled.flatten(-3, -2)
+
+
+def in_blocks(name: str, blocks: int) -> str:
+    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to VARIANTS."""
+    if blocks == 1:
+        return name
+    block_name = f"{name}/{blocks}"
+    if block_name not in VARIANTS:
+
+        def moments(rows: Rows) -> Tensor:
+            if name == "G":
+                return gram(split_rows(rows.d, blocks))
+            assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
+            return scaled_by_group(rows, gram(split_rows(homogeneous(rows), blocks)) * rows.repeats)
+
+        def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
+            width = block_width(o if name == "G" else i, blocks)
+            return g * blocks, width, width
+
+        statistic(shape, VARIANTS, block_name, takes_halves=True)(moments)
+    return block_name
