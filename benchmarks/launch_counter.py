@@ -99,7 +99,7 @@ def half_products(left: Tensor, right: Tensor, dtype: torch.dtype | None = None)
 
 
 def products_of_columns(left: Tensor, right: Tensor) -> Tensor:
-    """As `kfac_fx.passes.products.products_of_columns` and `row_products`."""
+    """As `kfac_fx.passes.matrix.products_of_columns` and `row_products`."""
     return product(left, right.mT, torch.float32) if left.dtype in HALVES else left @ right.mT
 
 

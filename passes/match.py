@@ -24,9 +24,8 @@ from .ir import CASES, ELEMENTS, Bound, Program, Use
 from .layers import Form, Layer
 from .matrix import Layout, Shape
 from .parametrization import nodes_of
-from .parametrizations.gathered import constant, gathered_weight
-from .parametrizations.jacobian import static_shape
-from .parametrizations.linear_map import LinearMap
+from .parametrizations.elementwise import static_shape
+from .parametrizations.gathered import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
 from .tracing.substitutes import ThreadTracer
 

@@ -28,8 +28,8 @@ from .graphs.labels import Label, is_layer_of_data, labels
 from .graphs.operations import has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Program
-from .layers.contraction import route
 from .layers.embedding import learned
+from .layers.linear import route
 from .parametrizations.gathered import merely_viewed, note_elements
 from .torch_private import BatchNorm, InstanceNorm
 

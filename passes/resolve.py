@@ -31,7 +31,7 @@ from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, source_line, where
 from .matrix import MatrixForm
 from .parametrization import Transposed
-from .parametrizations.jacobian import PerCase, as_per_case
+from .parametrizations.elementwise import PerCase, as_per_case
 from .parametrizations.parts import reads_ids, region_of
 from .pieces import same_elements
 

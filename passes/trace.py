@@ -29,12 +29,9 @@ from .ir import Options, Program
 from .torch_private import ASSERT, ASSERT_IS_NONE, FORWARD_MODE, GUARDS, BatchNorm, InstanceNorm, pytree
 from .tracing.calls import backward_hooks, forward_hooks
 from .tracing.derivatives import forward_mode, maps_parameters, takes_derivatives, traced_below_autograd
-from .tracing.devices import kinds
-from .tracing.effects import cumulative_averages, untouched
+from .tracing.effects import cumulative_averages, kinds, untouched
 from .tracing.functions import own_backwards
-from .tracing.outside import Observer, Outside
-from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
-from .tracing.settings import ForwardSettings
+from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
     FlatModel,
     Returned,
@@ -52,7 +49,17 @@ from .tracing.signature import (
     tensors_in,
     trained,
 )
-from .tracing.substitutes import Bags, CertainDraws, Detached, ThreadTracer, custom_functions, refuse_custom
+from .tracing.substitutes import (
+    Bags,
+    CertainDraws,
+    Detached,
+    ThreadTracer,
+    custom_functions,
+    packs_in,
+    recurrent_layers,
+    refuse_custom,
+    refuse_packed,
+)
 
 IMAGE = 4  # the dimensions of a batch of images; videos have more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # a warning of torch; `untouched` notes the names, too

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.products import precise, products_of_columns, row_products
+from kfac_fx.passes.matrix import precise, products_of_columns, row_products
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 
 __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
 

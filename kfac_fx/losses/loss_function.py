@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import LossError, TargetsMissing
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 
 
 class LossFunction(ABC):

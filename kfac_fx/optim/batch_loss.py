@@ -32,9 +32,9 @@ from kfac_fx.losses import Normal
 from kfac_fx.optim.check_precision import OWN_PRECISION, CheckPrecision
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_gradient import hooked_leaves
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.devices import RandomState, same_random
+from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 

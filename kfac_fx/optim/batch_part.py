@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 from kfac_fx.recording.checks.outputs import differ, sampled_elements
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder

@@ -23,7 +23,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full
 from kfac_fx.passes.graphs.labels import named_dtypes
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.devices import autocast, kinds
+from kfac_fx.passes.tracing.effects import autocast, kinds
 from kfac_fx.recording.checks.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder
 

@@ -21,7 +21,7 @@ from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.tracing.derivatives import forward_mode
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs

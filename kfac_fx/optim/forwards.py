@@ -20,10 +20,9 @@ from kfac_fx.optim.loss_gradient import Watched, watch
 from kfac_fx.optim.loss_scale import check_coverage, check_scale
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
-from kfac_fx.passes.products import HALVES
+from kfac_fx.passes.matrix import HALVES
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.devices import RandomState, autocast
-from kfac_fx.passes.tracing.effects import without_a_trace
+from kfac_fx.passes.tracing.effects import RandomState, autocast, without_a_trace
 from kfac_fx.recording.checks.outputs import differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics.moments import Key, Moments, PendingMoments

@@ -22,7 +22,7 @@ from kfac_fx.linalg.sharded import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import FirstOrder, MomentumRule, Product, StepBound, inner, is_finite, new_adam_state
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import foreach_add_
 
 Group = dict[str, Any]

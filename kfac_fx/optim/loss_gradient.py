@@ -22,7 +22,7 @@ from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_private import backward_roots, pytree
-from kfac_fx.passes.tracing.devices import RandomState, same_random
+from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched

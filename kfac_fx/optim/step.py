@@ -41,7 +41,7 @@ from kfac_fx.optim.step_state import (
 )
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.passes.tracing.effects import RandomState
 from kfac_fx.recording.statistics.moments import Key
 
 UNRECORDED = (

@@ -16,8 +16,7 @@ from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, f
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture, trace_model
-from kfac_fx.passes.tracing.devices import accelerators, same_random
-from kfac_fx.passes.tracing.effects import values_kept
+from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.capturing import Capturing, CompileArguments, agreeing, continuing

@@ -20,8 +20,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from kfac_fx.passes.divided.divide import CapturedSubmodule, key_of_read
-from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
-from kfac_fx.passes.divided.reads import Operation, Read
+from kfac_fx.passes.divided.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of

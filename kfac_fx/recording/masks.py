@@ -32,10 +32,9 @@ from kfac_fx.passes.errors import (
     warn_user,
 )
 from kfac_fx.passes.graphs.labels import NUMBER, in_example, shape_of
-from kfac_fx.passes.ir import KEPT, Dims, Note, Program
+from kfac_fx.passes.ir import KEPT, Dims, Note, Program, where
 from kfac_fx.passes.padding import padding, spread, without_mask
 from kfac_fx.passes.parametrization import with_nodes
-from kfac_fx.passes.registration import where
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_private import class_of, pytree
 

@@ -38,11 +38,10 @@ from ..tracing.calls import (
     without_trace,
     without_users_hooks,
 )
-from ..tracing.devices import kinds
+from ..tracing.effects import kinds
 from ..tracing.settings import ForwardSettings, computed_weight
 from ..tracing.signature import call_key
-from .following import ObservedRead, read_outside
-from .reads import Operation
+from .following import ObservedRead, Operation, read_outside
 
 # --- submodules and reads, each captured for one kind of call ---------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """The declarations of layers, one file for each family. `LAYERS` has all of them by name."""
 
-from . import contraction, conv, elementwise, embedding, linear
+from . import conv, elementwise, embedding, linear
 from .declaration import Form, Layer, as_rows, by_group, collect, composite, layer
 
 LAYERS: dict[str, Layer] = collect(
     linear.linear,
     linear.bilinear,
-    contraction.experts,
+    linear.experts,
     conv.conv1d,
     conv.conv2d,
     conv.conv3d,

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..products import row_products
+from ..matrix import row_products
 from .declaration import Example, Layer, composite, layer
 
 

@@ -9,23 +9,54 @@ The derivative multiplies the gradient of every element. The gradient of a matri
 gradient rows and rows. So the derivative must be constant along inputs, where it multiplies the gradient rows, or along
 outputs, where it multiplies the rows. The derivative of an element function is so if the matrix has one input, or one
 output: for scales, shifts and biases. A function of every element of a larger weight is refused.
+
+Parameters whose use has rows for their gradients of whole cases only: small functions, and elements in two roles.
+
+    λ = exp(Σ q1 k1) - exp(Σ q2 k2) + c,  y = x λ     any function, by its Jacobian: DIFF Transformer (Ye et al. 2024)
+    softmax(w)[i] * x                                 one of several branches
+    x * g + g                                         a gain whose rows are inputs, and a shift whose rows are ones
+
+The matrix of such a parameter has a group for every element, of one input and one output. With d_n the gradient of a
+case for the tensor T(p) in the use, Jᵀ d_n is that for p. These are the gradient rows, the rows are ones, and the block
+is exact: it is made of the gradients of cases.
+
+J, [elements of T, elements of p], is computed beside the use, once in a forward of a recording. Elements that scale in
+one use and shift in another have no other matrix in common; for them J is the identity.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from ..graphs.operations import op_name
-from ..matrix import Layout
-from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample, apply_views, view_steps
-from ..pieces import Piece
+from ..graphs.edit import memory_owner
+from ..graphs.labels import Label, everything_behind, parameters_behind
+from ..graphs.operations import changes_memory, is_random, op_name
+from ..ir import KEPT, Bound, Program, Use
+from ..matrix import Layout, Shape
+from ..parametrization import (
+    Computed,
+    NodeValues,
+    Parametrization,
+    RowPair,
+    RowsStep,
+    Transposed,
+    Value,
+    WeightExample,
+    apply_views,
+    view_steps,
+)
+from ..pieces import ParameterExpr, Piece, slice_of, unallocated
+from ..pieces import viewed as view_through
+from ..torch_private import ADD_BATCH_DIM, REGION
 
 OUTPUTS, INPUTS = "outputs", "inputs"
 Derivative = Callable[[NodeValues], Tensor]
@@ -185,6 +216,209 @@ def elementwise(node: fx.Node, operand: fx.Node, layout: Layout) -> Elementwise 
     return Elementwise(operand, layout, op_name(node), settings) if numbers else None
 
 
+# --- gradients of whole cases -----------------------------------------------------------------------------------------
+
+
+LARGEST_JACOBIAN = 1 << 20  # elements of a Jacobian
+
+
+@dataclass(frozen=True)
+class PerCase(Parametrization):
+    """Gradients of whole cases in the place of rows.
+
+    layout: from the tensor in the use to the matrix [g, o, i] of the layer, or [g, o] of a bias.
+    jacobian: J; None if the tensor in the use is the parameter.
+    """
+
+    all_rows = "its rows are gradients of cases"
+    unmasked = "its rows are gradients of whole cases"
+    default = "full", all_rows
+
+    layout: Layout
+    jacobian: Value | None = None
+
+    def step(self) -> RowsStep:
+        """(rows, gradient rows) -> rows of ones and gradients, [N, 1, elements, 1] both."""
+        result, back, function = (
+            self.layout.result,
+            view_steps(self.layout, Layout(self.layout.shape)),
+            self.jacobian is not None,
+        )
+        in_cases = tuple(((0, *(dim + 1 for dim in order)), ()) if order else ((), shape) for order, shape in back)
+
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
+            gradients = of_bias(both[1]) if len(result) == 2 else of_cases(*both, result[2])
+            cases = len(gradients)
+            gradients = gradients.reshape(cases, *result)
+            for order, shape in in_cases:
+                gradients = gradients.permute(order) if order else gradients.reshape(cases, *shape)
+            gradients = gradients.reshape(cases, math.prod(gradients.shape[1:]))
+            if function:
+                gradients = gradients @ tensors["jacobian"].to(gradients)
+            gradients = gradients[:, None, :, None]
+            return torch.ones_like(gradients), gradients
+
+        return step
+
+
+def of_bias(grad_rows: Tensor) -> Tensor:
+    """[N, S, g, o] -> [N, g, o]"""
+    return with_groups(grad_rows).sum(1)
+
+
+def of_cases(rows: Tensor, grad_rows: Tensor, inputs: int) -> Tensor:
+    """Σ_s d rᵀ of every case, [N, g, o, i], at least in float32."""
+    d = with_groups(grad_rows)
+    cases, _, g, o = d.shape
+    if not rows.is_floating_point():
+        places = rows.clamp(min=0) + inputs * torch.arange(cases, device=rows.device).unsqueeze(1)
+        d = torch.where((rows >= 0).unsqueeze(-1), d.squeeze(2), 0).flatten(0, 1)
+        return d.new_zeros(cases * inputs, o).index_add(0, places.flatten(), d).view(cases, 1, inputs, o).mT
+    x = (rows if rows.dim() == 4 else rows.unsqueeze(2)).to(d.dtype).expand(cases, -1, -1, -1)
+    if 1 in (o, x.shape[-1]):  # thousands of matrix products of one number each are slow
+        return (d.unsqueeze(-1) * x.unsqueeze(-2)).sum(1)
+    with torch.autocast(d.device.type, enabled=False):
+        return torch.einsum("nsgo,nsgi->ngoi", d, x)
+
+
+def with_groups(grad_rows: Tensor) -> Tensor:
+    d = grad_rows if grad_rows.dim() == 4 else grad_rows.unsqueeze(2)
+    return d.to(torch.promote_types(d.dtype, torch.float32))
+
+
+def by_jacobian(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
+    """A use of every parameter behind a function of its own, and what is left of the use."""
+    rest = {role: expression for role, expression in use.exprs.items() if expression[0].function is None}
+    for role in use.exprs.keys() - rest.keys():
+        value, canonical = use.exprs[role]
+        assert value.function is not None, "bug in kfac_fx: a function of nothing"
+        for slice_ in value.slices:
+            shape = shapes[slice_.parameter]
+            bound = Bound(slice_.parameter, Layout(shape), one_by_one(shape))
+            case = PerCase(canonical, jacobian_of(value.function, slice_.parameter))
+            yield replace(use, parameters={"weight": bound}, exprs={}, attrs=unmasked(use), through=(case,))
+    if rest or use.parameters:
+        yield replace(use, exprs=rest) if use.exprs else use
+
+
+def as_per_case(use: Use) -> Use | None:
+    """The use of one parameter that scales or shifts, over the matrix of its elements; None of another."""
+    ((role, bound),) = use.parameters.items()
+    elements = one_by_one(bound.layout.shape)
+    if role == "weight" and same(bound.layout, elements):
+        return use
+    if bound.layout.result[2:] not in ((), (1,)) or not all(step.keeps_elements for step in use.through):
+        return None
+    through = (*(step for step in use.through if not isinstance(step, Transposed)), PerCase(bound.layout))
+    weight = Bound(bound.parameter, Layout(elements.shape), elements, bound.scale)
+    return replace(use, parameters={"weight": weight}, attrs=unmasked(use), through=through)
+
+
+def one_by_one(shape: Shape) -> Layout:
+    """[elements, 1, 1]"""
+    return Layout(shape).reshape((math.prod(shape), 1, 1))
+
+
+def same(first: Layout, second: Layout) -> bool:
+    mine, its = (view_through(layout, unallocated(layout.shape)) for layout in (first, second))
+    return mine is not None and its is not None and mine.shape == its.shape and mine.stride() == its.stride()
+
+
+def unmasked(use: Use) -> dict[str, Any]:
+    """Padding is in the gradient of a case; what is sent back from there is nothing."""
+    return {name: value for name, value in use.attrs.items() if name != KEPT}
+
+
+# --- in a graph -------------------------------------------------------------------------------------------------------
+
+
+def small_functions(
+    program: Program, label: Mapping[fx.Node, Label], nodes: Iterable[fx.Node], in_pieces: AbstractSet[str]
+) -> dict[fx.Node, ParameterExpr]:
+    """Those of the nodes that are functions of parameters and constants alone, and small, as expressions: a slice for
+    every parameter, all of it. A parameter that another use has in pieces is none of them."""
+    exprs: dict[fx.Node, ParameterExpr] = {}
+    for node in nodes:
+        shape = static_shape(node)
+        sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
+        if shape is None or not all(0 < math.prod((*shape, *size)) <= LARGEST_JACOBIAN for size in sizes.values()):
+            continue
+        if in_pieces.isdisjoint(sizes) and node.meta["val"].is_floating_point() and is_function(node):
+            slices = tuple(slice_of(name, unallocated(size)) for name, size in sizes.items())
+            exprs[node] = ParameterExpr(shape, slices, function=node)
+    return exprs
+
+
+def static_shape(node: fx.Node) -> Shape | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape)
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether nothing but parameters and constants goes into it, and nothing but its value comes out: what is written
+    in place is memory that is made on the way, and made again where the function is run. Inside of torch.func.vmap a
+    function has a value for every one that is mapped over, and no Jacobian of its own."""
+    inside = [operation for operation in behind(node) if operation.op != "get_attr"]
+    plain = all(operation.op in ("call_function", "call_method") for operation in inside)
+    return plain and not any(
+        is_random(operation)
+        or op_name(operation).startswith((REGION, ADD_BATCH_DIM))
+        or (changes_memory(operation) and memory_owner(operation).op == "get_attr")
+        for operation in inside
+    )
+
+
+def behind(node: fx.Node) -> list[fx.Node]:
+    """The node and all that it is computed from, in graph order."""
+    return sorted(everything_behind([node]))  # nodes compare by their places
+
+
+def jacobian_of(node: fx.Node, parameter: str) -> Computed:
+    """The Jacobian, [elements of the node's tensor, elements of the parameter]."""
+    leaves = [leaf for leaf in behind(node) if leaf.op == "get_attr"]
+    number = next(n for n, leaf in enumerate(leaves) if leaf.target == parameter)
+    return Computed(Jacobian(function_of(node), number), tuple(leaves))
+
+
+def function_of(node: fx.Node) -> fx.GraphModule:
+    """The leaves behind a node, in graph order."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for n, leaf in enumerate(leaf for leaf in behind(node) if leaf.op == "get_attr"):
+        copies[leaf] = graph.placeholder(f"leaf_{n}")
+    for operation in behind(node):
+        if operation not in copies:
+            copies[operation] = graph.node_copy(operation, lambda operand: copies[operand])
+    graph.output(copies[node])
+    return fx.GraphModule(nn.Module(), graph)
+
+
+class Jacobian(nn.Module):
+    """The Jacobian of a function by one of its arguments, row by row of its value."""
+
+    def __init__(self, function: nn.Module, number: int) -> None:
+        super().__init__()
+        self.function, self.number = function, number
+
+    def forward(self, *leaves: Tensor) -> Tensor:
+        fixed = [leaf.detach() for leaf in leaves]
+        at = fixed[self.number]
+
+        def value(changed: Tensor) -> Any:
+            return self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :]).reshape(-1)
+
+        if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
+            elements: Tensor = torch.func.jacrev(value)(at).flatten(1)
+            return elements.detach()
+        with torch.enable_grad():  # torch.func refuses to run where hooks look at what is saved for a backward
+            result = value(at.requires_grad_())
+            rows = torch.eye(result.numel(), dtype=result.dtype, device=result.device)
+            (rowwise,) = torch.autograd.grad(result, at, rows, is_grads_batched=True)
+        return rowwise.flatten(1)
+
+
 EXAMPLES = {
     "exp": WeightExample(torch.exp, {"w": (4, 4)}),
+    "jacobian": WeightExample(lambda w: w.softmax(1), {"w": (4, 4)}),
 }

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import LayerError
 from ..graphs.labels import has_gradient
-from ..ir import Program
+from ..ir import Bound, Program, Use
 from ..matrix import Layout, Shape
 from ..parametrization import (
     NodeValues,
@@ -40,9 +40,7 @@ from ..parametrization import (
     view_steps,
 )
 from ..pieces import Piece, Region, constant_along, layout_in, region_in, unallocated, view_of, viewed
-from ..registration import Bound, Use
-from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, placed, side_of
-from .jacobian import PerCase
+from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, PerCase, placed, side_of
 from .normalized import WithGain
 from .product import uses_of_factors
 

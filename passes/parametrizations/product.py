@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, computed, dims_after, op_name
+from ..ir import Bound, Use
 from ..matrix import Layout, Shape
 from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, Value, WeightExample
 from ..pieces import (
@@ -45,7 +46,6 @@ from ..pieces import (
     viewed,
     without_data,
 )
-from ..registration import Bound, Use
 
 LEFT, RIGHT, TIMES, KRON_LEFT, KRON_RIGHT = "left", "right", "times", "kron left", "kron right"
 KRON_KINDS = (KRON_LEFT, KRON_RIGHT)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, pytree, transforms
-from .devices import RandomState, accelerators, autocast, same_random
-from .effects import buffers_kept, parameters_kept, untouched
+from .effects import RandomState, accelerators, autocast, buffers_kept, parameters_kept, same_random, untouched
 from .settings import is_torchs
 from .signature import python_random
 from .substitutes import custom_functions

@@ -3,20 +3,345 @@
 A graph keeps the values that these had while it was traced. `ForwardSettings.hold` tells whether they are the same. It
 compares identities of what is held (see `summary`), which costs microseconds for a module. Only if one of them differs
 are the summaries computed and compared.
+
+Values that forward reads from outside of the model and its inputs: globals, closure cells, attributes of classes.
+
+A graph keeps the values that these had while it was traced. `Observer` notes every Python function that runs in a
+trace. The bytecode of a function names the globals that it loads and the attributes that it reads; the values that they
+lead to are the `Point`s of an `Outside`. A forward whose points have the values of the trace takes the same way again,
+because every branch and every number of it comes from its inputs, from the model or from such a point.
+
+torch's own functions and those of Python are not followed. A point in them is what a name is bound to, so that a
+function which somebody replaced is noticed.
 """
 
 from __future__ import annotations
 
+import builtins
 import copy
-from collections.abc import Collection, Iterable
+import dis
+import gc
+import inspect
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ..errors import OWN_FOLDER
 from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, SHARDING, class_of, parameters_of
-from .holders import Entries
-from .outside import Outside
-from .summary import ATOMS, CONTAINERS, Walk, has_fields
+from .summary import (
+    ATOMS,
+    CONTAINERS,
+    LIBRARIES,
+    MISSING,
+    Attributes,
+    Entries,
+    Same,
+    Walk,
+    getattr_or_missing,
+    has_fields,
+    of_library,
+)
+
+TORCH, PYTHON = f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+NN = f"{TORCH}nn{os.sep}"
+TOOLS_OF_TORCH = ("sympy", "mpmath", "numpy", "networkx", "optree", "typing_extensions")
+GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
+LAYOUT = frozenset({"is_contiguous", "stride", "as_strided", "dim_order", "storage_offset", "data_ptr"})
+CALLED = (FunctionType, MethodType, partial, nn.Module)  # kinds of functions that an operation of torch may be given
+COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})  # functions that live for one call
+TRAINED = frozenset({"requires_grad", "is_leaf", "grad_fn"})
+
+
+@dataclass(frozen=True)
+class OutsideName:
+    """A name outside of the model.
+
+    Attributes:
+        label: for texts, as "the global SCALE of layers.py".
+        holder: the dictionary or the cell that holds the value.
+        name: in the dictionary; "cell_contents" of a cell.
+        shallow: whether only the object that the name is bound to counts.
+    """
+
+    label: str
+    holder: Any
+    name: str
+    shallow: bool = False
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.holder, CellType):
+            return getattr_or_missing(self.holder, self.name)
+        return self.holder.get(self.name, MISSING)
+
+    def summary(self, walk: Walk) -> Any:
+        """The summary of its value. Notes the holder in the walk."""
+        if isinstance(self.holder, CellType):
+            walk.holders.append(Attributes(self.holder, (self.name,)))
+        else:
+            walk.holders.append(Entries(self.holder, (self.name,), None))
+        return Same(self.value) if self.shallow or self.value is MISSING else walk.of(self.value, named=True)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The values that a traced forward reads from outside.
+
+    Attributes:
+        points: where it reads.
+        names: all attributes and strings that its functions name; of the model's attributes, it reads no others.
+        loaded: those of them that a function does not only assign.
+        effects: what its functions do beside computing, as in "prints (layers.py:12)".
+    """
+
+    points: tuple[OutsideName, ...] = ()
+    names: frozenset[str] = frozenset()
+    loaded: frozenset[str] = frozenset()
+    effects: tuple[str, ...] = ()
+
+    @property
+    def reads_layout(self) -> bool:
+        """Whether forward may ask how a tensor lies in memory."""
+        return not LAYOUT.isdisjoint(self.names)
+
+    @property
+    def reads_trained(self) -> bool:
+        """Whether forward may ask whether a tensor needs a gradient."""
+        return not TRAINED.isdisjoint(self.loaded)
+
+
+@dataclass
+class Observer:
+    """Collects the functions that run while it observes, and puts back afterwards what they changed outside.
+
+    Attributes:
+        codes: the codes that ran with their globals, and whether they are followed. Copies of a function in two files
+            have equal codes, so all are told apart by their ids.
+        variables: the free ones of the followed codes, by ids.
+    """
+
+    codes: dict[tuple[int, int], tuple[CodeType, dict[str, Any], bool]] = field(default_factory=dict)
+    variables: dict[tuple[int, int], dict[tuple[int, ...], list[Any]]] = field(default_factory=dict)
+    effects: dict[str, None] = field(default_factory=dict)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        tracer, self.before = sys.gettrace(), Walk()
+        collects = gc.isenabled()
+        gc.disable()  # functions that the garbage collector calls are no part of forward
+        sys.settrace(self.on_call)
+        try:
+            out, errors = Printing(sys.stdout, self), Printing(sys.stderr, self, by_library=False)
+            with redirect_stdout(out), redirect_stderr(errors), Unobserved():
+                yield
+        finally:
+            if sys.gettrace() == self.on_call:  # a debugger may have been started
+                sys.settrace(tracer)
+            if collects:
+                gc.enable()
+            self.before.put_back()
+
+    def on_call(self, frame: FrameType, event: str, _: Any) -> None:
+        """Called by Python before a function runs; returns None, so that its lines are not traced."""
+        code, key = frame.f_code, (id(frame.f_code), id(frame.f_globals))
+        if key not in self.codes:
+            self.meet(key, code, frame.f_globals)
+        if key in self.variables:
+            values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
+            self.variables[key].setdefault(tuple(map(id, values)), values)
+
+    def meet(self, key: tuple[int, int], code: CodeType, namespace: dict[str, Any]) -> None:
+        """Note a function that runs for the first time."""
+        is_followed = followed(code.co_filename, namespace.get("__name__", ""))
+        self.codes[key] = code, namespace, is_followed
+        if not is_followed or in_torch(code.co_filename):
+            return
+        for point in BytecodeNames.of(code).points(code, namespace):
+            point.summary(self.before)
+        if code.co_name not in COMPREHENSIONS and any(name != "__class__" for name in code.co_freevars):
+            self.variables[key] = {}
+
+    def follows(self, frame: FrameType) -> bool:
+        return self.codes.get((id(frame.f_code), id(frame.f_globals)), (None, None, False))[2]
+
+    def on_print(self, frame: FrameType | None, by_library: bool) -> None:
+        """frame: of the function that prints. by_library: whether it counts if that is of a library."""
+        while by_library and frame is not None and not self.follows(frame):
+            frame = frame.f_back
+        if not by_library and (frame is None or not self.follows(frame)):
+            return
+        where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        self.effects[f"prints{where}"] = None
+
+    def outside(self) -> Outside:
+        """The values that the observed functions read."""
+        points: dict[tuple[int, str], OutsideName] = {}
+        names, loaded = set[str](), set[str]()
+        for code, namespace, is_followed in self.codes.values():
+            if not is_followed:
+                continue
+            reads = BytecodeNames.of(code)
+            if not in_torch(code.co_filename):
+                names |= reads.attributes | reads.strings
+                loaded |= reads.attributes - reads.assigned | reads.strings
+            for point in reads.points(code, namespace):
+                points.setdefault((id(point.holder), point.name), point)
+        for point in self.cells():
+            points.setdefault((id(point.holder), point.name), point)
+        self.variables.clear()  # a capture keeps its observer, and these may be activations
+        return Outside(tuple(points.values()), frozenset(names), frozenset(loaded), tuple(self.effects))
+
+    def cells(self) -> Iterator[OutsideName]:
+        """The closure cells of the functions that ran.
+
+        A frame does not know its function, so it is looked for among all objects of the process, which takes a tenth of
+        a second. The function of a comprehension is not: it is gone, and its cells are those of the function around it.
+        """
+        codes = [self.codes[key][0] for key in self.variables]
+        if codes and gc.get_freeze_count():
+            gc.unfreeze()  # the search does not see frozen objects; without their cells a capture would go stale unseen
+        for function in gc.get_referrers(*codes) if codes else ():
+            if not isinstance(function, FunctionType) or not function.__closure__:
+                continue
+            code = function.__code__
+            cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+            contents = tuple(id(getattr_or_missing(cell, "cell_contents")) for cell in cells.values())
+            if contents in self.variables.get((id(code), id(function.__globals__)), ()):
+                for name, cell in cells.items():
+                    if name != "__class__":
+                        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                        yield OutsideName(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
+
+
+class Unobserved(TorchFunctionMode):
+    """Functions inside of an operation of torch are not observed, unless the operation was given them to call.
+
+    A traced operation runs thousands of functions of torch, and Python runs all of them slower while it observes calls.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, CALLED) for value in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.settrace(tracer)
+
+
+class Printing:
+    """Standard output, whose lines an observer is told of; or that of errors, without the warnings of libraries."""
+
+    def __init__(self, stream: Any, observer: Observer, by_library: bool = True) -> None:
+        self._stream, self._observer, self._thread = stream, observer, threading.get_ident()
+        self._by_library = by_library
+
+    def write(self, text: str) -> Any:
+        if threading.get_ident() == self._thread:
+            frame = inspect.currentframe()
+            self._observer.on_print(None if frame is None else frame.f_back, self._by_library)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@dataclass(frozen=True)
+class BytecodeNames:
+    """The names in a function's bytecode. assigned: the attributes that it only assigns."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    assigned: frozenset[str]
+    imported: frozenset[str]
+    strings: frozenset[str]
+
+    @staticmethod
+    @cache
+    def of(code: CodeType) -> BytecodeNames:
+        by_kind: dict[str, set[str]] = {"globals": set(), "attributes": set(), "assigned": set(), "imported": set()}
+        loaded: set[str] = set()
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in GLOBALS:
+                by_kind["globals"].add(instruction.argval)
+            elif instruction.opname in ATTRIBUTES:
+                by_kind["attributes"].add(instruction.argval)
+                (by_kind["assigned"] if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                by_kind["imported"].add(instruction.argval)
+        by_kind["assigned"] -= loaded
+        strings = {constant for constant in code.co_consts if isinstance(constant, str)}
+        return BytecodeNames(**{kind: frozenset(names) for kind, names in by_kind.items()}, strings=frozenset(strings))
+
+    def points(self, code: CodeType, namespace: dict[str, Any]) -> Iterator[OutsideName]:
+        """The globals and what is read from modules and classes among them."""
+        file, shallow = Path(code.co_filename).name, in_torch(code.co_filename)
+        seen: set[int] = set()
+        looked_up = self.strings & namespace.keys() if "globals" in self.globals else frozenset()
+        for name in sorted(self.globals | looked_up):
+            value = namespace.get(name, MISSING)
+            if (value is not MISSING or not hasattr(builtins, name)) and (not shallow or callable(value)):
+                yield OutsideName(f"the global {name} of {file}", namespace, name, shallow)
+            yield from self.within(name, value, seen)
+        for name in sorted(self.imported):
+            yield from self.within(name, sys.modules.get(name), seen)
+
+    def within(self, label: str, value: Any, seen: set[int]) -> Iterator[OutsideName]:
+        """The values read from a module or a class: the entries that have a name of an attribute in the bytecode."""
+        if id(value) in seen or not isinstance(value, (ModuleType, type)):
+            return
+        seen.add(id(value))
+        holders: list[Mapping[str, Any]]
+        if isinstance(value, ModuleType):
+            file = getattr(value, "__file__", None) or ""
+            holders, shallow = [vars(value)], in_torch(file) or not followed(file, value.__name__)
+        else:
+            # This library replaces entries of torch's classes while a model runs, such as Function.apply.
+            shallow = of_library(value)
+            holders = [vars(base) for base in value.__mro__ if shallow or not of_library(base)]
+        for holder in holders:
+            for name in sorted(self.attributes & holder.keys()):
+                entry = holder[name]
+                if not isinstance(entry, ModuleType) and (not shallow or callable(entry)):
+                    yield OutsideName(f"{label}.{name}", holder, name, shallow)
+                yield from self.within(f"{label}.{name}", entry, seen)
+
+
+@cache
+def followed(file: str, module: str) -> bool:
+    """Whether the functions of a file can be part of a forward."""
+    if file.startswith(NN) or module == "os":  # whose functions read the environment
+        return True
+    root = module.partition(".")[0]
+    if not file or file.startswith("<frozen") or root in TOOLS_OF_TORCH:
+        return False
+    if file.startswith("<"):  # code that was made from a string, as the methods of dataclasses
+        return root not in LIBRARIES and root not in sys.stdlib_module_names
+    of_python = file.startswith(PYTHON) and not file.startswith(str(Path(PYTHON, "site-packages")))
+    return not of_python and not in_torch(file) and not file.startswith(OWN_FOLDER)
+
+
+@cache
+def in_torch(file: str) -> bool:
+    return file.startswith(TORCH)
+
+
+# --- settings of a capture --------------------------------------------------------------------------------------------
 
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets

@@ -20,9 +20,8 @@ from torch import Tensor, fx, nn
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..torch_private import GUARDS, buffers_of, pytree
-from .devices import autocast
-from .effects import untouched
-from .outside import Observer
+from .effects import autocast, untouched
+from .settings import Observer
 from .summary import SYMBOLS, Walk, slots
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.passes.layers.contraction import Contraction, contraction
+from kfac_fx.passes.layers.linear import Contraction, contraction
 from kfac_fx.passes.matrix import Layout, Shape
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx.passes.graphs.labels import counted
-from kfac_fx.passes.layers.contraction import by_expert, grouped_product, route, routed
+from kfac_fx.passes.layers.linear import by_expert, grouped_product, route, routed
 
 X = torch.randn(7, 8)
 OFFSETS = torch.tensor([3, 3, 6], dtype=torch.int32)

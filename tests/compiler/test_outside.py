@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.outside import Observer, Outside, OutsideName
+from kfac_fx.passes.tracing.settings import Observer, Outside, OutsideName
 from kfac_fx.passes.tracing.summary import Walk
 
 SCALE = 1.0

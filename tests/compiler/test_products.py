@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.passes import products
-from kfac_fx.passes.products import HALVES, multiplied_as_they_are, precise, row_products
+from kfac_fx.passes import matrix
+from kfac_fx.passes.matrix import HALVES, multiplied_as_they_are, precise, row_products
 
 
 def columns(groups: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -39,7 +39,7 @@ def test_only_halves_on_cuda_outside_of_vmap_are_multiplied_as_they_are(monkeypa
             self.dtype = dtype
 
     def decided(*dtypes: torch.dtype, batched: bool = False) -> bool:
-        monkeypatch.setattr(products, "is_batched", lambda *tensors: batched)
+        monkeypatch.setattr(matrix, "is_batched", lambda *tensors: batched)
         tensors: Any = [OnCuda(dtype) for dtype in dtypes]
         return multiplied_as_they_are(*tensors)
 

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
-from kfac_fx.passes.tracing.recurrent import packs_in, recurrent_layers
+from kfac_fx.passes.tracing.substitutes import packs_in, recurrent_layers
 
 LENGTHS = torch.tensor([4, 2, 3])
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.passes.tracing.outside import Outside, OutsideName
-from kfac_fx.passes.tracing.settings import ForwardSettings
+from kfac_fx.passes.tracing.settings import ForwardSettings, Outside, OutsideName
 
 CHANGES: dict[str, Any] = {
     "a number": lambda model: setattr(model[0], "tau", 0.5),

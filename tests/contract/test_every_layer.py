@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.ir import Program, Use, tensor_attrs
+from kfac_fx.passes.ir import Program, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers.declaration import Example, Form, written
 from kfac_fx.passes.losses import find_losses
@@ -22,7 +22,6 @@ from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.parametrization import Value
-from kfac_fx.passes.registration import literal_attrs
 from kfac_fx.passes.trace import trace_model
 from tests.contract.values import Values
 

@@ -22,8 +22,6 @@ from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
     elementwise,
     gathered,
-    jacobian,
-    linear_map,
     normalized,
     parts,
     product,
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 CASES = 3
-MECHANISMS = elementwise, normalized, parts, product, gathered, linear_map, jacobian
+MECHANISMS = elementwise, normalized, parts, product, gathered
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }
@@ -240,7 +238,7 @@ def check_all(checked: Checked, expected: Mapping[str, str], names: Iterable[str
 @pytest.fixture
 def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of parameters that are not small."""
-    monkeypatch.setattr(jacobian, "LARGEST_JACOBIAN", 0)
+    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 0)
 
 
 @pytest.mark.usefixtures("no_jacobians")

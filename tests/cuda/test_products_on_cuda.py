@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.linalg.matrices import full_precision
-from kfac_fx.passes.products import HALVES, row_products
+from kfac_fx.passes.matrix import HALVES, row_products
 from tests.cuda.on_cuda import ON_CUDA
 
 pytestmark = ON_CUDA

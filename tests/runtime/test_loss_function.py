@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_fx.losses import LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing
-from kfac_fx.passes.products import precise
+from kfac_fx.passes.matrix import precise
 
 N = 3
 B = torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 4.0]])  # from an inner space of 3 to inputs of 2

@@ -25,9 +25,8 @@ from kfac_fx.compiled.report.rows import (
     rows,
     uses_of,
 )
-from kfac_fx.passes.ir import Bound, Program, Registration, Use
+from kfac_fx.passes.ir import Bound, Program, Registration, Use, dense_shape
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.registration import dense_shape
 from tests.runtime.toy_reports import registration_of, small_program, traced
 
 

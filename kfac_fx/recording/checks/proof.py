@@ -24,8 +24,8 @@ from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import without_mask
-from kfac_fx.passes.products import precise
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
 from kfac_fx.recording.checks.outputs import refuse_guess

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.matrix import Shape, block_width
-from kfac_fx.passes.products import HALVES, without_autocast
+from kfac_fx.passes.matrix import HALVES, Shape, block_width, without_autocast
 
 Matrix = tuple[int, int, int]
 CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once

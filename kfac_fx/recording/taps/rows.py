@@ -23,9 +23,8 @@ from kfac_fx.linalg.matrices import bordered
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration, Use, literal_attrs, tensor_attrs, where
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.matrix import Shape
+from kfac_fx.passes.matrix import HALVES, Shape, precise, without_autocast
 from kfac_fx.passes.parametrization import RowPair, RowsStep
-from kfac_fx.passes.products import HALVES, precise, without_autocast
 from kfac_fx.recording.statistics.moments import statistics_of
 from kfac_fx.recording.statistics.row_sums import Matrix, Rows, canonical, homogeneous, named, whole_statistic
 

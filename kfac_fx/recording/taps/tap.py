@@ -27,9 +27,8 @@ from kfac_fx.linalg.matrices import full_precision_in_eager
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import CASES, KEPT, Registration, Use, tensor_attrs, where
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.matrix import Shape
+from kfac_fx.passes.matrix import HALVES, Shape, without_autocast
 from kfac_fx.passes.padding import real_rows
-from kfac_fx.passes.products import HALVES, without_autocast
 from kfac_fx.recording.statistics.moments import TURNED
 from kfac_fx.recording.statistics.row_sums import Matrix, Rows, canonical, in_groups, named, whole_statistic
 from kfac_fx.recording.taps.rows import LAGGED, BothRows, both_rows, moment_and_grad_rows, unfolded, with_patch_mask
