@@ -3,7 +3,7 @@
 Every method has as many settings to try, trains from the same start on the same batches, and is judged by the lowest
 loss of the whole training set that it saw. The start is another than the demo's, so that the demo is no rerun.
 
-Writes `benchmarks/results/sweep.json`; `kfac_fx/cli/demo_tasks.py` repeats what it chose, and a test compares the two.
+Writes `benchmarks/results/sweep.json`; `kfac_fx/cli/demo.py` repeats what it chose, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 import kfac_fx
-from kfac_fx.cli.demo import one_thread, results_of, train
-from kfac_fx.cli.demo_tasks import METHODS, Settings, Task, method_steps, tasks
+from kfac_fx.cli.demo import METHODS, Settings, Task, method_steps, one_thread, results_of, tasks, train
 
 OUT = Path(__file__).parent / "results" / "sweep.json"
 SEED = 1

@@ -21,7 +21,6 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import Batch, Queries
-from kfac_fx.fisher.factor import NotRegisteredError
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot
@@ -37,6 +36,7 @@ from kfac_fx.passes.errors import (
     LinkError,
     LossError,
     ModelChangedError,
+    NotRegisteredError,
     RegistrationError,
     ReuseError,
     TargetsMissing,

@@ -81,6 +81,13 @@ class AlreadyAttachedError(RuntimeError):
     """A second optimizer was built on one compiled module."""
 
 
+class NotRegisteredError(KeyError):
+    """A power or Cholesky factor that the estimator does not keep, or a vector or key that does not fit its blocks."""
+
+    def __str__(self) -> str:  # KeyError would print its argument's repr
+        return str(self.args[0])
+
+
 PUBLIC = (
     RegistrationError,
     AmbiguousRegistrationError,
@@ -94,6 +101,7 @@ PUBLIC = (
     ModelChangedError,
     FactorNotReady,
     AlreadyAttachedError,
+    NotRegisteredError,
 )
 for _error in PUBLIC:  # a traceback shows the name that the user imports
     _error.__module__ = "kfac_fx"

@@ -253,7 +253,6 @@ def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
 # --- a captured graph -------------------------------------------------------------------------------------------------
 
 
-
 @dataclass(frozen=True)
 class Note:
     """A match or a declaration that did not become a registration, and why."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.convergence import data, networks
 from benchmarks.convergence.data import Cases
 from benchmarks.convergence.equations import Burgers, Equation, Poisson
-from kfac_fx.cli import demo_tasks as demo
+from kfac_fx.cli import demo
 from kfac_fx.losses import Normal
 
 Batch = tuple[tuple[Tensor, ...], Tensor]

@@ -20,8 +20,7 @@ from typing import Any
 from torch import fx
 
 from kfac_fx.cli.problem import CommandError, Problem, failure
-from kfac_fx.compiled.report.report import Report
-from kfac_fx.compiled.report.rows import factor_text
+from kfac_fx.compiled.report.report import Report, factor_text
 from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.divided.divide import divide

@@ -20,7 +20,7 @@ from kfac_fx.compiled.replaced_call import (
     with_signature_of,
 )
 from kfac_fx.compiled.report import Report
-from kfac_fx.compiled.report.rows import fallbacks
+from kfac_fx.compiled.report.report import fallbacks
 from kfac_fx.linalg.arguments import refuse_other_parameters
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
@@ -29,13 +29,11 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
-from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache
-from kfac_fx.recording.capturing import CompileArguments
+from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
-from kfac_fx.recording.checks.equivalence import coarsest_rounding
-from kfac_fx.recording.checks.outputs import differs_from_model
+from kfac_fx.recording.checks.equivalence import coarsest_rounding, differs_from_model
 from kfac_fx.recording.checks.unchanged import averages_gradients, unwrapped
-from kfac_fx.recording.output_losses import replaced
+from kfac_fx.recording.masks import replaced
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics.moments import Moments, PendingMoments
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.queries import Queries, as_batch
-from kfac_fx.fisher.block import check_fits
 from kfac_fx.fisher.spectrum import Relative, Spectrum, System
 from kfac_fx.linalg.arguments import check_variables
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
-from kfac_fx.linalg.vectors import Vector, joined
+from kfac_fx.linalg.vectors import Vector, check_fits, joined
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_recorder import Consumer, Counts

@@ -1,26 +1,30 @@
 """Fisher blocks: the part of the Fisher matrix of one registration, as an operator on vectors of its parameters.
 
 Blocks do not know layers. They read the matrix and the approximation from the registration.
+
+The block-diagonal Fisher: all blocks of a model as one operator on vectors over all its registered parameters.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.factor import Factor, Failures, NotRegisteredError
-from kfac_fx.fisher.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup
+from kfac_fx.fisher.factor import BlockGroup, Factor, Failures, Inverter
+from kfac_fx.fisher.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup, divided_forms
 from kfac_fx.fisher.series import SeriesGroup
-from kfac_fx.fisher.stacks import BlockGroup, Inverter
+from kfac_fx.fisher.spectrum import Damping, Spectrum, System
+from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.sharded import Shards
-from kfac_fx.linalg.vectors import Vector, split, vector_form
-from kfac_fx.passes.errors import FactorNotReady, nearest
+from kfac_fx.linalg.sharded import Shards, unsharded
+from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
+from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics.moments import Key, additive, statistics_of
 
@@ -173,52 +177,6 @@ class Owners(Protocol):
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]: ...
 
 
-def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
-    """Raises NotRegisteredError with all names that are missing, of another shape or, if the vector is of these
-    parameters alone, unknown; TypeError if the vector is not a mapping."""
-    if not isinstance(vector, Mapping):
-        raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
-    missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
-    misshapen = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
-    if not (missing or unknown or misshapen):
-        return
-    lines = ["the vector does not fit the registered parameters:"]
-    lines += [f"  missing  {name}" for name in missing]
-    lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
-    lines += [f"  {name} is {list(vector[name].shape)}, the parameter {list(shapes[name])}" for name in misshapen]
-    if unknown:  # frozen parameters, or those that `variables` leaves out
-        lines.append("Pass only the parameters that are estimated: estimator.parameters.")
-    raise NotRegisteredError("\n".join(lines))
-
-
-def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises TypeError with all entries of a vector that are no numbers of floating point on a device."""
-    lines = []
-    if isinstance(vector, Mapping) and (others := [type(key).__name__ for key in vector if not isinstance(key, str)]):
-        raise TypeError(f"a vector is a dict of tensors by parameter name, and has a key that is a {others[0]}")
-    present = [name for name in shapes if name in vector] if isinstance(vector, Mapping) else []
-    for name in present:
-        entry: Any = vector[name]
-        if entry is None:
-            lines.append(f"  {name} is None: write zeros for a parameter without a gradient")
-        elif not isinstance(entry, Tensor):
-            lines.append(f"  {name} is a {type(entry).__name__}: write torch.as_tensor(value)")
-        elif not (entry.is_floating_point() or entry.is_complex()):
-            lines.append(f"  {name} is of {entry.dtype}: write tensor.float()")
-        elif entry.is_meta:
-            lines.append(f"  {name} is on the meta device, and has no values")
-    if lines:
-        raise TypeError("\n".join(["the vector has entries that cannot be multiplied:", *lines]))
-
-
-def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The additional dimensions of a vector, in front of those of the parameters."""
-    name = next((name for name in shapes if name in vector), None) if isinstance(vector, Mapping) else None
-    if name is None:
-        return ()
-    return tuple(vector[name].shape[: max(0, vector[name].dim() - len(shapes[name]))])
-
-
 def refuse_other_state(
     state: Mapping[str, Tensor], mine: Mapping[str, Tensor], elsewhere: tuple[str, ...], divided: bool
 ) -> None:
@@ -314,3 +272,377 @@ def make_block(
     damping = damping if isinstance(damping, Tensor) else torch.tensor(damping, dtype=torch.float64)
     (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype)
     return BlockOperator(group, 0)
+
+
+# --- all blocks of a model --------------------------------------------------------------------------------------------
+
+
+META = torch.device("meta")
+
+
+class BlockDiagonalFisher(Operator):
+    """F + λ I by blocks, over all of `parameters`. Vectors may have sparse tensors; products are dense.
+
+    All tensors of a vector may have the same additional dimensions in front, for many vectors at once. They are
+    multiplied one by one; `Spectrum` multiplies them together.
+
+    Products do not wait for the device, and compile without graph breaks.
+    """
+
+    def __init__(self, roots: Sequence[Root], damping: Tensor) -> None:
+        self.roots = tuple(roots)
+        self._damping = damping
+        self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
+        self.owners: Owners | None = None  # None: this process keeps all blocks
+        self.relative_damping: float | None = None  # of every group
+        self.new_extras: Callable[[Sequence[BlockGroup]], list[dict[str, Tensor]]] | None = None
+        """Makes `BlockGroup.extras` of groups in their order."""
+        self._registrations: tuple[Registration, ...] | None = None
+        self._never_inverted: set[Key] = set()  # blocks whose decompositions have all failed, as far as the host knows
+
+    @abstractmethod
+    def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
+        """The registrations that get blocks, and their parameters by name."""
+
+    def build(self) -> None:
+        """Make empty blocks for the present registrations."""
+        registrations, parameters = self.wanted()
+        trained = [r for r in registrations if any(parameters[name].requires_grad for name in r.owners)]
+        frozen = [registration for registration in registrations if registration not in trained]
+        self._make_blocks([trained, frozen], registrations, parameters, {})
+
+    @torch.no_grad()
+    def extend(self) -> None:
+        """Make blocks for registrations that are new. The others keep their blocks, with everything in them.
+
+        New blocks have groups of their own, so that they may be decomposed at other times.
+        """
+        registrations, parameters = self.wanted()
+        before = self._blocks
+        unchanged = {
+            registration.parameters: registration
+            for registration in registrations
+            if registration.parameters in before
+            and before[registration.parameters].registration.approximation == registration.approximation
+        }
+        cohorts = [[unchanged[key] for key in cohort if key in unchanged] for cohort in self._cohorts]
+        new = [registration for registration in registrations if registration.parameters not in unchanged]
+        owners = {name: block.group.owner for block in before.values() for name in block.registration.owners}
+        self._make_blocks([*cohorts, new], registrations, parameters, owners)
+        for key in unchanged:
+            block, earlier = self._blocks[key], before[key]
+            state = earlier.state()
+            for name, tensor in block.state().items():
+                tensor.copy_(state[name])
+            block.group.updated, block.group.inverted = earlier.group.updated, earlier.group.inverted
+
+    def _make_blocks(
+        self,
+        cohorts: Sequence[Sequence[Registration]],
+        registrations: tuple[Registration, ...],
+        parameters: Mapping[str, Tensor],
+        owners: Mapping[str, int | None],
+    ) -> None:
+        """
+        Args:
+            cohorts: registrations that are recorded and decomposed at the same times, so that they may be stacked.
+            owners: of parameters that have one already; what is computed for them stays where it is.
+        """
+        self._cohorts = [[registration.parameters for registration in cohort] for cohort in cohorts]
+        self._divided = divided_forms(registrations, self.shards)
+        owner_of = self._owners_of(registrations, parameters, owners)
+        self._groups = []
+        for cohort in cohorts:
+            for owner in dict.fromkeys(owner_of[registration.parameters] for registration in cohort):
+                members = [registration for registration in cohort if owner_of[registration.parameters] == owner]
+                self._groups += self._make_groups(members, parameters, owner)
+        self._make_extras(self._groups)
+        blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
+        by_key = {block.parameters: block for block in blocks}
+        self._blocks = Blocks({r.parameters: by_key[r.parameters] for r in registrations})
+        self._shapes = {name: parameters[name].shape for r in registrations for name in r.owners}
+        self._registrations = registrations
+        self._never_inverted.clear()
+        self._inverter = Inverter(self.kept, self.roots)
+
+    def _owners_of(
+        self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], owners: Mapping[str, int | None]
+    ) -> Mapping[Key, int | None]:
+        """The owner of every registration; None: every process. owners: those that parameters have already."""
+        everywhere = dict.fromkeys(registration.parameters for registration in registrations)
+        if self.owners is None:
+            return everywhere
+        owned = [registration for registration in registrations if registration.parameters not in self._divided]
+        blocks = [group for r in owned for group in self._new_groups([r], parameters, META)]
+        self._make_extras(blocks)
+        known = {name: owner for name, owner in owners.items() if owner is not None}
+        assigned = self.owners.assign(blocks, known)
+        return everywhere | {r.parameters: owner for r, owner in zip(owned, assigned, strict=True)}
+
+    def _make_groups(
+        self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], owner: int | None
+    ) -> list[BlockGroup]:
+        """The groups of registrations with one owner, without memory if that is another process."""
+        here = self.owners is None or owner in (None, self.owners.rank)
+        groups = self._new_groups(registrations, parameters, None if here else META)
+        for group in groups:
+            group.owner, group.here, group.relative_damping = owner, here, self.relative_damping
+        return groups
+
+    def _new_groups(
+        self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], device: torch.device | None
+    ) -> list[BlockGroup]:
+        """The groups of registrations, without extras. device: None for that of the parameters."""
+        return make_groups(
+            registrations,
+            parameters,
+            roots=self.roots,
+            damping=self._damping,
+            dtype=self.factor_dtype,
+            device=device,
+            divided=self._divided,
+        )
+
+    def _make_extras(self, groups: Sequence[BlockGroup]) -> None:
+        if self.new_extras is not None:
+            for group, extras in zip(groups, self.new_extras(groups), strict=True):
+                group.extras = extras
+
+    @property
+    def groups(self) -> list[BlockGroup]:
+        """The stacks of blocks of equal shape."""
+        if self._registrations is None:
+            self.build()
+        return self._groups
+
+    @property
+    def kept(self) -> list[BlockGroup]:
+        """The groups whose factors and inverses this process keeps: all but those of other owners."""
+        return [group for group in self.groups if group.here]
+
+    @property
+    def shards(self) -> Shards | None:
+        """The sharded parameters, among whose processes blocks are divided."""
+        return None if self.owners is None else self.owners.shards
+
+    @property
+    def owner_of(self) -> Mapping[str, int] | None:
+        """The process that keeps the blocks of each parameter, without those whose blocks are divided as they are; None
+        if every process keeps all."""
+        if self.owners is None:
+            return None
+        by_key = {r.parameters: group.owner for group in self.groups for r in group.registrations}
+        names = {name: by_key[key] for key, block in self.blocks.items() for name in block.registration.owners}
+        return {name: owner for name, owner in names.items() if owner is not None}
+
+    @property
+    def blocks(self) -> Blocks:
+        """By the names of their parameters, in the order of the registrations."""
+        if self._registrations is None:
+            self.build()
+        return self._blocks
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that vectors must have."""
+        return tuple(dict.fromkeys(name for block in self.blocks.values() for name in block.registration.owners))
+
+    @property
+    def damping(self) -> Tensor:
+        """λ, a 0-d tensor. Assigning a number or a tensor writes into it. Raises ValueError for a negative number."""
+        return self._damping
+
+    @damping.setter
+    def damping(self, value: float | Tensor) -> None:
+        one_element("damping", value) if isinstance(value, Tensor) else not_negative("damping", value)
+        self._damping.copy_(value.reshape(())) if isinstance(value, Tensor) else self._damping.fill_(value)
+
+    def update_inverses(self, keys: Collection[Key] | None = None) -> None:
+        """Decompose the damped factors. Raises FactorNotReady before the first update of the factors.
+
+        Blocks that were frozen in all batches so far have no factors, and wait. The host waits for the device as long
+        as a block has had no valid inverse: its products raise FactorNotReady.
+
+        keys: decompose the blocks of these registrations only, and others that are stacked with them; None: all.
+        """
+        failed = {
+            group: group.failed.clone()
+            for group in self.groups
+            if not (group.inverted and self._never_inverted.isdisjoint(r.parameters for r in group.registrations))
+        }
+        for group in self.decompose(keys):
+            if group.here and group in failed:
+                inverted = (group.failed == failed[group]).tolist()
+                for registration, has_inverse in zip(group.registrations, inverted, strict=True):
+                    change = self._never_inverted.discard if has_inverse else self._never_inverted.add
+                    change(registration.parameters)
+
+    def decompose(self, keys: Collection[Key] | None = None) -> list[BlockGroup]:
+        """`update_inverses` without a look at the result, which KFAC guards on the device. Returns the groups."""
+        ready = [group for group in self.groups if group.updated]
+        if not ready:
+            self.groups[0].check_updated()
+        if keys is not None:
+            ready = [group for group in ready if any(r.parameters in keys for r in group.registrations)]
+        all_ready = len(ready) == len(self.groups)
+        inverter = self._inverter if all_ready else Inverter([group for group in ready if group.here], self.roots)
+        inverter.update()
+        for group in ready:  # those of other owners, too, who decompose them at the same time
+            group.inverted = group.inverted or bool(self.roots)
+        return ready
+
+    def idle(self, names: Container[str]) -> frozenset[str]:
+        """The parameters, none of them among `names`, whose blocks have no factors or no inverses yet, because they
+        were frozen in all batches so far."""
+        waiting = (group for group in self.groups if not (group.updated and (group.inverted or not group.roots)))
+        owners = ({name for r in group.registrations for name in r.owners} for group in waiting)
+        return frozenset(n for of_group in owners if not any(name in names for name in of_group) for n in of_group)
+
+    @torch.no_grad()
+    def spectrum(
+        self,
+        *,
+        scale: float | Tensor = 1.0,
+        damping: Damping | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Spectrum:
+        """s F + δ I by the eigenvectors of the present factors: powers, determinants, diagonals and samples, for any s
+        and δ.
+
+        It decomposes all factors once and does not need `update_inverses`. The damping is not split between the sides.
+
+        Args:
+            scale: s; the number of training cases for the precision of a Laplace approximation.
+            damping: δ, see `Spectrum`; None: λ.
+            dtype: the precision of the decompositions, such as torch.float64; the results have that of the factors.
+                None: that of the factors, and float64 for factors whose decomposition fails.
+            device: where they are computed, such as "cpu" for want of memory; None: where the factors are.
+
+        Raises:
+            FactorNotReady: there was no first update.
+            ValueError: another dtype, or a device that is not there.
+            ApproximationError: a series is too wide to be dense.
+        """
+        if dtype not in (None, torch.float32, torch.float64):
+            raise wrong_value("dtype", dtype, "be torch.float32 or torch.float64")
+        optional(a_device, "device", device)
+        systems = [System.of(group, dtype, device) for group in self.groups]
+        return Spectrum(systems, self._shapes, scale, self.damping.clone() if damping is None else damping)
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def multiply_kept(self, vector: Vector) -> dict[str, Tensor]:
+        """`multiply` for the parameters whose blocks this process keeps, and no others; without a message."""
+        return self._multiply(vector, 1.0, kept=True)
+
+    def multiply_inverse_kept(self, vector: Vector) -> dict[str, Tensor]:
+        """`multiply_inverse` for the parameters whose blocks this process keeps, and no others; without a message."""
+        return self._multiply(vector, -1.0, kept=True)
+
+    def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
+        """(F + λ I)^exp v; exp must be 1 or among `exps`."""
+        return self._multiply(vector, number("exp", exp))
+
+    @torch.no_grad()
+    def _multiply(self, vector: Vector, root: Root, transpose: bool = False, kept: bool = False) -> dict[str, Tensor]:
+        groups, shapes = self.groups, self._shapes
+        if kept and self.owners is not None:
+            groups = self.kept
+            shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
+            shapes |= {n: torch.Size(s) for form in self._divided.values() for n, s in form.shapes.items()}
+        check_kinds(vector, shapes)
+        lead = leading(vector, shapes)
+        idle = self.idle(vector).intersection(shapes)
+        if idle and idle != shapes.keys():
+            groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
+            shapes = {name: shape for name, shape in shapes.items() if name not in idle}
+        check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
+        if root != 1 and self._never_inverted:
+            raise without_inverse(self.blocks[key].registration for key in sorted(self._never_inverted))
+        vector = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
+        if lead:
+            many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}
+            rows = zip(*many.values(), strict=True)
+            each = [self._multiply(dict(zip(many, row, strict=True)), root, transpose) for row in rows]
+            return {
+                name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
+                for name, tensor in vector.items()
+            }
+
+        def multiplied(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
+            return [group.multiply(m, root, transpose) for group, m in zip(groups, matrices, strict=True)]
+
+        return self.of_groups(groups, multiplied, vector, kept=kept)
+
+    def of_groups(
+        self,
+        groups: Sequence[BlockGroup],
+        of: Callable[[Sequence[BlockGroup], Iterable[Tensor]], Iterable[Tensor]],
+        vector: Vector,
+        kept: bool = False,
+    ) -> dict[str, Tensor]:
+        """`of(groups, matrices)` as one vector, in the shapes and precisions of `vector`.
+
+        of: takes the groups that this process keeps, and the matrix [L, g, o, i] of each for `vector`, and returns one
+            for each. Without `kept` one message brings those of the other processes.
+        """
+        registrations = [registration for group in groups for registration in group.registrations]
+        parts = split(vector, registrations)
+        divided = [] if kept else [n for r in registrations if r.parameters in self._divided for n in r.parameters]
+        if self.shards is not None and divided:
+            parts |= self.shards.parts({name: parts[name] for name in divided})
+        product: dict[str, Tensor] = {}
+        here = [group for group in groups if group.here]
+        for group, matrix in zip(here, of(here, (group.pack(parts) for group in here)), strict=True):
+            product |= group.unpack(matrix, parts)
+        if self.owners is not None and not kept:
+            shards = {name: product.pop(name) for name in divided}
+            product = self._gathered(product, groups, parts)
+            if self.shards is not None and divided:
+                product |= self.shards.gathered(shards)
+        return joined(product, registrations, vector)
+
+    def _gathered(
+        self, product: Mapping[str, Tensor], groups: Sequence[BlockGroup], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The products of all processes, by the names of the registrations. product: of this process."""
+        assert self.owners is not None, "bug in kfac_fx: products of several processes, and no owners"
+        names: dict[int, list[str]] = {}
+        for group in groups:
+            if group.owner is not None:
+                names.setdefault(group.owner, []).extend(n for r in group.registrations for n in r.parameters)
+        if not names:
+            return {}
+        of_process = [names.get(n, []) for n in range(max(names) + 1)]
+        mine = [product[name] for name in names.get(self.owners.rank, [])]
+        everything = self.owners.gather(mine, [[like[name] for name in of_owner] for of_owner in of_process])
+        return dict(zip((name for of_owner in of_process for name in of_owner), everything, strict=True))
+
+    # --- failures and state -----------------------------------------------------------------------------------------
+
+    @property
+    def failures(self) -> Failures:
+        """The failures of all blocks so far; waits for the device."""
+        return Failures(*map(sum, zip(*(group.failures() for group in self.groups), strict=True)))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors by readable names, sharing memory, without statistics that are accumulated but not yet folded."""
+        state = {"damping": self._damping}
+        for key, block in self.blocks.items():
+            state |= {f"{','.join(key)}/{name}": tensor for name, tensor in block.state().items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of `state_dict`. Raises ValueError, and loads nothing, if names or shapes differ."""
+        self.check_state(state)
+        self._never_inverted.clear()
+        for name, tensor in BlockDiagonalFisher.state_dict(self).items():
+            tensor.copy_(state[name])
+        for key, block in self.blocks.items():
+            block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if the names or shapes of a state are not those of this estimator."""
+        elsewhere = tuple(f"{','.join(key)}/" for key, block in self.blocks.items() if not block.group.here)
+        refuse_other_state(state, self.state_dict(), elsewhere, divided=self.owners is not None)

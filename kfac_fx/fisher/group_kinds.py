@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_fx.fisher.factor import NotRegisteredError
-from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.linalg.matrices import HERE, Place, bordered, rescued_eigh
 from kfac_fx.linalg.sharded import ShardLayout, Shards
 from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, OUTPUTS, Side
+from kfac_fx.passes.errors import NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm, block_width
 from kfac_fx.recording.statistics.moments import Key

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards, shard
 from kfac_fx.linalg.vectors import Tensors, connected

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.fisher.block import check_fits, check_kinds, leading
-from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.linalg.arguments import not_negative, one_element, whole_number
 from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.sharded import unsharded
-from kfac_fx.linalg.vectors import Vector, joined, split
+from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics.case_gradients import Cases

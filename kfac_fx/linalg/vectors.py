@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.errors import NotRegisteredError, RegistrationError, nearest
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece, ranges, unallocated
 from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
@@ -182,3 +182,49 @@ def vector_form(
     if registration.matrix is not None:
         return registration.matrix
     return ColumnForm({name: parameters[name].shape for name in registration.parameters})
+
+
+def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
+    """Raises NotRegisteredError with all names that are missing, of another shape or, if the vector is of these
+    parameters alone, unknown; TypeError if the vector is not a mapping."""
+    if not isinstance(vector, Mapping):
+        raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
+    missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
+    misshapen = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
+    if not (missing or unknown or misshapen):
+        return
+    lines = ["the vector does not fit the registered parameters:"]
+    lines += [f"  missing  {name}" for name in missing]
+    lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
+    lines += [f"  {name} is {list(vector[name].shape)}, the parameter {list(shapes[name])}" for name in misshapen]
+    if unknown:  # frozen parameters, or those that `variables` leaves out
+        lines.append("Pass only the parameters that are estimated: estimator.parameters.")
+    raise NotRegisteredError("\n".join(lines))
+
+
+def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises TypeError with all entries of a vector that are no numbers of floating point on a device."""
+    lines = []
+    if isinstance(vector, Mapping) and (others := [type(key).__name__ for key in vector if not isinstance(key, str)]):
+        raise TypeError(f"a vector is a dict of tensors by parameter name, and has a key that is a {others[0]}")
+    present = [name for name in shapes if name in vector] if isinstance(vector, Mapping) else []
+    for name in present:
+        entry: Any = vector[name]
+        if entry is None:
+            lines.append(f"  {name} is None: write zeros for a parameter without a gradient")
+        elif not isinstance(entry, Tensor):
+            lines.append(f"  {name} is a {type(entry).__name__}: write torch.as_tensor(value)")
+        elif not (entry.is_floating_point() or entry.is_complex()):
+            lines.append(f"  {name} is of {entry.dtype}: write tensor.float()")
+        elif entry.is_meta:
+            lines.append(f"  {name} is on the meta device, and has no values")
+    if lines:
+        raise TypeError("\n".join(["the vector has entries that cannot be multiplied:", *lines]))
+
+
+def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The additional dimensions of a vector, in front of those of the parameters."""
+    name = next((name for name in shapes if name in vector), None) if isinstance(vector, Mapping) else None
+    if name is None:
+        return ()
+    return tuple(vector[name].shape[: max(0, vector[name].dim() - len(shapes[name]))])

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORE_INDEX, Categorical, NormalMeanVariance
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORE_INDEX, Categorical, LossFunction, NormalMeanVariance
 from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
 from kfac_fx.passes.torch_losses import SHORT, TORCH_LOSSES, TorchLoss
 

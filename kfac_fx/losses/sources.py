@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import TargetsMissing, nearest, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")

@@ -15,15 +15,14 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.sharded import drop_gathered, is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
-from kfac_fx.optim.check_precision import CheckPrecision
-from kfac_fx.optim.loss_gradient import Watched, watch
-from kfac_fx.optim.loss_scale import check_coverage, check_scale
+from kfac_fx.optim.curvature import CheckPrecision
+from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.matrix import HALVES
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.effects import RandomState, autocast, without_a_trace
-from kfac_fx.recording.checks.outputs import differ, sampled_elements
+from kfac_fx.recording.checks.equivalence import differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics.moments import Key, Moments, PendingMoments
 

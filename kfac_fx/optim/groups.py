@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from kfac_fx.fisher.placement import UNDIVIDED, VectorDivision
 from kfac_fx.linalg.arguments import not_negative, number, one_element
-from kfac_fx.linalg.host import copy_if_, zero_unless_
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.sharded import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.options import KFACOptions

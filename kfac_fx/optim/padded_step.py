@@ -30,11 +30,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.stacks import BlockGroup
+from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.linalg.matrices import cache_aligned, half_products
 from kfac_fx.linalg.vectors import Tensors, joined, split
-from kfac_fx.optim.eigen_means import Means, StepScalars, adam_step
-from kfac_fx.optim.eigen_moments import combine, divide_root, eigenvalues_of, lengths, momentum_of
+from kfac_fx.optim.eigen_moments import (
+    Means,
+    StepScalars,
+    adam_step,
+    combine,
+    divide_root,
+    eigenvalues_of,
+    lengths,
+    momentum_of,
+)
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration

@@ -48,8 +48,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kfac_fx.fisher.stacks import BlockGroup
-from kfac_fx.linalg.host import HostCopy
+from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.recording.statistics.moments import Key

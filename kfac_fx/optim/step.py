@@ -22,8 +22,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.replaced_call import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
-from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.batch_part import part_of_batch, share_of_checks
+from kfac_fx.optim.batch_loss import BatchLoss, part_of_batch, share_of_checks
 from kfac_fx.optim.eigen_moments import refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal

@@ -40,8 +40,8 @@ norm is at most max(1, h).
 <d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
 product with the Jacobian costs four. It takes the place of this quotient in "adaptive", which divides by <d, F d>, and
 where a quotient is no measure of the batch (`against_quotients`). All forwards of a check compute in the precision of
-the parameters (`kfac_fx.optim.check_precision`). On an accelerator they take a part of the batch
-(`kfac_fx.optim.batch_part`).
+the parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of the batch
+(`kfac_fx.optim.batch_loss`).
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -67,11 +67,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.host import copy_if_
+from kfac_fx.linalg.matrices import copy_if_
 from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
-from kfac_fx.optim.check_precision import COARSE
+from kfac_fx.optim.curvature import COARSE
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.rules import DampingRule, Product
 from kfac_fx.passes.graphs.labels import gradient_stop

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.fisher.stacks import BlockGroup
-from kfac_fx.linalg.host import zero_unless_
+from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.batch_part import SHARE
+from kfac_fx.optim.batch_loss import SHARE
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
-from kfac_fx.optim.eigen_means import Means
-from kfac_fx.optim.eigen_moments import directions, step_in_bases, without_basis
+from kfac_fx.optim.eigen_moments import Means, directions, step_in_bases, without_basis
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import (
     FlatParameters,

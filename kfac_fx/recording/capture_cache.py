@@ -1,25 +1,47 @@
 """The captures of one model: one for every kind of call, made and proved at the first such call, all for one set of
-blocks."""
+blocks.
+
+One capture of a model: one graph, or one for each of the largest submodules that have one, and its proof.
+
+The captures of one model must have registrations of which the same blocks can be made.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from kfac_fx.linalg.sharded import drop_gathered
-from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, fatal
-from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.passes.approximations import longest
+from kfac_fx.passes.divided.divide import Division, divide
+from kfac_fx.passes.errors import (
+    PUBLIC,
+    SEE_THAT_IT_RUNS,
+    AmbiguousRegistrationError,
+    ModelChangedError,
+    RegistrationError,
+    UntraceableError,
+    fatal,
+    first_line,
+    table,
+    warn_user,
+)
+from kfac_fx.passes.ir import Options, Program, Registration
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pipeline import SUBMODULES, run
+from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import CAPTURING
-from kfac_fx.recording.capturing import Capturing, CompileArguments, agreeing, continuing
+from kfac_fx.recording.checks.proof import prove
 from kfac_fx.recording.checks.unchanged import (
     Structure,
     Trained,
@@ -27,10 +49,293 @@ from kfac_fx.recording.checks.unchanged import (
     refuse_unfit,
     refuse_without_values,
 )
-from kfac_fx.recording.emitted_submodules import EmittedSubmodules
-from kfac_fx.recording.frames import UncapturedCall
+from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
+from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.moments import PendingMoments
+from kfac_fx.recording.statistics.moments import Key, PendingMoments, statistics_of
+
+# --- agreement of captures --------------------------------------------------------------------------------------------
+
+
+def with_generic(program: Program, earlier: Program) -> Program:
+    """`program` with all parameters generic that were generic in the capture from earlier inputs."""
+    reasons = {
+        name: registration.reason
+        for registration in earlier.registrations
+        if registration.generic
+        for name in registration.parameters
+    }
+    registrations: list[Registration] = []
+    for registration in program.registrations:
+        if any(name in reasons for name in registration.parameters):
+            registrations += [program.generic(name, reasons.get(name)) for name in registration.parameters]
+        else:
+            registrations.append(registration)
+    return program.but(registrations=tuple(registrations))
+
+
+def agreeing(recorder: Recorder, known: Sequence[Registration], masked: bool = False) -> Recorder:
+    """`recorder` with the approximations of the known registrations, and without those that differ from them.
+
+    Only registrations of which all parameters are frozen may differ: adapters that are switched off.
+
+    known: the registrations of which there are blocks. masked: whether these were captured with a padding mask.
+
+    Raises ModelChangedError if other registrations differ.
+    """
+    frozen = recorder.frozen
+    before = {registration.parameters: registration for registration in known}
+    now = {registration.parameters: registration for registration in recorder.registrations}
+    rows = {key: other_path(before.get(key), now.get(key)) for key in dict.fromkeys((*before, *now))}
+    if recorder.program.mask is not None and masked:
+        rows |= {key: rows[key] or other_masks(before[key], now[key]) for key in before if key in now}
+    owners = {key: set((before.get(key) or now[key]).owners) for key in rows}
+    if differing := [(", ".join(key), text) for key, text in rows.items() if text and not owners[key] <= frozen]:
+        name = class_of(recorder.model).__name__
+        raise ModelChangedError(
+            f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
+            f"{table(differing)}\nCompile the model once per control-flow path."
+        )
+    recorder = with_approximations(recorder, {key: before[key] for key in before if key in now and not rows[key]})
+    recorder.absent = frozenset(name for key, text in rows.items() if text for name in owners[key])
+    return recorder
+
+
+def continuing(recorder: Recorder, known: Sequence[Registration]) -> Recorder:
+    """A first capture in which more parameters are trained than in those that `known` comes from, with the
+    approximations of the blocks that go on."""
+    before = {registration.parameters: registration for registration in known}
+    same = {
+        registration.parameters: before[registration.parameters]
+        for registration in recorder.registrations
+        if registration.parameters in before and not other_path(before[registration.parameters], registration)
+    }
+    recorder = with_approximations(recorder, same)
+    used = {name for registration in recorder.registrations for name in registration.owners}
+    recorder.absent = frozenset(name for registration in known for name in registration.owners) - used
+    return recorder
+
+
+def with_approximations(recorder: Recorder, known: Mapping[Key, Registration]) -> Recorder:
+    """The recorder with the approximations of `known`, by the parameters of its registrations."""
+    adopted = tuple(
+        replace(registration, approximation=known[registration.parameters].approximation)
+        if registration.parameters in known
+        else registration
+        for registration in recorder.registrations
+    )
+    if adopted == recorder.registrations:
+        return recorder
+    return recorder.with_program(recorder.program.but(registrations=adopted))
+
+
+def other_path(first: Registration | None, other: Registration | None) -> str:
+    """The difference that two registrations of the same parameters make to their block; "" if there is none."""
+    if first is None or other is None:
+        return f"{in_words(first)} at first, {in_words(other)} here"
+    if first.structure.needs_cases and not other.structure.needs_cases:
+        return f"{in_words(first)} and {first.approximation} at first, {in_words(other)} here"
+    approximated = replace(other, approximation=first.approximation)
+    difference = f"{in_words(first)} at first, {in_words(other)} here"
+    if first.structure.series and other.steps > (most := longest(first.steps)):
+        return f"{difference}; {first.approximation} is prepared for {most} at most"
+    same = first.layer == other.layer and statistics_of(first) == statistics_of(approximated)
+    return "" if same else difference
+
+
+def other_masks(first: Registration, other: Registration) -> str:
+    """A sentence if padding would be in the factors of one batch and not in those of another, else ""."""
+    fits = [any(use.mask_dims for use in registration.uses) for registration in (first, other)]
+    return "" if fits[0] == fits[1] else f"the padding mask fits its uses {'at first' if fits[0] else 'here'} only"
+
+
+def in_words(registration: Registration | None) -> str:
+    if registration is None:
+        return "no block of its own"
+    number = len(registration.uses)
+    uses = "" if registration.generic else f" with {number} use{'s' * (number != 1)}"
+    return f"{registration.layer}{uses}{f' ({registration.reason})' if registration.reason else ''}"
+
+
+# --- one capture ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompileArguments:
+    """The arguments of `compile`, checked.
+
+    passes: from a fresh capture to a program with registrations; not `run` if layers were registered by hand.
+    """
+
+    options: Options
+    layers: Mapping[str, Layer]
+    loss: LossSpec | RegisteredLosses | None
+    verify: bool
+    backend: str
+    passes: Callable[[Program], Program] = run
+    padding_mask: PaddingMask | None = None
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """Captures of `model` as `arguments` say. Every method returns a new one and keeps none."""
+
+    model: nn.Module
+    arguments: CompileArguments
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the layers were registered by hand, on the nodes of one graph."""
+        return self.arguments.passes is not run
+
+    def registered(self, traced: Capture) -> Recorder:
+        """A capture of the whole model with its registrations, not proved."""
+        return self.emitted(traced, self.arguments.passes(traced.program))
+
+    def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], every_size: bool, first: bool) -> Recorder:
+        """One graph of the whole model, or one for each of the largest submodules that have one.
+
+        every_size: the sizes of images were seen to change. first: no capture was made before, with which this one
+            must agree.
+        """
+        arguments = self.arguments
+        try:
+            traced = trace_model(
+                self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
+            )
+            parts = self.around_autocast(traced.program, args, kwargs)
+            if parts is not None and not generic_parameters(parts):
+                return parts
+            program = arguments.passes(traced.program)
+            if arguments.padding_mask is not None:
+                program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
+                if first:
+                    refuse_unfit_mask(program)
+            whole = self.proved(self.emitted(traced, program), args, kwargs)
+            return parts if parts is not None and generic_parameters(parts) < generic_parameters(whole) else whole
+        except UntraceableError as error:
+            if self.by_hand:
+                raise
+            return self.divided(args, kwargs, error)
+
+    def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
+        """The model divided around layers that its graph hides inside of autocast; None if there are none, or if it
+        cannot be divided."""
+        if self.by_hand or not (names := in_autocast(program)):
+            return None
+        name = type(self.model).__name__
+        try:
+            return self.divided(
+                args,
+                kwargs,
+                UntraceableError(
+                    f"{name} runs {', '.join(names)} under autocast of its own, which is closed to passes."
+                ),
+            )
+        except (UntraceableError, RegistrationError):  # the graph of the whole model says what is wrong
+            return None
+
+    def divided(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        error: UntraceableError,
+        earlier: EmittedSubmodules | None = None,
+    ) -> Recorder:
+        """Capture the largest submodules that can be captured.
+
+        error: why the whole model was not captured. earlier: the captures from other inputs, which are kept.
+        """
+        division, program = self.division(args, kwargs, error, None if earlier is None else earlier.division)
+        if earlier is not None:
+            program = with_generic(program, earlier.program)
+        arguments = self.arguments
+        emitted = emitted_division(
+            division,
+            program,
+            self.model,
+            args,
+            kwargs,
+            backend=arguments.backend,
+            returns_loss=arguments.loss is not None,
+            padding_mask=arguments.padding_mask,
+            earlier=earlier,
+        )
+        try:
+            return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify), args, kwargs)
+        except UncapturedCall as uncaptured:
+            raise self.unstable(uncaptured) from None
+
+    def division(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: UntraceableError, earlier: Division | None
+    ) -> tuple[Division, Program]:
+        """A division of the model, and its program with registrations.
+
+        Operations of Python that read parameters are not captured where their uses are ambiguous beside those in the
+        submodules.
+        """
+        options, layers = self.arguments.options, self.arguments.layers
+        for reads in (True, False):
+            try:
+                cases = number_of_examples(args, kwargs)
+                division = divide(self.model, args, kwargs, options, layers, error, earlier, cases, reads)
+            except UntraceableError:
+                raise
+            except Exception as failure:
+                if fatal(failure):
+                    raise
+                raise UntraceableError(
+                    f"{type(self.model).__name__} does not run on these inputs: "
+                    f"{type(failure).__name__}: {first_line(failure)}\n"
+                    "Correct the inputs or the model. The error of torch.export is:\n"
+                    + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
+                ) from failure
+            try:
+                return division, run(division.program, SUBMODULES)
+            except AmbiguousRegistrationError:
+                if not any(captured.is_read for captured in division.captured):
+                    raise
+        raise AssertionError("bug in kfac_fx: a division without reads that has some")
+
+    def emitted(self, traced: Capture, program: Program) -> Recorder:
+        emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
+        return Recorder(
+            emitted, self.arguments.loss, settings=traced.settings(self.model), verify=self.arguments.verify
+        )
+
+    def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        """The recorder with what the proof has shown, if `verify`."""
+        verdict = prove(recorder, args, kwargs) if self.arguments.verify else None
+        if verdict is not None and verdict.program.registrations != recorder.program.registrations:
+            recorder = recorder.with_program(verdict.program)
+        recorder.proven = verdict is None or verdict.conclusive
+        recorder.misfits = [] if verdict is None else [*verdict.misfits]
+        for misfit in recorder.misfits:
+            warn_user(UserWarning(misfit))
+        if isinstance(recorder.emitted, EmittedSubmodules):
+            recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
+        return recorder
+
+    def unstable(self, uncaptured: UncapturedCall) -> UntraceableError:
+        name, path = type(self.model).__name__, uncaptured.path
+        if uncaptured.asks:
+            return UntraceableError(
+                f"{path} asks in forward whether a tensor needs a gradient (requires_grad, is_leaf or grad_fn), and "
+                f"{name} is captured in submodules, which run with gradients and without.\n"
+                f"Let {path} decide by self.training, by an attribute of its own, or by an argument."
+            )
+        return UntraceableError(
+            f"{name} calls {path} differently in every forward pass, even with identical inputs "
+            "and random seeds.\nLet forward depend only on its inputs, its attributes and torch's random numbers."
+        )
+
+
+def generic_parameters(recorder: Recorder) -> int:
+    return sum(len(registration.parameters) for registration in recorder.registrations if registration.generic)
+
+
+# --- the captures of a model ------------------------------------------------------------------------------------------
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences

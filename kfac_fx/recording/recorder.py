@@ -29,8 +29,8 @@ from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
+from kfac_fx.recording.masks import OutputLosses
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
-from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.recording.statistics.moments import (
     Key,
     Moments,
@@ -40,8 +40,7 @@ from kfac_fx.recording.statistics.moments import (
     with_turned,
     without_turned,
 )
-from kfac_fx.recording.taps.subsample import ROBERTS_STEPS
-from kfac_fx.recording.taps.tap import Tap, make_probes
+from kfac_fx.recording.taps.tap import ROBERTS_STEPS, Tap, make_probes
 
 
 @dataclass

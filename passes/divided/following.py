@@ -1,7 +1,7 @@
 """Following parameters through the Python code of a forward, to the operations that read them; see `reads`.
 
 `Reads` is the mode that follows them. `Readers` collects the reads outside of the captured submodules on the examples;
-`kfac_fx.recording.frames.ServedReads` runs their graphs in a recording.
+`kfac_fx.recording.emitted_submodules.ServedReads` runs their graphs in a recording.
 
 Operations of Python that read parameters.
 

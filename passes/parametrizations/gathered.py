@@ -453,5 +453,5 @@ EXAMPLES = {
     "gathered inputs": WeightExample(lambda w: w[:, torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
     "linear map": WeightExample(
         lambda w: F.interpolate(w.t()[None], scale_factor=0.5, mode="linear")[0].t(), {"w": (8, 4)}
-    )
+    ),
 }

@@ -15,7 +15,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.recording.statistics.row_sums import named
-from kfac_fx.recording.taps.rows import LAGGED
+from kfac_fx.recording.taps.tap import LAGGED
 
 every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
 MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)

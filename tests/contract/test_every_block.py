@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockOperator, make_block, make_groups
-from kfac_fx.fisher.factor import A_CASE
-from kfac_fx.fisher.stacks import BlockGroup, Inverter
+from kfac_fx.fisher.factor import A_CASE, BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.optim import padded_step
-from kfac_fx.optim.eigen_means import StepScalars
+from kfac_fx.optim.eigen_moments import StepScalars
 from kfac_fx.recording.backends import CudaGraph
 from tests.cuda.on_cuda import ON_CUDA
 

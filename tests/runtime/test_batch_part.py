@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from kfac_fx.compiled.compiler import compile
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim import step
-from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
-from kfac_fx.optim.batch_part import SHARE, part_of_batch, share_of_checks
+from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.tracing.effects import RandomState

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockOperator, make_block, make_groups
-from kfac_fx.fisher.factor import NotRegisteredError
 from kfac_fx.linalg.matrices import Root
-from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.recording.statistics.moments import statistics_of

@@ -5,8 +5,7 @@ import math
 
 from rich.console import Console
 
-from kfac_fx.cli.demo import Point, Run, mark, results, results_table, verdict
-from kfac_fx.cli.demo_tasks import METHODS, SETTINGS
+from kfac_fx.cli.demo import METHODS, SETTINGS, Point, Run, mark, results, results_table, verdict
 
 
 def run_of(method: str, *losses: float) -> Run:

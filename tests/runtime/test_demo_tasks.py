@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kfac_fx.cli.demo_tasks import Task, method_steps, shifted_shapes, tasks
+from kfac_fx.cli.demo import Task, method_steps, shifted_shapes, tasks
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kfac_fx.cli import demo
-from kfac_fx.cli.demo import Point, Run, draw, one_thread, train
-from kfac_fx.cli.demo_tasks import METHODS, Task, tasks
+from kfac_fx.cli.demo import METHODS, Point, Run, Task, draw, one_thread, tasks, train
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.pending_batch import PendingBatch, packed_sums, unpacked_sums
+from kfac_fx.estimator.estimator import PendingBatch, packed_sums, unpacked_sums
 from kfac_fx.passes.approximations import APPROXIMATIONS
 
 KEY, OTHER = ("0.weight",), ("1.weight",)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiler import compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.optim.eigen_means import Means, means_of
-from kfac_fx.optim.eigen_moments import new_extras, step_in_bases, update_bases
+from kfac_fx.optim.eigen_moments import Means, means_of, new_extras, step_in_bases, update_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients
 
 Gradients = dict[str, Tensor]

@@ -14,10 +14,12 @@ from torch.nn import functional as F
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiler import compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.optim.eigen_means import EPSILON, Means, means_of
 from kfac_fx.optim.eigen_moments import (
+    EPSILON,
+    Means,
     basis_of,
     eigenvalues_of,
+    means_of,
     new_extras,
     step_in_bases,
     update_bases,

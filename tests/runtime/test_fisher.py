@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.whole import BlockDiagonalFisher
+from kfac_fx.fisher.block import BlockDiagonalFisher
 from tests.runtime.fake_net import EXACT, FakeNet, Mean, Scale, batch, deep, exact, mixed, noise
 
 # --- the oracle -----------------------------------------------------------------------------------------------------

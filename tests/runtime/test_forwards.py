@@ -16,7 +16,7 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.tracing.effects import RandomState, without_a_trace
-from kfac_fx.recording.checks.outputs import OutputWatch
+from kfac_fx.recording.checks.equivalence import OutputWatch
 from kfac_fx.recording.statistics.moments import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
@@ -455,7 +455,7 @@ def test_large_outputs_of_different_numbers_of_cases_are_not_watched_and_the_rep
         return [(1.0, Normal(output, 0.5)) for output in outputs]
 
     for limit, unchecked in ((1 << 22, False), (8, True)):
-        monkeypatch.setattr("kfac_fx.optim.loss_gradient.LIMIT", limit)
+        monkeypatch.setattr("kfac_fx.optim.loss_scale.LIMIT", limit)
         net = compile(Two(), (torch.randn(6, 4),), loss=loss)
         opt = KFAC(net, 0.1, damping=1.0, momentum_type="regular")
         sum(output.square().sum(1).mean() for output in net(torch.randn(6, 4))).backward()

@@ -18,7 +18,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.calls import Lent
 from kfac_fx.passes.tracing.signature import call_key
-from kfac_fx.recording.frames import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
+from kfac_fx.recording.emitted_submodules import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
 from tests.whole.divided import Branching, compiled
 from tests.whole.divided import X as INPUTS
 

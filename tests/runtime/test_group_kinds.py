@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.compiled.report.rows import rows
+from kfac_fx.compiled.report.report import rows
 from kfac_fx.passes.approximations import INPUTS, OUTPUTS
 from kfac_fx.recording.statistics.row_sums import in_blocks, named
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from kfac_fx.linalg import host
-from kfac_fx.linalg.host import HostCopy, copy_if_, zero_unless_
+from kfac_fx.linalg import matrices
+from kfac_fx.linalg.matrices import HostCopy, copy_if_, zero_unless_
 
 CONDITIONS = ([True], [False], [True, False, True])
 
@@ -16,7 +16,7 @@ CONDITIONS = ([True], [False], [True, False, True])
 @pytest.fixture(params=["read by the host", "computed with"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "computed with":
-        monkeypatch.setattr(host, "on_host", lambda condition: False)
+        monkeypatch.setattr(matrices, "on_host", lambda condition: False)
 
 
 @pytest.mark.usefixtures("ways")
@@ -42,8 +42,8 @@ def test_tensors_are_overwritten_where_a_condition_is_true(flags: list[bool]) ->
 def test_a_compiled_function_does_not_read_a_condition() -> None:
     condition = torch.tensor(True)
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        assert not host.on_host(condition)
-    assert not host.on_host(condition.to("meta"))
+        assert not matrices.on_host(condition)
+    assert not matrices.on_host(condition.to("meta"))
 
 
 class LateEvent:

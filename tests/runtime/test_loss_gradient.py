@@ -14,25 +14,23 @@ from torch import Tensor
 
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.registered import LossSpec, loss_from
-from kfac_fx.optim import loss_gradient
-from kfac_fx.optim.loss_gradient import (
+from kfac_fx.optim import loss_scale
+from kfac_fx.optim.loss_scale import (
     LossFactor,
     Watched,
+    advice,
+    axis_of_classes,
     enough,
+    factor_of_step,
     factor_of_value,
     factors,
     first,
     gradient_behind,
-    part_with_targets,
-    ratio,
-)
-from kfac_fx.optim.loss_scale import (
-    advice,
-    axis_of_classes,
-    factor_of_step,
     is_loss_scale,
     is_right,
     near,
+    part_with_targets,
+    ratio,
     short_name,
 )
 from kfac_fx.passes.torch_private import pytree
@@ -90,7 +88,7 @@ def test_a_number_s_gradient_arrives_through_its_own_inner_gradients() -> None:
 def test_of_large_outputs_the_first_cases_are_enough(
     shapes: list[tuple[int, ...]], limit: int, expected: tuple[int | None, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_gradient, "LIMIT", limit)
+    monkeypatch.setattr(loss_scale, "LIMIT", limit)
     assert enough([torch.zeros(shape) for shape in shapes]) == expected
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kfac_fx
 from kfac_fx import Batch, FisherEstimator, RegistrationError, Relative
 from kfac_fx.losses import Normal
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.recording.case_recorder import CaseRecorder
 from tests.models import ZOO
 from tests.runtime.single_cases import (

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiler import compile
-from kfac_fx.linalg import host
+from kfac_fx.linalg import matrices
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.recording.checks import outputs
+from kfac_fx.recording.checks import equivalence
 from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
 
@@ -130,8 +130,8 @@ def test_an_ordinary_step_reads_nothing_back_from_the_device(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A CPU reads these, because it need not wait.
-    monkeypatch.setattr(outputs, "refuse_changed_model", lambda differs, model: None)
-    monkeypatch.setattr(host, "on_host", lambda condition: False)
+    monkeypatch.setattr(equivalence, "refuse_changed_model", lambda differs, model: None)
+    monkeypatch.setattr(matrices, "on_host", lambda condition: False)
     net, opt = made(**options, weight_decay=0.1)
     train(net, opt, range(3))
     backward(net, 3)  # no inverses are due, and "adaptive" checks its step size

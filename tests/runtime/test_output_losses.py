@@ -14,7 +14,7 @@ from kfac_fx import LossError
 from kfac_fx.losses import Normal
 from kfac_fx.losses.registered import likelihood
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
-from kfac_fx.recording.output_losses import OutputLosses
+from kfac_fx.recording.masks import OutputLosses
 from tests.runtime.collections_of_toys import towers
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 

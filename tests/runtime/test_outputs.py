@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.linalg.host import HostCopy
+from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.recording.checks import outputs
-from kfac_fx.recording.checks.outputs import OutputWatch, differ, sampled_elements
+from kfac_fx.recording.checks import equivalence
+from kfac_fx.recording.checks.equivalence import OutputWatch, differ, sampled_elements
 
 X = torch.randn(20, 5)
 
@@ -70,7 +70,7 @@ def test_a_sample_is_of_the_floating_outputs_and_not_of_a_number_beside_them() -
 
 
 def test_a_sample_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "MOST_ELEMENTS", 10)
+    monkeypatch.setattr(equivalence, "MOST_ELEMENTS", 10)
     (small,) = sampled_elements([X])
     assert small.numel() <= 10 and torch.equal(small, X.reshape(-1)[::11])
 

@@ -14,8 +14,7 @@ import kfac_fx
 from kfac_fx.linalg.matrices import CACHE_LINE
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim import padded_step, step_state
-from kfac_fx.optim.eigen_means import EPSILON
-from kfac_fx.optim.eigen_moments import step_in_bases
+from kfac_fx.optim.eigen_moments import EPSILON, step_in_bases
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.recording.backends import CudaGraph

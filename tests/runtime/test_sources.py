@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, MultiBernoulli, Normal, NormalMeanVariance
-from kfac_fx.losses.distributions import DISTRIBUTIONS
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.losses.sources import (
     MODES,
     CaseSource,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.recording.taps import rows
-from kfac_fx.recording.taps.rows import both_rows, check_row_shapes, moment_and_grad_rows, scales
+from kfac_fx.recording.taps import tap
+from kfac_fx.recording.taps.tap import both_rows, check_row_shapes, moment_and_grad_rows, scales
 from tests.compiler.toy import Toy, before
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -51,7 +51,7 @@ def test_a_layer_whose_rows_are_columns_finds_the_cases_itself() -> None:
 @pytest.mark.parametrize(("batch_dim", "moved"), [(0, False), (1, True), (2, True), (3, False)])
 def test_a_tensor_without_the_dimension_of_the_cases_is_that_of_all(batch_dim: int, moved: bool) -> None:
     x = torch.randn(2, 3, 4)
-    assert torch.equal(rows.cases_first(x, batch_dim), x.movedim(batch_dim, 0) if moved else x)
+    assert torch.equal(tap.cases_first(x, batch_dim), x.movedim(batch_dim, 0) if moved else x)
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(2.0, -3.0), (1.0, 1.0), (0.5, 0.5)])
@@ -73,11 +73,11 @@ def test_a_shift_alone_has_rows_without_inputs() -> None:
     r, d = both_rows(registration, use, LAYERS["scale_and_shift"])(dy, x)
     assert r.shape == (N, 1, 3, 0) and torch.equal(d.flatten(), dy.flatten())
     ids = torch.zeros(N, 2, dtype=torch.long)
-    assert rows.without_inputs(ids, torch.randn(N, 2, 3))[0].shape == (N, 2, 0)
+    assert tap.without_inputs(ids, torch.randn(N, 2, 3))[0].shape == (N, 2, 0)
 
 
 def test_what_does_not_see_the_batch_has_positions_only() -> None:
-    r, d = rows.shared_by_cases(torch.arange(6.0).view(1, 3, 2), torch.randn(4, 3, 5))
+    r, d = tap.shared_by_cases(torch.arange(6.0).view(1, 3, 2), torch.randn(4, 3, 5))
     assert r.shape == (1, 12, 2) and d.shape == (1, 12, 5)
     assert torch.equal(r[0, 3:6], r[0, :3])
 
@@ -85,7 +85,7 @@ def test_what_does_not_see_the_batch_has_positions_only() -> None:
 def test_a_patch_mask_multiplies_the_rows_and_not_the_gradient_rows() -> None:
     x, dy = torch.randn(N, 5), torch.randn(N, 3)
     registration, use = registered(lambda x, w: F.linear(x, w), x, "linear", w=(3, 5))
-    masked = rows.with_patch_mask(both_rows(registration, use, LAYERS["linear"]))
+    masked = tap.with_patch_mask(both_rows(registration, use, LAYERS["linear"]))
     mask = torch.tensor([1, 0, 1, 0, 0.5], dtype=torch.float32)
     r, d = masked(dy, x, mask)
     assert r.dtype == x.dtype and torch.equal(r[:, 0], x * mask) and torch.equal(d[:, 0], dy)
@@ -93,7 +93,7 @@ def test_a_patch_mask_multiplies_the_rows_and_not_the_gradient_rows() -> None:
 
 def test_a_step_of_a_parametrization_has_its_own_tensors_under_its_own_names() -> None:
     """The second one of a use reads "1.index", as `index`."""
-    step = rows.with_names(lambda both, tensors: (both[0] + tensors["index"], both[1]), {"index": "1.index"})
+    step = tap.with_names(lambda both, tensors: (both[0] + tensors["index"], both[1]), {"index": "1.index"})
     assert step((torch.tensor(1), torch.tensor(2)), {"0.index": 10, "1.index": 20}) == (21, 2)
 
 
@@ -123,7 +123,7 @@ def test_the_second_moment_is_float32_at_least() -> None:
 
 def test_sums_of_inputs_count_once_for_all_sources_in_all_their_variants() -> None:
     names = ("count", "count/reduced", "A", "A/2", "A_diag", "A1", "pairs", "G", "G/2", "per_case", "gradient")
-    sums = rows.over_sources([{name: torch.full((2,), value) for name in names} for value in (1.0, 3.0)])
+    sums = tap.over_sources([{name: torch.full((2,), value) for name in names} for value in (1.0, 3.0)])
     assert {name for name in names if sums[name].tolist() == [1.0, 1.0]} == set(names[:7])
     assert sums["G"].tolist() == sums["G/2"].tolist() == [4.0, 4.0]
     assert sums["per_case"].tolist() == sums["gradient"].tolist() == [[1.0, 1.0], [3.0, 3.0]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kfac_fx.recording.statistics.row_sums import Rows
-from kfac_fx.recording.taps.rows import LAGGED, unfolded
+from kfac_fx.recording.taps.tap import LAGGED, unfolded
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks import sweep
 from kfac_fx import cli
 from kfac_fx.cli import demo
-from kfac_fx.cli.demo_tasks import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
+from kfac_fx.cli.demo import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 import kfac_fx
 from kfac_fx import losses
 from kfac_fx.fisher.block import BlockOperator
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.recording import exact
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx import layer
-from kfac_fx.optim import loss_gradient
+from kfac_fx.optim import loss_scale
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.expressions import Expressions
@@ -23,7 +23,7 @@ from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.gathered import LinearMaps, constant
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
-from kfac_fx.recording import capturing
+from kfac_fx.recording import capture_cache
 from kfac_fx.recording.checks import equivalence
 from kfac_fx.recording.exact import Pullback
 
@@ -268,7 +268,7 @@ def test_a_bug_of_ours_that_shows_in_a_trace_is_not_taken_for_something_else(tra
 
 
 def test_a_bug_of_ours_in_a_division_is_not_taken_for_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "divide", bug)
+    monkeypatch.setattr(capture_cache, "divide", bug)
     with pytest.raises(AssertionError, match=OURS):
         kfac_fx.compile(Model(lambda x: x if x.sum().item() > 0 else -x), (X,), loss="normal")
 
@@ -294,7 +294,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch, within: Callable[..., Any]) -> k
     x, y = torch.randn(4, 3), torch.arange(4) % 2
     net = kfac_fx.compile(OwnLoss(), (x, y))
     opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
-    monkeypatch.setattr(loss_gradient, "within", within)
+    monkeypatch.setattr(loss_scale, "within", within)
     net(x, y).backward()
     opt.step()
     return opt

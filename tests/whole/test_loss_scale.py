@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LossScaleWarning, losses
-from kfac_fx.optim import loss_gradient
-from kfac_fx.optim.loss_gradient import LossFactor
-from kfac_fx.optim.loss_scale import LISTED_PARAMETERS, check_coverage, factor_of_step
+from kfac_fx.optim import loss_scale
+from kfac_fx.optim.loss_scale import LISTED_PARAMETERS, LossFactor, check_coverage, factor_of_step
 from tests.runtime.collections_of_toys import towers
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
@@ -315,7 +314,7 @@ def test_the_loss_of_a_divided_model_is_followed(factor: float, inside: bool) ->
 
 
 def test_of_a_large_batch_the_first_cases_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_gradient, "LIMIT", 20)  # five of eight cases
+    monkeypatch.setattr(loss_scale, "LIMIT", 20)  # five of eight cases
     assert warned("categorical", CLASSES, ce(reduction="sum")).startswith(times("8", "Categorical"))
     assert warned("categorical", CLASSES, ce()) == ""
 

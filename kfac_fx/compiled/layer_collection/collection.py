@@ -40,7 +40,7 @@ from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.recording.masks import checked_mask
 from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.taps.subsample import read_sampling
+from kfac_fx.recording.taps.tap import read_sampling
 
 
 class LayerCollection(RegisterMethods):

@@ -1,28 +1,343 @@
 """Classes of Fisher blocks, kinds of layers and factors under their names in TF K-FAC.
 
 The classes differ in the layers that they may be registered for.
+
+`FisherBlock`: a Fisher block of a `LayerCollection`, its parameters, its approximation and its uses by tower.
+
+Its numbers are those of `kfac_fx.fisher.block`, which knows matrices and no layers. A block multiplies once an
+estimator was built on its collection, or after `instantiate_factors` on the user's own tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from kfac_fx.compiled.layer_collection.blocks import FisherBlock as FisherBlock
-from kfac_fx.compiled.layer_collection.blocks import listed_tensors
-from kfac_fx.compiled.layer_collection.find_use import Nodes
+from kfac_fx.compiled.layer_collection.find_use import Collection, Nodes, in_time
+from kfac_fx.fisher import block as blocks
+from kfac_fx.linalg.matrices import Root
 from kfac_fx.linalg.vectors import split
-from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.errors import ApproximationError, nearest
-from kfac_fx.passes.ir import GENERIC, Registration, Use
+from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
+from kfac_fx.passes.choose import cases_apart
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError, nearest
+from kfac_fx.passes.ir import GENERIC, Registration, Sampling, Use
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.recording.statistics.moments import additive
-from kfac_fx.recording.taps.rows import scales
+from kfac_fx.passes.pieces import Piece
+from kfac_fx.passes.resolve import align
+from kfac_fx.recording.statistics.moments import Key, additive
+from kfac_fx.recording.taps.tap import over_sources, over_uses, scales
+
+REGISTERED_BY = {
+    "multiply_inverse": "register_inverse()",
+    "multiply_matpower": "register_matpower(exp)",
+    "multiply_cholesky": "register_cholesky()",
+    "multiply_cholesky_inverse": "register_cholesky_inverse()",
+}
+NESTED = "write instantiate_factors([[gradient]], damping, [input]) for one source, one tower and one use"
+
+
+class FisherBlock:
+    """One block of the Fisher. Vectors are dicts by name, or tensors in the order of `params`.
+
+    Attributes:
+        layers, default: the declared layers that the class may stand for, empty for any; its approximation.
+        params: the names of the parameters.
+        towers: for every mini-batch the uses of the parameters in it.
+        num_uses: how many uses one output holds, one after another; None: one.
+        reason: why the block is not the default one; None if it is.
+        sampling, patch_mask: the rows that the input factor is computed from, and what patches are multiplied with.
+        side_blocks: into how many diagonal blocks the factors of the outputs and of the inputs are cut.
+    """
+
+    layers: ClassVar[tuple[str, ...]] = ()
+    default: ClassVar[str] = "kron"
+
+    def __init_subclass__(cls, layers: tuple[str, ...] | None = None, default: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.layers, cls.default = layers or cls.layers, default or cls.default
+
+    def __init__(
+        self,
+        layer_collection: Collection,
+        params: Any,
+        approximation: str | None = None,
+        *,
+        num_uses: int | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """A block without uses. approximation: a name of `passes.approximations`; None: the default of the class.
+
+        Raises RegistrationError for parameters that the model does not have, ApproximationError for an unknown name.
+        """
+        self.layer_collection = layer_collection
+        self.params = layer_collection.names_of(params)
+        self.approximation = approximation or self.default
+        if self.approximation not in APPROXIMATIONS:
+            available = ", ".join(APPROXIMATIONS)
+            raise ApproximationError(f"{self.approximation!r} is no approximation; known are {available}")
+        self.num_uses, self.reason = num_uses, reason
+        self.sampling: Sampling | None = layer_collection.sampling
+        self.patch_mask: Tensor | None = None
+        self.side_blocks = (1, 1)
+        self.towers: list[tuple[Use, ...]] = []
+        self._roots: tuple[Root, ...] = ()
+        self._batch: tuple[dict[str, Tensor], int, float | Tensor] | None = None
+        self._operator: blocks.BlockOperator | None = None  # made of the batch
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.params)}, {self.approximation}, {len(self.towers)} towers)"
+
+    # --- uses -------------------------------------------------------------------------------------------------------
+
+    @property
+    def structure(self) -> Approximation:
+        """The approximation that `approximation` names."""
+        return APPROXIMATIONS[self.approximation]
+
+    @property
+    def terms(self) -> str:
+        """The facts that another registration of the same parameters must agree with."""
+        uses = "" if self.num_uses is None else f", num_uses={self.num_uses}"
+        return f"{type(self).__name__} ({self.approximation}{uses})"
+
+    def check_rows(self, sampling: Sampling | None, patch_mask: Tensor | None) -> None:
+        """Raises RegistrationError if its input factor is of other rows. None agrees with everything."""
+        names = ", ".join(self.params)
+        if sampling is not None and sampling != (self.sampling or Sampling()):
+            raise RegistrationError(f"{names}: its input factor is of {self.sampling or Sampling()}, not of {sampling}")
+        same = self.patch_mask is not None and patch_mask is not None and torch.equal(self.patch_mask, patch_mask)
+        if patch_mask is not None and not same:
+            there = "no patch_mask" if self.patch_mask is None else "another patch_mask"
+            raise RegistrationError(f"{names}: its first registration has {there}; all towers have one")
+
+    @property
+    def num_registered_towers(self) -> int:
+        """The number of mini-batches that were registered."""
+        return len(self.towers)
+
+    num_registered_minibatches = num_registered_towers
+
+    def register_additional_tower(self, inputs: Nodes = None, outputs: Nodes = None) -> None:
+        """Add the uses of one more mini-batch: the layer at `outputs`, a node or a list with one node per use.
+
+        Raises RegistrationError if there is no such layer with these parameters; else as `add_tower`.
+        """
+        self.add_tower(self.layer_collection.find_uses(self.layers, self.params, inputs, outputs))
+
+    register_additional_minibatch = register_additional_tower
+
+    def add_tower(self, uses: Iterable[Use]) -> None:
+        """Add uses that were found.
+
+        Raises RegistrationError if the uses lay out the parameters differently, ApproximationError if one is of a
+        layer or a place that does not have the block's approximation, and both as `in_time` does for series.
+        """
+        tower = tuple(uses)
+        places = ", ".join(use.output.name for use in tower)
+        aligned = align([use for uses in (*self.towers, tower) for use in uses])
+        if aligned is None:
+            raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
+        layers = self.layer_collection.layers
+        for use in aligned:
+            available = layers[use.layer].approximations
+            apart = not all(step.keeps_pixels for step in use.through)
+            if self.approximation not in available or (self.structure.needs_pixels and apart):
+                kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
+                    f"{', '.join(name for name in available if name != self.approximation)}"
+                )
+            left_out = next((step.left_out for step in use.through if step.left_out), None)
+            if self.structure.needs_exact_rows and left_out:
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: {left_out}; "
+                    f"{self.approximation!r} needs the whole gradient: take 'kron'"
+                )
+            if self.structure.needs_cases and not cases_apart(layers, use):
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: the cases are merged with positions there, and "
+                    f"{self.approximation!r} needs the gradient of every case: keep their dimension, or take 'kron'"
+                )
+        if self.structure.series:
+            latest = aligned[len(aligned) - len(tower) :]
+            tower = in_time(self.params, self.approximation, (*self.towers, latest), layers, self.num_uses)
+        self.towers.append(tower)
+        self._operator = None
+
+    @property
+    def registration(self) -> Registration:
+        """The block as the rest of the library sees it."""
+        uses = align([replace(use, tower=n) for n, tower in enumerate(self.towers) for use in tower])
+        assert uses, f"bug in kfac_fx: {self} without uses"
+        first = next((use for use in uses if not use.transposed), uses[0])
+        names = first.matrix.parameters
+        return Registration(
+            first.layer,
+            first.matrix,
+            names,
+            tuple(uses),
+            self.approximation,
+            self.reason,
+            self.pieces(names),
+            self.sampling,
+            None if self.patch_mask is None else tuple(self.patch_mask.flatten().tolist()),
+            self.side_blocks,
+        )
+
+    def pieces(self, names: Key) -> tuple[Piece, ...]:
+        """The pieces of parameters among `names`."""
+        return tuple(self.layer_collection.pieces[name] for name in names if name in self.layer_collection.pieces)
+
+    def tensors_to_compute_grads(self) -> list[list[fx.Node]] | tuple[str, ...]:
+        """The output nodes of every tower; of a generic block the names of its parameters."""
+        return [[use.output for use in tower] for tower in self.towers]
+
+    # --- factors of one batch ---------------------------------------------------------------------------------------
+
+    def instantiate_factors(
+        self, grads_list: Sequence[Any], damping: float | Tensor, inputs: Sequence[Any] = (), cases: int | None = None
+    ) -> None:
+        """Make the factors from the tensors of one batch, without an estimator.
+
+        Args:
+            grads_list: for every source, for every tower (for every use, if there are several) the gradient of the
+                loss, summed over cases, with respect to the output, shaped as the output.
+            damping: λ of F + λ I.
+            inputs: for every tower (and use) the value of the layer's input.
+            cases: the number of cases in the batch; None: the first dimension of the outputs, over all towers.
+
+        Raises ValueError for tensors in the place of lists, and for tensors that are not of the block's uses.
+        """
+        if isinstance(grads_list, Tensor) or not len(grads_list):
+            raise ValueError(f"grads_list of {self} must hold a list for every source; {NESTED}")
+        registration, layers = self.registration, self.layer_collection.layers
+        values = self._by_use(inputs, "inputs")
+        by_source = [self._by_use(grads, f"grads_list[{n}]") for n, grads in enumerate(grads_list)]
+        sums = [over_uses(registration, grads, values, layers) for grads in by_source]
+        first = [next(iter(listed_tensors(tower))) for tower in grads_list[0]]
+        counted = sum(grad.shape[0] // (self.num_uses or 1) for grad in first)
+        self._take(over_sources(sums), cases or counted, damping)
+
+    def _by_use(self, tensors: Sequence[Any], argument: str) -> list[Tensor]:
+        if isinstance(tensors, Tensor):
+            text = f"{argument} of {self} is one tensor, in the place of a list with one for every tower"
+            raise ValueError(f"{text}; {NESTED}")
+        values = [tensor for tower in tensors for tensor in listed_tensors(tower)]
+        if len(values) != (uses := sum(map(len, self.towers))):
+            several = "1 use" if uses == 1 else f"{uses} uses"
+            raise ValueError(f"{self} has {several} in its towers, and {argument} has {len(values)} tensors; {NESTED}")
+        return values
+
+    def _take(self, sums: dict[str, Tensor], cases: int, damping: float | Tensor) -> None:
+        self._batch, self._operator = (sums, cases, damping), None
+
+    @property
+    def operator(self) -> blocks.BlockOperator:
+        """The block with numbers: of the batch of `instantiate_factors`, else the estimator's.
+
+        Raises FactorNotReady without both.
+        """
+        if self._operator is not None:
+            return self._operator
+        if self._batch is None:
+            if (estimator := self.layer_collection.estimator) is None:
+                raise FactorNotReady(
+                    f"{self} has no factors yet: build a FisherEstimator on its layer collection, or call "
+                    "instantiate_factors with the gradients of a batch."
+                )
+            block: blocks.BlockOperator = estimator.blocks[self.registration.parameters]
+            return block
+        sums, cases, damping = self._batch
+        parameters, dtype = self.layer_collection.parameters, next(iter(sums.values())).dtype
+        self._operator = blocks.make_block(
+            self.registration, parameters=parameters, damping=damping, roots=self._roots, dtype=dtype
+        )
+        self._operator.update(sums, cases, decay=0.0)
+        self._operator.update_inverses()
+        return self._operator
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def register_matpower(self, exp: float) -> None:
+        """Keep the power `exp` of F + λ I for `multiply_matpower`. An estimator takes `exps` instead."""
+        self._register_root(float(exp))
+
+    def register_inverse(self) -> None:
+        """Keep the inverse for `multiply_inverse`. An estimator keeps it unless `exps` leaves it out."""
+        self._register_root(-1.0)
+
+    def register_cholesky(self) -> None:
+        """Keep the Cholesky factor for `multiply_cholesky`. An estimator takes `compute_cholesky` instead."""
+        self._register_root("cholesky")
+
+    def register_cholesky_inverse(self) -> None:
+        """Keep its inverse for `multiply_cholesky_inverse`. An estimator takes `compute_cholesky_inverse` instead."""
+        self._register_root("cholesky_inverse")
+
+    def _register_root(self, root: Root) -> None:
+        if root != 1 and root not in self._roots:
+            self._roots, self._operator = (*self._roots, root), None
+
+    def multiply(self, vector: Any) -> Any:
+        """(F + λ I) v, with tensors of the shapes of the parameters. Raises as `multiply_matpower`."""
+        return self._applied("multiply", vector)
+
+    def multiply_inverse(self, vector: Any) -> Any:
+        """(F + λ I)⁻¹ v. Raises as `multiply_matpower`."""
+        return self._applied("multiply_inverse", vector)
+
+    def multiply_matpower(self, vector: Any, exp: float) -> Any:
+        """(F + λ I)^exp v.
+
+        Raises FactorNotReady without an estimator and before `instantiate_factors`, NotRegisteredError for a root that
+        was not registered, ValueError for another number of tensors.
+        """
+        return self._applied("multiply_matpower", vector, exp)
+
+    def multiply_cholesky(self, vector: Any, transpose: bool = False) -> Any:
+        """L v, or Lᵀ v with `transpose`, where L Lᵀ = F + λ I. Raises as `multiply_matpower`."""
+        return self._applied("multiply_cholesky", vector, transpose)
+
+    def multiply_cholesky_inverse(self, vector: Any, transpose: bool = False) -> Any:
+        """L⁻¹ v, or L⁻ᵀ v with `transpose`. Raises as `multiply_matpower`."""
+        return self._applied("multiply_cholesky_inverse", vector, transpose)
+
+    def full_fisher_block(self) -> Tensor:
+        """F without damping as a dense matrix [p, p], in the order of the listed_tensors matrix [g, o, i]."""
+        return self.operator.full_fisher_block()
+
+    def _applied(self, method: str, vector: Any, *args: Any) -> Any:
+        listed = isinstance(vector, (tuple, list))
+        if isinstance(vector, Mapping):
+            named_vector = vector
+        else:
+            parts = vector if listed else (vector,)
+            if len(parts) != len(self.params):
+                raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
+            named_vector = dict(zip(self.params, parts, strict=True))
+        operator = self.operator
+        try:
+            product: dict[str, Tensor] = getattr(operator, method)(named_vector, *args)
+        except NotRegisteredError as error:
+            if operator is not self._operator or named_vector.keys() != set(self.registration.parameters):
+                raise
+            text = f"{self} does not keep what {method} needs: call {REGISTERED_BY[method]} before"
+            raise NotRegisteredError(text) from error
+        if isinstance(vector, Mapping):
+            return product
+        return tuple(product[name] for name in self.params) if listed else product[self.params[0]]
+
+
+def listed_tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+# --- the classes ------------------------------------------------------------------------------------------------------
 
 __all__ = [
     "ConvDiagonalFB",

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from kfac_fx.compiled.layer_collection.blocks import FisherBlock
 from kfac_fx.compiled.layer_collection.find_use import Collection, Nodes
-from kfac_fx.compiled.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, LINEAR
+from kfac_fx.compiled.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, LINEAR, FisherBlock
 from kfac_fx.compiled.layer_collection.names import VARIABLE_SCOPE, Reuse
 from kfac_fx.compiled.layer_collection.registering import (
     Node,
@@ -31,8 +30,7 @@ from kfac_fx.compiled.layer_collection.registering import (
     register_layer,
     register_separable,
 )
-from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
 from kfac_fx.losses.registered import RegisteredLoss
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -11,13 +11,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from kfac_fx.compiled.layer_collection.blocks import FisherBlock
 from kfac_fx.compiled.layer_collection.find_use import Collection, listed
-from kfac_fx.compiled.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, block_class
+from kfac_fx.compiled.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, FisherBlock, block_class
 from kfac_fx.compiled.layer_collection.names import AUTO_REUSE, VARIABLE_SCOPE, Reuse, resolved
 from kfac_fx.linalg.arguments import optional, whole_number
-from kfac_fx.losses.distributions import Normal, check_variance
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.distributions import LossFunction, Normal, check_variance
 from kfac_fx.losses.registered import RegisteredLoss, evaluated, likelihood
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
@@ -28,7 +26,7 @@ from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.taps.subsample import ALL_ROWS, read_sampling
+from kfac_fx.recording.taps.tap import ALL_ROWS, read_sampling
 
 
 def register_layer(
