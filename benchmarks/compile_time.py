@@ -23,9 +23,9 @@ from benchmarks.zoo_models.torchvision import load
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.checks.equivalence import check_equivalence
-from kfac_fx.recording.checks.proof import proof_gradients, with_proof_taps
 from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.equivalence import check_equivalence
+from kfac_fx.recording.proof import proof_gradients, with_proof_taps
 from kfac_fx.recording.recorder import Recorder
 
 OUT = Path(__file__).parent / "results" / "compile_time.json"

@@ -50,7 +50,7 @@ from kfac_fx.optim.padded_step import KernelOrPlain
 from kfac_fx.optim.schedule import ACCELERATOR, ACCELERATOR_IN_HALVES
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.taps.tap import HALVES
+from kfac_fx.recording.taps import HALVES
 
 aten: Any = torch.ops.aten
 
@@ -124,7 +124,7 @@ ANSWERS: Mapping[str, Any] = {  # what differs from the answers for tensors on a
     "kfac_fx.linalg.matrices.on_host": lambda condition: False,
     "kfac_fx.linalg.matrices.WORTH_STRIPS": sys.maxsize,
     "kfac_fx.linalg.matrices.WORTH_ALIGNING": sys.maxsize,
-    "kfac_fx.recording.taps.tap.saves_time": lambda input: input.dtype not in HALVES,
+    "kfac_fx.recording.taps.saves_time": lambda input: input.dtype not in HALVES,
     "kfac_fx.optim.schedule.Rates.of": lambda device_types, halves: ACCELERATOR_IN_HALVES if halves else ACCELERATOR,
     "kfac_fx.optim.step.share_of_checks": lambda kinds, processes: SHARE,
     "kfac_fx.optim.batch_loss.difference_of_part": difference_of_part,
@@ -136,8 +136,8 @@ ANSWERS: Mapping[str, Any] = {  # what differs from the answers for tensors on a
     "kfac_fx.optim.padded_step.KernelOrPlain": Kernels,
     "kfac_fx.recording.backends.CudaGraph.__call__": lambda graph, function, key: Counting.as_a_graph(function),
     # Comparisons of outputs follow the recordings 1, 2, 4, 8, ... and are in no kind of step here.
-    "kfac_fx.recording.checks.equivalence.OutputWatch.due": lambda watch: False,
-    "kfac_fx.recording.checks.equivalence.refuse_changed_model": lambda differs, model: None,
+    "kfac_fx.recording.equivalence.OutputWatch.due": lambda watch: False,
+    "kfac_fx.recording.equivalence.refuse_changed_model": lambda differs, model: None,
 }
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "detach", "lift_fresh", "resize_")
 OVERWRITING = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")  # do not read what they write

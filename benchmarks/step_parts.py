@@ -27,7 +27,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim import optimizer
-from kfac_fx.recording.taps import tap
+from kfac_fx.recording import taps as tap
 
 OUT = Path(__file__).parent / "results" / "step_parts.json"
 TRAINING, STATISTICS = "forward and backward", "statistics"

@@ -6,7 +6,7 @@ the same compiler), beside the floor of the cost model (`benchmarks.flops`) and 
 
 Times are those of the usual steps, after a warm-up. Early steps also compute inverses, see `kfac_fx.optim.schedule`,
 and recordings without a forward beside them are compared with the model, more and more rarely, see
-`kfac_fx.recording.checks.equivalence`. The time of such a comparison is printed apart.
+`kfac_fx.recording.equivalence`. The time of such a comparison is printed apart.
 
 With `--device cuda` a time is the clock's, from an idle device to an idle device. The results of the CPU are kept in
 step_time.json, those of another device or backend beside it.

@@ -21,7 +21,7 @@ from benchmarks.zoo_models.entry import Entry
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Program
-from kfac_fx.recording.checks import equivalence, proof
+from kfac_fx.recording import equivalence, proof
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from kfac_fx.recording.recorder import Recorder
 

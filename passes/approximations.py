@@ -8,7 +8,7 @@ An approximation is a Kronecker product c A ⊗ G of an input and an output fact
 
     kron, kron_indep          A ⊗ G of one use, and of several that are taken to be independent
     kron_*_diag               the same with a diagonal A, a diagonal G, or both
-    kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.statistics.row_sums`)
+    kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.row_sums`)
     diagonal, full            F from the gradients of single cases
     kron_series_*             several uses as a Markov chain in time (`kfac_fx.fisher.series`)
     kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.fisher.group_kinds`)

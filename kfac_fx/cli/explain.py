@@ -20,10 +20,10 @@ from typing import Any
 from torch import fx
 
 from kfac_fx.cli.problem import CommandError, Problem, failure
-from kfac_fx.compiled.report.report import Report, factor_text
+from kfac_fx.compiled.report import Report, factor_text
 from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.choose import lacking
-from kfac_fx.passes.divided.divide import divide
+from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import UntraceableError, nearest, plural
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import NUMBER, Label, entries, labels_of

@@ -19,8 +19,7 @@ from kfac_fx.compiled.replaced_call import (
     runs_the_model,
     with_signature_of,
 )
-from kfac_fx.compiled.report import Report
-from kfac_fx.compiled.report.report import fallbacks
+from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import refuse_other_parameters
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
@@ -31,11 +30,11 @@ from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
 from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
-from kfac_fx.recording.checks.equivalence import coarsest_rounding, differs_from_model
-from kfac_fx.recording.checks.unchanged import averages_gradients, unwrapped
+from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
 from kfac_fx.recording.masks import replaced
+from kfac_fx.recording.moments import Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.moments import Moments, PendingMoments
+from kfac_fx.recording.unchanged import averages_gradients, unwrapped
 
 
 class CompiledModule(nn.Module):
@@ -246,7 +245,7 @@ class CompiledModule(nn.Module):
 
     @runs_the_model
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Whether the model computes other outputs than its capture, 0-dim on the device; see `checks.outputs`.
+        """Whether the model computes other outputs than its capture, 0-dim on the device; see `recording.equivalence`.
 
         Two forwards that leave no trace. The recordings of a sharded model are compared with the user's forwards
         instead, because its units gather and drop parameters.

@@ -25,9 +25,9 @@ from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
 from kfac_fx.recording.capture_cache import CompileArguments
-from kfac_fx.recording.checks.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.recording.masks import PaddingMask
-from kfac_fx.recording.taps.tap import read_sampling
+from kfac_fx.recording.taps import read_sampling
+from kfac_fx.recording.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 
 DENSE_LIMIT = 4096
 

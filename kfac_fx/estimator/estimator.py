@@ -46,14 +46,9 @@ from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.checks.equivalence import OutputWatch
-from kfac_fx.recording.checks.unchanged import (
-    refuse_inference_mode,
-    refuse_untrained,
-    refuse_without_blocks,
-    refuse_wrapped,
-)
-from kfac_fx.recording.statistics.moments import Key, Moments, additive
+from kfac_fx.recording.equivalence import OutputWatch
+from kfac_fx.recording.moments import Key, Moments, additive
+from kfac_fx.recording.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
 
 
 @dataclass

@@ -35,7 +35,7 @@ from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 VALUES = "values"
 

@@ -22,9 +22,9 @@ from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.recording.case_recorder import Consumer, Counts
-from kfac_fx.recording.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 CASE_KINDS = ("row", "position", "sequence")
 

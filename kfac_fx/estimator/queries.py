@@ -24,11 +24,11 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from kfac_fx.estimator.manifests import FORMAT, digest, write_manifest
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
+from kfac_fx.recording import case_gradients
+from kfac_fx.recording.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.exact import tracked
-from kfac_fx.recording.statistics import case_gradients
-from kfac_fx.recording.statistics.case_gradients import Cases, LowRank, by_rows, query_products
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 
 class Batch:

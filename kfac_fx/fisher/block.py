@@ -26,7 +26,7 @@ from kfac_fx.linalg.sharded import Shards, unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.statistics.moments import Key, additive, statistics_of
+from kfac_fx.recording.moments import Key, additive, statistics_of
 
 GROUPS: Mapping[str, type[BlockGroup]] = {  # by `Approximation.group`
     "stacked": BlockGroup,
@@ -78,7 +78,7 @@ class BlockOperator(Operator):
 
     Attributes:
         factors: "A", "G" and "positions" of a Kronecker product, otherwise "F"; scale: `kfac_fx.fisher.factor`.
-        statistics: the names of the sums that it needs (`recording.statistics.row_sums`); () if it needs the gradient.
+        statistics: the names of the sums that it needs (`recording.row_sums`); () if it needs the gradient.
     """
 
     def __init__(self, group: BlockGroup, index: int) -> None:

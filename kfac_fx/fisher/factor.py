@@ -9,9 +9,9 @@ convolution, N times the uses for a shared layer. The sums of `statistics` becom
     F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
 
 Series of uses also have A1 and G1, from products of consecutive rows, divided by M, and the number of such pairs,
-divided by N as positions are (`kfac_fx.recording.taps.tap`). For "kron_sua" and its variants the rows of A are the
+divided by N as positions are (`kfac_fx.recording.taps`). For "kron_sua" and its variants the rows of A are the
 pixels of the input with a 1 appended, and A is their mean (`kfac_fx.fisher.group_kinds`). For "kron_reduce" M is the
-number of pairs of a mean row and a summed gradient row, one per case and use (`kfac_fx.recording.statistics.row_sums`).
+number of pairs of a mean row and a summed gradient row, one per case and use (`kfac_fx.recording.row_sums`).
 
 Every factor is a running average of these values over batches with weights 1, decay, decay², ... It has no bias towards
 zero: after the first update it equals the value of the first batch. A batch without rows lowers c only.

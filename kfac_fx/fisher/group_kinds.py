@@ -17,8 +17,8 @@ from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, 
 from kfac_fx.passes.errors import NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm, block_width
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.statistics.row_sums import split_rows
+from kfac_fx.recording.moments import Key
+from kfac_fx.recording.row_sums import split_rows
 
 
 class WideGroup(BlockGroup):

@@ -29,8 +29,8 @@ from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.statistics.case_gradients import Cases
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.case_gradients import Cases
+from kfac_fx.recording.moments import Key
 
 
 @dataclass(frozen=True)

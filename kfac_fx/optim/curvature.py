@@ -40,7 +40,7 @@ from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.derivatives import forward_mode
 from kfac_fx.passes.tracing.effects import autocast, kinds
-from kfac_fx.recording.checks.equivalence import coarsest_rounding
+from kfac_fx.recording.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number

@@ -64,7 +64,7 @@ from kfac_fx.linalg.vectors import Tensors, joint_view
 from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import version
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 EPSILON = 1e-8
 MEANS = ("average", "squares")

@@ -22,9 +22,9 @@ from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.matrix import HALVES
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.effects import RandomState, autocast, without_a_trace
-from kfac_fx.recording.checks.equivalence import differ, sampled_elements
+from kfac_fx.recording.equivalence import differ, sampled_elements
+from kfac_fx.recording.moments import Key, Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.moments import Key, Moments, PendingMoments
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss

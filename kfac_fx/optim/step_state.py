@@ -56,7 +56,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.effects import RandomState
 from kfac_fx.recording.backends import compiled_function
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
 PHASES = ("record", "statistics", "inverses", "update")

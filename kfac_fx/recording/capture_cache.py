@@ -19,7 +19,7 @@ from torch import nn
 from kfac_fx.linalg.sharded import drop_gathered
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.approximations import longest
-from kfac_fx.passes.divided.divide import Division, divide
+from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import (
     PUBLIC,
     SEE_THAT_IT_RUNS,
@@ -41,19 +41,13 @@ from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import CAPTURING
-from kfac_fx.recording.checks.proof import prove
-from kfac_fx.recording.checks.unchanged import (
-    Structure,
-    Trained,
-    refuse_inference_mode,
-    refuse_unfit,
-    refuse_without_values,
-)
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.moments import Key, PendingMoments, statistics_of
+from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.moments import Key, PendingMoments, statistics_of
+from kfac_fx.recording.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
 
 # --- agreement of captures --------------------------------------------------------------------------------------------
 

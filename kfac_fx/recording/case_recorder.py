@@ -1,7 +1,7 @@
 """The gradients of single cases, registration by registration, as the backward reaches them.
 
 `CaseRecorder.record` runs one forward of a batch of N examples, sends sources back, and hands the gradients of the N
-examples to a function as soon as all uses of a registration have their rows (`statistics.case_gradients`). It
+examples to a function as soon as all uses of a registration have their rows (`case_gradients`). It
 holds the rows of one batch, and no gradients.
 
 Some registrations have no rows of single examples: generic parameters, uses whose gradient is summed over the batch,
@@ -36,6 +36,7 @@ from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError, warn_user
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import pytree
+from kfac_fx.recording.case_gradients import Cases
 from kfac_fx.recording.meeting_cases import (
     LossRows,
     cases_reached,
@@ -46,11 +47,10 @@ from kfac_fx.recording.meeting_cases import (
     pulled,
     row_probes,
 )
+from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.case_gradients import Cases
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.statistics.row_sums import Rows
-from kfac_fx.recording.taps.tap import CollectingTap
+from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.taps import CollectingTap
 
 Consumer = Callable[[Key, Cases], None]
 

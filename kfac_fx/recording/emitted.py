@@ -32,8 +32,8 @@ from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.effects import accelerators, same_random
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.taps.tap import Link, Tap
+from kfac_fx.recording.moments import Key
+from kfac_fx.recording.taps import Link, Tap
 
 
 class Unread:

@@ -8,7 +8,7 @@ Python may read any parameter at any time, so those of a sharded model are all g
 A forward of the model in which captured submodules, and operations of Python on parameters, run as their graphs.
 
 A `Frames` replaces the forward of every captured submodule for the time of one forward of the model. `ServedReads` does
-the same for operations between the submodules that read parameters; see `passes.divided.reads`. `LossWatch` notes the
+the same for operations between the submodules that read parameters; see `passes.following`. `LossWatch` notes the
 losses that Python computes there.
 """
 
@@ -30,9 +30,9 @@ from torch.overrides import TorchFunctionMode
 from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.passes.divided.divide import CapturedSubmodule, Division, key_of_read
-from kfac_fx.passes.divided.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
+from kfac_fx.passes.divide import CapturedSubmodule, Division, key_of_read
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
 from kfac_fx.passes.ir import KEPT, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
@@ -62,7 +62,7 @@ from kfac_fx.recording.masks import (
     refuse_unfit_mask,
     with_masks,
 )
-from kfac_fx.recording.taps.tap import Tap, is_tapped
+from kfac_fx.recording.taps import Tap, is_tapped
 
 DISTRIBUTION_OF = {loss.function: loss.distribution for loss in TORCH_LOSSES}
 

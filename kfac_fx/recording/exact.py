@@ -29,7 +29,7 @@ from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.statistics.moments import Key, additive, power_of_gradient, without_turned
+from kfac_fx.recording.moments import Key, additive, power_of_gradient, without_turned
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
 VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst

@@ -22,9 +22,9 @@ from kfac_fx.losses.sources import Cotangents, pulled_back
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.emitted import EmittedModel
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.statistics.row_sums import Rows
-from kfac_fx.recording.taps.tap import ROWS, CollectingTap
+from kfac_fx.recording.moments import Key
+from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.taps import ROWS, CollectingTap
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,8 @@ from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
 from kfac_fx.recording.masks import OutputLosses
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
-from kfac_fx.recording.statistics.moments import (
-    Key,
-    Moments,
-    PendingMoments,
-    flat,
-    statistics_of,
-    with_turned,
-    without_turned,
-)
-from kfac_fx.recording.taps.tap import ROBERTS_STEPS, Tap, make_probes
+from kfac_fx.recording.moments import Key, Moments, PendingMoments, flat, statistics_of, with_turned, without_turned
+from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
 
 
 @dataclass

@@ -14,8 +14,8 @@ from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXE
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.statistics.row_sums import named
-from kfac_fx.recording.taps.tap import LAGGED
+from kfac_fx.recording.row_sums import named
+from kfac_fx.recording.taps import LAGGED
 
 every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
 MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.divided.divide import Division, divide
+from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import GENERIC, Options
 from kfac_fx.passes.layers import LAYERS

@@ -14,7 +14,7 @@ from kfac_fx.fisher.factor import A_CASE, BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm
-from kfac_fx.recording.statistics.moments import additive
+from kfac_fx.recording.moments import additive
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])

@@ -28,8 +28,8 @@ from kfac_fx.passes.parametrizations import (
 )
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.statistics.row_sums import named
-from kfac_fx.recording.taps.tap import both_rows
+from kfac_fx.recording.row_sums import named
+from kfac_fx.recording.taps import both_rows
 from tests.contract.values import Values
 
 pytestmark = pytest.mark.usefixtures("float64")

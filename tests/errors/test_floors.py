@@ -18,7 +18,7 @@ FLOORS = {
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
-    "pipelines": "passes.pipeline passes.divided passes",
+    "pipelines": "passes.pipeline passes.divide passes.following passes",
     "linalg": "kfac_fx.linalg",
     "losses": "kfac_fx.losses",
     "recording": "kfac_fx.recording",
@@ -31,7 +31,7 @@ FLOORS = {
 }
 
 # The numerical rooms know what a registration is, and no other part of the compiler.
-NUMERICAL = ("kfac_fx.linalg.", "kfac_fx.losses.", "kfac_fx.recording.statistics.", "kfac_fx.fisher.")
+NUMERICAL = ("kfac_fx.linalg.", "kfac_fx.losses.", "kfac_fx.recording.row_sums", "kfac_fx.fisher.")
 SHARED = {
     "passes.approximations",
     "passes.errors",

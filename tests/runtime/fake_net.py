@@ -13,8 +13,8 @@ from torch.func import functional_call, jacrev, vmap
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.statistics.moments import Moments, statistics_of
-from kfac_fx.recording.statistics.row_sums import STATISTICS
+from kfac_fx.recording.moments import Moments, statistics_of
+from kfac_fx.recording.row_sums import STATISTICS
 
 ONE_USE = (cast(Use, None),)
 EXACT: dict[str, Any] = {"mode": "exact", "targets": None, "fraction": 1.0, "generator": None}

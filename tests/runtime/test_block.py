@@ -16,8 +16,8 @@ from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.statistics.moments import statistics_of
-from kfac_fx.recording.statistics.row_sums import STATISTICS
+from kfac_fx.recording.moments import statistics_of
+from kfac_fx.recording.row_sums import STATISTICS
 from tests.runtime.fisher_cases import FORMS, draw, register
 
 ROOTS: tuple[Root, ...] = (-1.0, -0.5, "cholesky", "cholesky_inverse")

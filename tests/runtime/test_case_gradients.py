@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.recording.statistics import case_gradients as module
-from kfac_fx.recording.statistics.case_gradients import Cases, LowRank, query_products, sum_of_squares, weighted_squares
-from kfac_fx.recording.statistics.row_sums import Rows, canonical, gradient
+from kfac_fx.recording import case_gradients as module
+from kfac_fx.recording.case_gradients import Cases, LowRank, query_products, sum_of_squares, weighted_squares
+from kfac_fx.recording.row_sums import Rows, canonical, gradient
 
 CASES, POSITIONS, GROUPS, OUT, IN = 5, 3, 2, 4, 6
 

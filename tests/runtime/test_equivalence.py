@@ -13,8 +13,8 @@ from kfac_fx import UntraceableError
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.checks.equivalence import check_equivalence, close, equal_up_to_rounding
 from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.equivalence import check_equivalence, close, equal_up_to_rounding
 from kfac_fx.recording.recorder import Recorder
 
 X = torch.randn(5, 3)

@@ -16,8 +16,8 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.tracing.effects import RandomState, without_a_trace
-from kfac_fx.recording.checks.equivalence import OutputWatch
-from kfac_fx.recording.statistics.moments import Moments
+from kfac_fx.recording.equivalence import OutputWatch
+from kfac_fx.recording.moments import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.compiled.report.report import rows
+from kfac_fx.compiled.report import rows
 from kfac_fx.passes.approximations import INPUTS, OUTPUTS
-from kfac_fx.recording.statistics.row_sums import in_blocks, named
+from kfac_fx.recording.row_sums import in_blocks, named
 
 
 def struck_out(dense: Tensor, width: int) -> Tensor:

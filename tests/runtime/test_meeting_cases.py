@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.losses import Categorical
 from kfac_fx.recording.meeting_cases import keys_that_meet
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -144,7 +144,7 @@ def test_gradients_of_single_examples_are_apart_where_cases_meet(name: str, meas
     net = kfac_fx.compile(model, (x[:2],), loss=lambda z: Categorical(logits_of(z)))
     gathered: dict[str, dict[int, Tensor]] = {}
 
-    def consume(key: tuple[str, ...], cases: kfac_fx.recording.statistics.case_gradients.Cases) -> None:
+    def consume(key: tuple[str, ...], cases: kfac_fx.recording.case_gradients.Cases) -> None:
         for number, gradient in enumerate(cases.gradients()):
             gathered.setdefault(key[0], {})[cases.first + number] = gradient
 

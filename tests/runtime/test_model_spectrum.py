@@ -179,7 +179,7 @@ class Largest(TorchDispatchMode):
 
 def test_gradients_of_a_batch_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 examples of a weight with 1600 numbers would be 102400 numbers."""
-    monkeypatch.setattr("kfac_fx.recording.statistics.case_gradients.CHUNK", 4000)
+    monkeypatch.setattr("kfac_fx.recording.case_gradients.CHUNK", 4000)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
     x, y = torch.randn(64, 40), torch.randint(3, (64,))
     spectrum = spectrum_of(model, x, y)

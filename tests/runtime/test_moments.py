@@ -7,9 +7,9 @@ import torch
 
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.recording.statistics.moments import POWER_OF_GRADIENT, TURNED, PendingMoments, flat, power_of_gradient
-from kfac_fx.recording.statistics.row_sums import STATISTICS
-from kfac_fx.recording.taps.tap import LAGGED
+from kfac_fx.recording.moments import POWER_OF_GRADIENT, TURNED, PendingMoments, flat, power_of_gradient
+from kfac_fx.recording.row_sums import STATISTICS
+from kfac_fx.recording.taps import LAGGED
 from tests.runtime.fisher_cases import FORMS, register
 
 REGISTRATION = register(FORMS["linear"], "kron")

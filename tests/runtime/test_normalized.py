@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import kfac_fx
 from kfac_fx.passes.parametrizations import elementwise
 from kfac_fx.passes.parametrizations.parts import Gain
-from kfac_fx.recording.checks import proof
+from kfac_fx.recording import proof
 from tests.runtime.squares import dense_fisher, recorded
 from tests.zoo.reparametrized import StandardizedConv
 

@@ -15,7 +15,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiler import compile
 from kfac_fx.linalg import matrices
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.recording.checks import equivalence
+from kfac_fx.recording import equivalence
 from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
 

@@ -7,8 +7,8 @@ import torch
 
 from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.recording.checks import equivalence
-from kfac_fx.recording.checks.equivalence import OutputWatch, differ, sampled_elements
+from kfac_fx.recording import equivalence
+from kfac_fx.recording.equivalence import OutputWatch, differ, sampled_elements
 
 X = torch.randn(20, 5)
 

@@ -17,8 +17,8 @@ from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.checks.proof import Verdict, prove
 from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.proof import Verdict, prove
 from kfac_fx.recording.recorder import Recorder
 
 X = torch.randn(5, 3)

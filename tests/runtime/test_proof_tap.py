@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.recording.checks.proof import moments_apart, reaches_others
+from kfac_fx.recording.proof import moments_apart, reaches_others
 
 
 def test_a_declared_second_moment_is_compared_with_that_of_the_rows() -> None:

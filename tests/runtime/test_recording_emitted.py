@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx import LossError
-from kfac_fx.recording.checks.proof import ProofTap
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, value_of
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
+from kfac_fx.recording.proof import ProofTap
 from tests.whole.divided import Branching, Normalized
 
 X = torch.randn(6, 4)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.compiled.report.report import (
+from kfac_fx.compiled.report import (
     ReportRow,
     block_words,
     casts,

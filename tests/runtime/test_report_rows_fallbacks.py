@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.compiled.report.report import fallbacks, unmatched
+from kfac_fx.compiled.report import fallbacks, unmatched
 from kfac_fx.passes.layers import as_rows
 
 

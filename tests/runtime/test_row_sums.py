@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.recording.statistics import row_sums as statistics
-from kfac_fx.recording.statistics.row_sums import STATISTICS
+from kfac_fx.recording import row_sums as statistics
+from kfac_fx.recording.row_sums import STATISTICS
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.recording.statistics.row_sums import STATISTICS, VARIANTS
+from kfac_fx.recording.row_sums import STATISTICS, VARIANTS
 
 NAMES = ("count/reduced", "A/reduced", "G/reduced")
 MATRIX = (3, 4, 2)

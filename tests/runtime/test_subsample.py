@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from kfac_fx.passes.ir import KEPT, Sampling
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.recording.taps.tap import (
+from kfac_fx.recording.taps import (
     as_ratio,
     fewer_cases,
     fewer_rows,

@@ -16,8 +16,8 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import writable
-from kfac_fx.recording.statistics.row_sums import STATISTICS
-from kfac_fx.recording.taps.tap import Tap, apart, is_tapped, make_probes, saves_time, tap_function
+from kfac_fx.recording.row_sums import STATISTICS
+from kfac_fx.recording.taps import Tap, apart, is_tapped, make_probes, saves_time, tap_function
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import kfac_fx
-from kfac_fx.recording.statistics.row_sums import Rows
-from kfac_fx.recording.taps.tap import ROWS, CollectingTap
+from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.taps import ROWS, CollectingTap
 
 
 def collecting() -> tuple[nn.Module, CollectingTap]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.recording.taps.tap import LAGGED, Link, link_function
+from kfac_fx.recording.taps import LAGGED, Link, link_function
 from tests.compiler.toy import Toy, before
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.recording.taps import tap
-from kfac_fx.recording.taps.tap import both_rows, check_row_shapes, moment_and_grad_rows, scales
+from kfac_fx.recording import taps as tap
+from kfac_fx.recording.taps import both_rows, check_row_shapes, moment_and_grad_rows, scales
 from tests.compiler.toy import Toy, before
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.recording.statistics.row_sums import Rows
-from kfac_fx.recording.taps.tap import LAGGED, unfolded
+from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.taps import LAGGED, unfolded
 
 pytestmark = pytest.mark.usefixtures("float64")
 

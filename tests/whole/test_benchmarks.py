@@ -37,7 +37,7 @@ from benchmarks.flops import flops_of
 from benchmarks.methods import Method
 from benchmarks.step_models import Loss, Problem
 from kfac_fx.optim.schedule import is_early
-from kfac_fx.recording.checks.equivalence import OutputWatch
+from kfac_fx.recording.equivalence import OutputWatch
 
 FILES = tuple(benchmark.OUT for benchmark in (step_time, default_step, step_parts, host_time, scale))
 

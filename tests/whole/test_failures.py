@@ -23,8 +23,7 @@ from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.gathered import LinearMaps, constant
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
-from kfac_fx.recording import capture_cache
-from kfac_fx.recording.checks import equivalence
+from kfac_fx.recording import capture_cache, equivalence
 from kfac_fx.recording.exact import Pullback
 
 TOO_MUCH = 1 << 50  # bytes

@@ -18,7 +18,7 @@ from kfac_fx.compiled.layer_collection.fisher_blocks import FisherBlock
 from kfac_fx.fisher.factor import Stack
 from kfac_fx.linalg.matrices import pi_correction
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.taps.tap import fewer_rows
+from kfac_fx.recording.taps import fewer_rows
 from tests.runtime.collections_of_toys import collection
 
 Function = Callable[..., Any]

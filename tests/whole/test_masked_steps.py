@@ -14,7 +14,7 @@ import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.graphs.labels import in_example, known_number
-from kfac_fx.recording.taps.tap import LAGGED
+from kfac_fx.recording.taps import LAGGED
 from tests.runtime.fisher_cases import sequence_statistics
 
 LENGTHS = (4, 2)

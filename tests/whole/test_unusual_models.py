@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.recording.checks.proof import prove
+from kfac_fx.recording.proof import prove
 from tests.zoo.functions import Reversed
 
 Batch = tuple[Any, ...]

@@ -15,7 +15,7 @@ from benchmarks import zoo_docs, zoo_measure
 from benchmarks.zoo import LIBRARIES, OUT, main, results, to_do
 from benchmarks.zoo_models.entry import Entry, images, predictions
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.recording.checks import equivalence, proof
+from kfac_fx.recording import equivalence, proof
 
 KNOWN = (("toys/one", "works", "1"), ("toys/two", "bug", "2"))
 

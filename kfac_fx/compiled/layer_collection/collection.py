@@ -39,8 +39,8 @@ from kfac_fx.passes.padding import padding
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.recording.masks import checked_mask
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.taps.tap import read_sampling
+from kfac_fx.recording.moments import Key
+from kfac_fx.recording.taps import read_sampling
 
 
 class LayerCollection(RegisterMethods):

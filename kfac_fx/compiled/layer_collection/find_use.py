@@ -25,7 +25,7 @@ from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import MATCHED, run
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 Nodes = Any  # a node, its name, or a list of them, one per use
 

@@ -29,8 +29,8 @@ from kfac_fx.passes.ir import GENERIC, Registration, Sampling, Use
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
-from kfac_fx.recording.statistics.moments import Key, additive
-from kfac_fx.recording.taps.tap import over_sources, over_uses, scales
+from kfac_fx.recording.moments import Key, additive
+from kfac_fx.recording.taps import over_sources, over_uses, scales
 
 REGISTERED_BY = {
     "multiply_inverse": "register_inverse()",

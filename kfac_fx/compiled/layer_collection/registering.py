@@ -24,9 +24,9 @@ from kfac_fx.passes.ir import GENERIC, LossSite, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
 from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.taps.tap import ALL_ROWS, read_sampling
+from kfac_fx.recording.taps import ALL_ROWS, read_sampling
 
 
 def register_layer(

@@ -17,7 +17,7 @@ from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationErr
 from kfac_fx.passes.graphs.labels import ancestors, in_example, symbolic_sizes, with_batch_dim
 from kfac_fx.passes.ir import Program, Registration, Use, where
 from kfac_fx.passes.pipeline import after_registrations, run
-from kfac_fx.recording.statistics.moments import Key
+from kfac_fx.recording.moments import Key
 
 
 class Scan:

@@ -56,16 +56,8 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import HALVES, Shape, precise, without_autocast
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep
-from kfac_fx.recording.statistics.moments import TURNED, statistics_of
-from kfac_fx.recording.statistics.row_sums import (
-    Matrix,
-    Rows,
-    canonical,
-    homogeneous,
-    in_groups,
-    named,
-    whole_statistic,
-)
+from kfac_fx.recording.moments import TURNED, statistics_of
+from kfac_fx.recording.row_sums import Matrix, Rows, canonical, homogeneous, in_groups, named, whole_statistic
 
 
 @dataclass(frozen=True)

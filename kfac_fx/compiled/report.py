@@ -43,11 +43,11 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from kfac_fx.compiled.report.page import Contents, TableCell, fragment, page
+from kfac_fx.compiled.page import Contents, TableCell, fragment, page
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord
-from kfac_fx.recording.taps.tap import described
+from kfac_fx.recording.taps import described
 
 if TYPE_CHECKING:
     import networkx

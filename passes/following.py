@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import OWN_FOLDER
-from ..graphs.operations import NO_GRADIENT, draws, name_of
-from ..torch_private import pytree, transforms
-from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
-from ..tracing.effects import autocast, written_by
-from ..tracing.substitutes import Apply, Function, functions_applied
-from ..tracing.summary import PLAIN, plain
+from .errors import OWN_FOLDER
+from .graphs.operations import NO_GRADIENT, draws, name_of
+from .torch_private import pytree, transforms
+from .tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
+from .tracing.effects import autocast, written_by
+from .tracing.substitutes import Apply, Function, functions_applied
+from .tracing.summary import PLAIN, plain
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.statistics.row_sums import in_blocks, whole_statistic
+from kfac_fx.recording.row_sums import in_blocks, whole_statistic
 
 Key = tuple[str, ...]  # the names of the parameters of a registration
 POWER_OF_GRADIENT = {

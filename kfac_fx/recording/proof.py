@@ -27,12 +27,12 @@ from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import without_mask
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents, refuse_guess
+from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents, refuse_guess
 from kfac_fx.recording.meeting_cases import revealing
+from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics.moments import Key
-from kfac_fx.recording.statistics.row_sums import named
-from kfac_fx.recording.taps.tap import BothRows, Tap, check_row_shapes, moment_and_grad_rows
+from kfac_fx.recording.row_sums import named
+from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_grad_rows
 
 PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
 

@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..choose import requested
-from ..errors import UntraceableError
-from ..graphs.labels import symbolic_sizes
-from ..graphs.operations import op_name
-from ..ir import GENERIC, Note, Options, Program, Submodule
-from ..pipeline import CAPTURED, run
-from ..submodules import in_model, join, of_parameters_alone
-from ..torch_losses import EVERY_NAME
-from ..torch_private import pytree
-from ..trace import Capture, named_parameters, trace_model
-from ..tracing.calls import (
+from .choose import requested
+from .errors import UntraceableError
+from .following import ObservedRead, Operation, read_outside
+from .graphs.labels import symbolic_sizes
+from .graphs.operations import op_name
+from .ir import GENERIC, Note, Options, Program, Submodule
+from .pipeline import CAPTURED, run
+from .submodules import in_model, join, of_parameters_alone
+from .torch_losses import EVERY_NAME
+from .torch_private import pytree
+from .trace import Capture, named_parameters, trace_model
+from .tracing.calls import (
     IN_TRANSFORM,
     Call,
     WatchedForwards,
@@ -38,10 +39,9 @@ from ..tracing.calls import (
     without_trace,
     without_users_hooks,
 )
-from ..tracing.effects import kinds
-from ..tracing.settings import ForwardSettings, computed_weight
-from ..tracing.signature import call_key
-from .following import ObservedRead, Operation, read_outside
+from .tracing.effects import kinds
+from .tracing.settings import ForwardSettings, computed_weight
+from .tracing.signature import call_key
 
 # --- submodules and reads, each captured for one kind of call ---------------------------------------------------------
 

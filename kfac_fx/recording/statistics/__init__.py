@@ -1,1 +1,0 @@
-"""Sums over the rows and gradient rows of a batch."""

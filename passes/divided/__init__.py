@@ -1,1 +1,0 @@
-"""Models that no single graph holds: their submodules are captured one by one."""
