@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.torch_private passes.products passes.torch_losses passes.approximations "
-    "passes.matrix passes.parametrization passes.pieces passes.registration passes.ir",
+    "data": "passes.errors passes.torch_private passes.torch_losses passes.approximations passes.matrix "
+    "passes.parametrization passes.pieces passes.ir",
     "graphs": "passes.graphs",
     "declarations": "passes.layers passes.parametrizations passes.choose",
     "tracing": "passes.tracing",
@@ -35,7 +35,6 @@ NUMERICAL = ("kfac_fx.linalg.", "kfac_fx.losses.", "kfac_fx.recording.row_sums",
 SHARED = {
     "passes.approximations",
     "passes.errors",
-    "passes.products",
     "passes.torch_losses",
     "passes.matrix",
     "passes.pieces",
