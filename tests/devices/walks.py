@@ -62,7 +62,11 @@ SPECTRUM = {  # so it has here
     "spectrum.py:of",  # whether there is anything to decompose
     "group_kinds.py:eigensystem",  # a basis of places is made on the host
 }
-BASES = {"matrices.py:rescued_eigh"}  # of "eigen_moments": whether to try again; `eigh` has waited already
+BASES = {  # of "eigen_moments"
+    "matrices.py:rescued_eigh",  # whether to try again; `eigh` has waited already
+    "matrices.py:renewed_eigh",  # whether an iteration failed
+    "eigen_moments.py:turn",  # whether there is a basis to iterate from
+}
 
 
 def on_device(small: Small) -> tuple[nn.Module, tuple[Any, ...]]:
