@@ -13,6 +13,13 @@ it does not matter whether cases meet. The *exact* modes send all sources back (
 the loss is a source of its own, and full and diagonal blocks come from whole gradients. The *empirical* Fisher is
 recorded in the training backward: the probes are leaves, and the user's `loss.backward()` fills their `.grad`.
 
+**Padding.** Masked rows are in neither A nor G nor `count`. The Fisher's outputs are constants at padding positions,
+so sampled targets send nothing back from there, and a case is counted only if its outputs change with the real values.
+So the statistics are those of every sequence on its own.
+
+**Samples of rows.** A recording draws two numbers for them. They enter the taps as buffers, which the forward copies, so
+the emitted module stays a function of its inputs.
+
 **Comparisons.** A step compares the outputs of its recording with those of the user's own forward behind it
 (`equivalence`). There is no such forward where the graph replaces it ("empirical"), where a part of the batch is
 recorded, where a compiler, cuDNN or TF32 computes in another way, where data parallelism sends buffers around before a
@@ -46,8 +53,10 @@ replaced by its graph; probes add up over all calls.
 - These submodules stay Python, because Python may read what they leave: those whose children are called from outside
   (`vae.encode(x)`), those that set attributes or write into parameters, those with user hooks inside, and calls on
   parameters that functional_call put in. The hooks of a captured submodule run in Python around it.
-- Operations of Python that read parameters run as graphs, too (`passes.following`). A look at autograd's graph finds
-  reads that were missed, which is an error.
+- Operations of Python that read parameters run as graphs, too (`passes.following`). Three kinds of them do not, and
+  leave their parameters generic: those of values that change when they are recomputed (random numbers, writes, another
+  autocast), arguments of submodules and of autograd.Functions, and those that would make a registration ambiguous. A
+  look at autograd's graph finds reads that were missed, which is an error.
 - c is averaged over all batches, also those without rows; A and G are averaged over the batches with rows.
 - Checkpoints run the function that they wrap, or the backward would run the original forward again.
 - The sizes of the padding mask that are cases and positions are found in the example, so they must differ from all
