@@ -17,8 +17,8 @@ recorded in the training backward: the probes are leaves, and the user's `loss.b
 so sampled targets send nothing back from there, and a case is counted only if its outputs change with the real values.
 So the statistics are those of every sequence on its own.
 
-**Samples of rows.** A recording draws two numbers for them. They enter the taps as buffers, which the forward copies, so
-the emitted module stays a function of its inputs.
+**Samples of rows.** A recording draws two numbers for them. They enter the taps as buffers, which the forward copies,
+so the emitted module stays a function of its inputs.
 
 **Comparisons.** A step compares the outputs of its recording with those of the user's own forward behind it
 (`equivalence`). There is no such forward where the graph replaces it ("empirical"), where a part of the batch is
