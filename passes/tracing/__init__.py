@@ -1,11 +1,11 @@
 """Capture: how a model is traced, and what happens while it is.
 
-With example inputs `torch.export` traces the model, non-strict, with `Dim.AUTO` for every dimension. Of images only the
-first two dimensions are free until another size is seen, because free heights and widths make torch.export several
-times as slow. Without example inputs torch.fx traces down to torch's own modules; a model that this cannot trace whole
-is captured at the first training forward. All that is no tensor is part of the key of a capture: training flags,
-dtypes, devices, autocast, structure. A shape guard that fails causes one more capture. Capture takes ten to sixty times
-as long as all passes (`benchmarks/compile_time.py`).
+With example inputs `torch.export` traces the model, non-strict, with `Dim.AUTO` for every dimension. The dimensions of
+images behind the first two are fixed until another size is seen, because free heights and widths make torch.export
+several times as slow. Without example inputs torch.fx traces down to torch's own modules; a model that this cannot
+trace whole is captured at the first training forward. All that is no tensor is part of the key of a capture: training
+flags, dtypes, devices, autocast, structure. A shape guard that fails causes one more capture. Capture takes ten to
+sixty times as long as all passes (`benchmarks/compile_time.py`).
 
 **Random numbers and checkpoints.** Branches on random numbers are taken if their outcome is certain, as with a dropout
 rate of 0. Reentrant checkpoints are captured as the function that they wrap. Random numbers of Python and numpy, and
