@@ -9,8 +9,6 @@ inside of its units. So a sharded model is compared with the compiled one by nam
 
 - The user's forwards run the units as they are. A recording, a check and the empirical Fisher run the graph, which
   knows no units and needs no more of FSDP2 than its DTensors (`recording.emitted`).
-- The vectors of a step are those of the shards of a process. Sums over their elements are added up over processes;
-  nothing else of a rule knows of shards (`fisher.placement`).
 - Gradients meet the inverses as whole tensors: in every process or, with owners, in that of the owner. There one
   all-to-all brings the gradients of all shards, and another one takes the products back.
 - Shards are filled up to equal lengths, so that no process asks another one for sizes.

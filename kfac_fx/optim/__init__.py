@@ -7,10 +7,9 @@ of the default. Here are the reasons that no single module has.
 and the last one in the step. All forwards since the last step are its micro-batches, whoever ran them. `evaluate` is
 another argument, because a closure that computes gradients cannot be told from one that returns the loss alone.
 
-**State.** Tools that save optimizers know `state[parameter]` and `param_groups`, so all that a step depends on lies
-there as tensors: those of a block with its first parameter, those of no block with the first parameter of all.
-torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a step before
-the first batch changes nothing.
+**State.** torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a
+step before the first batch changes nothing. The tensors of a block are with its first parameter, and those of no block
+with the first parameter of all (`state`).
 
 **Metrics** are a pair of hooks around `step`. Hooks cannot see the seconds of a phase, so a step measures these itself,
 and only while a `Metrics` is attached. The change of the parameters is the one that happened: clipping, weight decay,
@@ -43,6 +42,5 @@ a step is finite, because that costs nothing there. Other devices compute both c
 **Several processes** are micro-batches that run at once (`linalg.replicas`). DistributedDataParallel averages the
 gradients. The first step compares their norms, because processes that train apart with common factors would be wrong
 without an error. A loss that is a mean over the cases of all processes is scaled by the number of processes. The
-curvature of a batch is averaged by cases. The messages of a step depend on what is due, so the hook for torch's `Join`
-imitates none: it takes a real step with an empty batch (`stand_in`).
+curvature of a batch is averaged by cases.
 """

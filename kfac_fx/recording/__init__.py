@@ -1,21 +1,19 @@
 """Recording: one batch becomes sums over its cases. Here are the emitted module, the ways to run it, and its proofs.
 
-A *tap* stands on the output of every use (`taps`). Zero *probes* with the shapes of the statistics enter it, and its
-backward returns the statistics as their gradients. Four properties follow. No tensor is mutated. A recording is
-`autograd.grad(outputs, probes, cotangent)`. Autograd adds up the uses of one registration. The forward compiles with
-`fullgraph=True`. A and G are both computed in the backward, so a non-reentrant checkpoint records once. A tap closes
-over literals and functions only, because Dynamo can wrap neither a module nor a registration in the closure of an
-`autograd.Function`.
+A *tap* stands on the output of every use, and its backward returns the statistics as the gradients of zero *probes*
+(`taps`). So a recording is `autograd.grad(outputs, probes, cotangent)`, and the forward compiles with `fullgraph=True`.
+A and G are both computed in the backward, so a non-reentrant checkpoint records once. A tap closes over literals and
+functions only, because Dynamo can wrap neither a module nor a registration in the closure of an `autograd.Function`.
 
-**Modes.** *Sampled* statistics have a forward and a backward of their own, over a chosen fraction of the batch, on
-detached parameters, copies of the buffers and a forked random stream. Products of two cases are zero in expectation, so
-it does not matter whether cases meet. The *exact* modes send all sources back (`exact`); where cases meet, every row of
-the loss is a source of its own, and full and diagonal blocks come from whole gradients. The *empirical* Fisher is
-recorded in the training backward: the probes are leaves, and the user's `loss.backward()` fills their `.grad`.
+**Modes.** *Sampled* statistics have a forward and a backward of their own, over a chosen fraction of the batch.
+Products of two cases are zero in expectation, so it does not matter whether cases meet. The *exact* modes send all
+sources back (`exact`); where cases meet, every row of the loss is a source of its own, and full and diagonal blocks
+come from whole gradients. The *empirical* Fisher is recorded in the training backward: the probes are leaves, and the
+user's `loss.backward()` fills their `.grad`.
 
-**Padding.** Masked rows are in neither A nor G nor `count`. The Fisher's outputs are constants at padding positions,
-so sampled targets send nothing back from there, and a case is counted only if its outputs change with the real values.
-So the statistics are those of every sequence on its own.
+**Padding.** Masked rows are in neither A nor G nor `count`. The Fisher's outputs are constants at padding positions, so
+sampled targets send nothing back from there, and a case is counted only if its outputs change with the real values. So
+the statistics are those of every sequence on its own.
 
 **Samples of rows.** A recording draws two numbers for them. They enter the taps as buffers, which the forward copies,
 so the emitted module stays a function of its inputs.
@@ -38,12 +36,11 @@ halves so fast that patches take less time than the many operations of this way,
 on CUDA makes them in every precision, because inductor of torch 2.11 compiles this way to other numbers without an
 error (seen for kernels of 3 with padding; "aot_eager" and the CPU are right).
 
-**Freezing.** A parameter that was trained once stays registered (`unchanged`), so freezing needs no capture: captures
-see it as trained. While all parameters of a registration are frozen, its statistics pause, and no more of its block
-changes than the inverse. Captures that do not use a frozen registration agree with the others, as with adapters that
-are switched off. If a parameter is trained for the first time, the model is captured anew. Blocks of the same
-registrations go on. New ones have stacks of their own, are recorded and decomposed at once, and then follow the
-schedule of a first step. A forward while everything is frozen is no part of a step.
+**Freezing** needs no capture (`unchanged`). While all parameters of a registration are frozen, its statistics pause,
+and no more of its block changes than the inverse. Captures that do not use a frozen registration agree with the others,
+as with adapters that are switched off. If a parameter is trained for the first time, the model is captured anew. Blocks
+of the same registrations go on. New ones have stacks of their own, are recorded and decomposed at once, and then follow
+the schedule of a first step. A forward while everything is frozen is no part of a step.
 
 **Divided models** (`emitted_submodules`, `passes.divide`). The model's own forward runs, with each captured submodule
 replaced by its graph; probes add up over all calls.
