@@ -29,7 +29,7 @@ step that is not finite. Several processes add their results up, so that none go
 setting of the user's backward. Under autocast a layer rounds its input to the precision of its output, so its rows are
 the rounded ones. The proof of the first batch runs in full precision, convolutions included, because rounding to TF32
 is as large as the errors that it looks for. Its memory is that of a training step, one gradient more, and three times
-the largest matrix; a test counts the bytes.
+the largest matrix; a test counts the bytes, and `benchmarks/proof_memory.py` measures larger models.
 
 **Convolutions** have a way to the second moment of patches without the patches (`passes.layers.conv`). CUDA multiplies
 halves so fast that patches take less time than the many operations of this way, so they are made there. Compiled code
