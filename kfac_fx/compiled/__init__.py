@@ -3,7 +3,7 @@
 The emitted graph is used for recording, and for training when the empirical Fisher is recorded in the training
 backward. Every other forward runs the original module, so it is exact by construction.
 
-**In place** (`replaced_call`). torch prefers the replaced call of a module, and drops it from copies and pickles. A
+**In place.** torch prefers the replaced call of a module, and drops it from copies and pickles. A
 replaced `forward` would be copied, and hooks cannot replace a forward. The call is replaced only while an optimizer is
 attached.
 

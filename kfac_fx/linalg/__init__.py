@@ -1,7 +1,6 @@
-"""Tensors: matrices, operators, vectors by the names of parameters, processes, and checks of arguments.
-
-Nearly all of it knows no model. `vectors` reads from registrations which part of a parameter a piece is, `w[0:64]`, and
-is the only place where whole vectors are split and joined. `sharded` tells the units of FSDP2 in a model what to drop.
+"""Linear algebra: matrices, operators, vectors by name, shards of them, the processes that have these, and checks of
+arguments. A registration is known here as the names and the matrix of its parameters; only the checks see models, and
+`sharded` the units of FSDP2 in a model, which it tells what to drop.
 
 **Sharded parameters** (FSDP2, `sharded`). The model is compiled with whole parameters and sharded then, because a
 capture runs the model on values. `fully_shard` replaces the parameters by DTensors, and swaps these with whole tensors

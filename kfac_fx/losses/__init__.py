@@ -1,4 +1,4 @@
-"""Loss functions: predictive distributions, their registration, and the gradients that are sent back from them.
+"""Loss functions: predictive distributions, their declaration, and the gradients that are sent back from them.
 
 A *case* is what the mean of the loss is over: one distribution. Every position of logits [B, T, V] is a case of a
 categorical loss, as in `F.cross_entropy`. For the other distributions a case is an element of the dimension of the
