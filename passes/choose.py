@@ -23,9 +23,10 @@ from .approximations import (
 )
 from .errors import ApproximationError, table
 from .graphs.operations import VIEWS, op_name
-from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs, where
+from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
+from .users_code import where
 
 FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
 Fields = Mapping[str, str]  # of words with names in braces

@@ -378,13 +378,8 @@ def shapes_of(call: Call) -> Any:
 
 
 def in_short(error: UntraceableError, module: nn.Module) -> str:
-    """One sentence of an error about `module`, which the note names, so that it is "it" in the sentence.
-
-    For an error by `passes.errors.untraceable` that is torch's own message, for another one its first line.
-    """
-    first, *rest = str(error).splitlines()
-    _, gave_up, place = first.partition("; torch gave up in ")
-    if gave_up and rest:
-        return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}"
-    name = f"{type(module).__name__} "
+    """One sentence of an error about `module`, which the note names, so that it is "it" in the sentence."""
+    if error.cause:
+        return error.cause
+    first, name = str(error).splitlines()[0], f"{type(module).__name__} "
     return f"it {first.removeprefix(name)}" if first.startswith(name) else first

@@ -16,7 +16,6 @@ runs in the place of the operation.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .errors import OWN_FOLDER
 from .graphs.operations import NO_GRADIENT, draws, name_of
 from .torch_private import pytree, transforms
 from .tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
 from .tracing.effects import autocast, written_by
 from .tracing.substitutes import Apply, Function, functions_applied
 from .tracing.summary import PLAIN, plain
+from .users_code import running_line
 
 
 @dataclass(frozen=True)
@@ -369,12 +368,12 @@ class Readers(Reads):
         result = operation()
         if differentiable(read, result):
             kind = read.key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-            observed = ObservedRead(read, Call(inputs, {}, autocast()), users_line())
+            observed = ObservedRead(read, Call(inputs, {}, autocast()), running_line())
             self.observed.setdefault(kind, observed).calls += 1
         return result
 
     def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
-        self.note(names, f"read at {users_line()}, {why}")
+        self.note(names, f"read at {running_line()}, {why}")
 
     def note(self, names: Iterable[str], reason: str) -> None:
         for name in names:
@@ -412,14 +411,6 @@ class Readers(Reads):
         if not self.paused and torch.is_grad_enabled():
             self.lost(self.names_in((args, kwargs)))
         return apply(*args, **kwargs)
-
-
-def users_line() -> str:
-    """ "model.py:12": the innermost line that is neither in torch nor in kfac_fx."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in ("/torch/", OWN_FOLDER)):
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return "an unknown line"
 
 
 def read_outside(

@@ -21,28 +21,11 @@ from typing import Any
 from torch import fx, nn
 
 from .approximations import APPROXIMATIONS, Approximation
-from .errors import OWN_FOLDER, plural
+from .errors import plural
 from .matrix import Layout, MatrixForm, Shape, block_width
 from .parametrization import Parametrization, Transposed, Value, with_nodes
 from .pieces import ParameterExpr, Piece
-
-
-def where(node: fx.Node) -> str:
-    """`"linear_1 (model.py:33)"`: the node and the last line of the user's own code behind it."""
-    line = source_line(node)
-    return f"{node.name} ({line})" if line else node.name
-
-
-def source_line(node: fx.Node) -> str | None:
-    """`"model.py:33"`, the innermost frame outside torch; None when the capture kept no stack."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    place = None
-    for frame in frames:
-        if frame.startswith('File "') and "/torch/" not in frame and OWN_FOLDER not in frame:
-            path, _, rest = frame.removeprefix('File "').partition('", line ')
-            place = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
-    return place
-
+from .users_code import where
 
 # --- uses -------------------------------------------------------------------------------------------------------------
 

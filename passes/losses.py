@@ -14,9 +14,10 @@ from .errors import RegistrationError
 from .graphs.labels import Label, ancestors, has_gradient, labels, sizes_of, symbolic_sizes
 from .graphs.operations import op_name
 from .graphs.spelling import order_operands
-from .ir import LossSite, Note, Program, where
+from .ir import LossSite, Note, Program
 from .torch_losses import BY_NAME
 from .torch_private import pytree
+from .users_code import where
 
 
 def find_losses(program: Program) -> Program:

@@ -21,9 +21,10 @@ from torch import Tensor, fx
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import SHAPE_ONLY, op_name
-from .ir import KEPT, STEP, Dims, Note, Program, Registration, Use, literal_attrs, where
+from .ir import KEPT, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
 from .parametrization import Computed, Value
+from .users_code import where
 
 STRANGE = -1  # in the place of a position: one of other sequences, or in another order
 ALL = sys.maxsize  # in the place of a position: more than one

@@ -28,12 +28,13 @@ from .choose import check_requests, choose, declared_by_user, declared_generic, 
 from .errors import AmbiguousRegistrationError, LinkError, table
 from .graphs.labels import Edge, ancestors, entries
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
-from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, source_line, where
+from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use
 from .matrix import MatrixForm
 from .parametrization import Transposed
 from .parametrizations.elementwise import PerCase, as_per_case
 from .parametrizations.parts import reads_ids, region_of
 from .pieces import same_elements
+from .users_code import source_line, where
 
 Reason = Callable[[Use], str | None]  # why a match goes; None: it stays
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"

@@ -35,15 +35,15 @@ from kfac_fx.passes.errors import (
     nearest,
     plural,
     table,
-    warn_user,
 )
 from kfac_fx.passes.graphs.labels import NUMBER, in_example, shape_of
-from kfac_fx.passes.ir import KEPT, Dims, LossSite, Note, Program, where
+from kfac_fx.passes.ir import KEPT, Dims, LossSite, Note, Program
 from kfac_fx.passes.padding import padding, spread, without_mask
 from kfac_fx.passes.parametrization import with_nodes
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
 from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.emitted import EmittedModel, ObservedLoss
 
 PaddingMask = str | Callable[..., Tensor]

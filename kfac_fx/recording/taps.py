@@ -51,11 +51,12 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import bordered, full_precision_in_eager
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural
-from kfac_fx.passes.ir import CASES, KEPT, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs, where
+from kfac_fx.passes.ir import CASES, KEPT, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import HALVES, Shape, precise, without_autocast
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import TURNED, statistics_of
 from kfac_fx.recording.row_sums import Matrix, Rows, canonical, homogeneous, in_groups, named, whole_statistic
 

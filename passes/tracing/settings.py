@@ -34,12 +34,11 @@ from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import OWN_FOLDER
 from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, SHARDING, class_of, parameters_of
+from ..users_code import OWN_FOLDER, TORCH
 from .summary import (
     ATOMS,
     CONTAINERS,
@@ -54,7 +53,7 @@ from .summary import (
     of_library,
 )
 
-TORCH, PYTHON = f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 NN = f"{TORCH}nn{os.sep}"
 TOOLS_OF_TORCH = ("sympy", "mpmath", "numpy", "networkx", "optree", "typing_extensions")
 GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
@@ -332,7 +331,7 @@ def followed(file: str, module: str) -> bool:
         return False
     if file.startswith("<"):  # code that was made from a string, as the methods of dataclasses
         return root not in LIBRARIES and root not in sys.stdlib_module_names
-    of_python = file.startswith(PYTHON) and not file.startswith(str(Path(PYTHON, "site-packages")))
+    of_python = file.startswith(STDLIB) and not file.startswith(str(Path(STDLIB, "site-packages")))
     return not of_python and not in_torch(file) and not file.startswith(OWN_FOLDER)
 
 

@@ -15,8 +15,9 @@ from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import cut_sides
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from kfac_fx.passes.graphs.labels import ancestors, in_example, symbolic_sizes, with_batch_dim
-from kfac_fx.passes.ir import Program, Registration, Use, where
+from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.pipeline import after_registrations, run
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import Key
 
 
