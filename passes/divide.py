@@ -227,7 +227,7 @@ def divide(
 
 def refuse_other_cases(program: Program, path: str) -> None:
     """Raises UntraceableError if a layer in a submodule knows that its cases are not on a first dimension."""
-    inputs = [symbolic_sizes(node) for node in program.graph.find_nodes(op="placeholder")]
+    inputs = [symbolic_sizes(node) for node in program.inputs]
     for layer, size in program.told_cases:
         if any(size in sizes for sizes in inputs) and not any(sizes[:1] == [size] for sizes in inputs):
             raise UntraceableError(
@@ -324,7 +324,7 @@ class Divider:
             traced = under(call, partial(self.traced, path, module, call, several))
             if self.watched.written:
                 refuse_writes(path, module, call)
-            if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
+            if not traced.program.inputs:
                 raise UntraceableError("it takes no tensors")
             if of_parameters_alone(traced.program):
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")

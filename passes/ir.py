@@ -310,6 +310,37 @@ ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.paramet
 WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
 
 
+Copies = dict[fx.Node, fx.Node]  # old node -> new node
+
+
+def copy_nodes(
+    nodes: Iterable[fx.Node],
+    graph: fx.Graph,
+    write: Callable[[fx.Node], fx.Node | None] = lambda _: None,
+    copies: Copies | None = None,
+) -> Copies:
+    """Copy nodes, with their meta, to the end of another graph. Returns the copies of all nodes.
+
+    Args:
+        nodes: in the order of their graph.
+        write: writes the node that stands for a node, where that is not its copy.
+        copies: of nodes before these.
+    """
+    copies, nodes = {} if copies is None else copies, list(nodes)
+    for node in nodes:
+        copies[node] = write(node) or graph.node_copy(node, copies.__getitem__)
+    for node in nodes:
+        if ELEMENTS in node.meta:
+            copies[node].meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], copies)
+    return copies
+
+
+def returned_by(graph: fx.Graph) -> Any:
+    """The argument of the graph's output node."""
+    (output,) = graph.find_nodes(op="output")
+    return output.args[0]
+
+
 LABELED_BY = {"graph", "parameters", "cases"}  # the fields of a Program that labels depend on
 
 
@@ -352,6 +383,16 @@ class Program:
     left: tuple[Note, ...] = ()  # modules that stay Python, and why
     python: Mapping[str, str] = field(default_factory=dict)  # parameters that this Python reads, "read at net.py:12"
     labeled: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # by `graphs.labels.labels_of`
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The model's inputs, in the order of the graph."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def returned(self) -> Any:
+        """The nodes that the graph returns, in the structure that the model returns."""
+        return returned_by(self.graph)
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
@@ -416,14 +457,8 @@ class Program:
 
     def copied(self) -> Program:
         """The same on a graph of its own, for passes that write into it: other Programs may share the one of this."""
-        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.output(graph.graph_copy(self.graph, nodes))
-        (old,), (new,) = (version.find_nodes(op="output") for version in (self.graph, graph))
-        nodes[old], new.meta = new, dict(old.meta)
-        for node in nodes.values():
-            if ELEMENTS in node.meta:
-                node.meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], nodes)
-        return self.on(graph, nodes)
+        graph = fx.Graph()
+        return self.on(graph, copy_nodes(self.graph.nodes, graph))
 
     def __str__(self) -> str:
         """The graph as Python, without torch's deletions of names, then what the passes have found in it."""

@@ -20,7 +20,7 @@ from .graphs.edit import attribute, functional
 from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
 from .graphs.operations import CASTS, bound_parameter, op_name
 from .graphs.spelling import order_operands, respell
-from .ir import CASES, ELEMENTS, Bound, Program, Use
+from .ir import CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .matrix import Layout, Shape
 from .parametrization import nodes_of
@@ -100,12 +100,11 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
     """The value that a function returns, in its normalized graph."""
     graph = ThreadTracer().trace(form)
-    pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in roles]
+    pure = [node for node in graph.find_nodes(op="placeholder") if node.target in roles]
     functional(graph)
     respell(graph)
     order_operands(graph, (), pure)
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    return output.args[0]
+    return returned_by(graph)
 
 
 def lay_over(

@@ -195,7 +195,7 @@ class Places:
         for node in program.graph.nodes:
             self.follow(node)
         behind = everything_behind([mask]) - {mask}
-        owners = [node for node in behind if node.op == "placeholder" and self.positions in sizes_of(node)]
+        owners = [node for node in program.inputs if node in behind and self.positions in sizes_of(node)]
         self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners))
 
     def follow(self, node: fx.Node) -> None:
@@ -284,7 +284,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     read it, are those of the other inputs that are as large in the example, if that is clear."""
     cases, positions = mask.meta["val"].shape
     behind = everything_behind([mask])
-    others = [node for node in program.graph.nodes if node.op == "placeholder" and node not in behind]
+    others = [node for node in program.inputs if node not in behind]
     inputs = [size for node in others for size in shape_of(node)]
     outputs = [use.output for registration in program.registrations for use in registration.uses]
     of_uses = {str(size) for node in outputs for size in shape_of(node)}

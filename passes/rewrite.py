@@ -58,9 +58,8 @@ class Emission:
         self.graph, self.copies, self.tapped = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
         self.taps, self.links = Numbered(), Numbered()
         self.output = self.graph.graph_copy(program.graph, self.copies)
-        for node, copy in self.copies.items():
-            if node.op == "placeholder":
-                copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
+        for node in program.inputs:
+            self.copies[node].args = ()  # no defaults: all inputs are given, and `probes` comes last
         uses = [use for registration in program.registrations for use in registration.uses]
         masks = (node for use in uses if use.mask_dims for node in nodes_of(use.attrs[KEPT]))
         hoist(self.graph, [self.copies[node] for node in masks])
@@ -185,7 +184,7 @@ class IfRecorded(nn.Module):
 
 def add_probes(graph: fx.Graph) -> fx.Node:
     """The last placeholder; all others are in the order of the model's inputs."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     if placeholders:
         with graph.inserting_after(placeholders[-1]):
             return graph.placeholder("probes")

@@ -64,7 +64,7 @@ def labels(
             an expansion to a size of an activation is taken for such.
     """
     names, forced = set(parameters), set(pure)
-    first = {size for node in graph.nodes if node.op == "placeholder" for size in symbolic_sizes(node)[:1]} - {None}
+    first = {size for node in graph.find_nodes(op="placeholder") for size in symbolic_sizes(node)[:1]} - {None}
     label: dict[fx.Node, Label] = {}
     for node in graph.nodes:
         if node in forced:

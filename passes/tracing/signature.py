@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
+from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
 from .effects import autocast, untouched
 from .settings import Observer
@@ -280,22 +281,23 @@ class FlatModel(nn.Module):
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
     """Copy the exported graph without guards and without the wrapper's prefix; the names are the model's."""
-    graph, copies = fx.Graph(), {}
+    graph, placeholders = fx.Graph(), iter(names)
     held: dict[str, Any] = {}
-    placeholders = iter(names)
-    for node in module.graph.nodes:
-        if node.op == "call_module" and node.target == GUARDS:
-            continue
+
+    def write(node: fx.Node) -> fx.Node | None:
         if node.op == "placeholder":
             name = next(placeholders)
-            copies[node] = graph.create_node("placeholder", name, name=name)
+            copy = graph.create_node("placeholder", name, name=name)
         elif node.op == "get_attr":
             target = str(node.target).removeprefix(PREFIX)
             held[target] = attribute(module, str(node.target))
-            copies[node] = graph.get_attr(target)
+            copy = graph.get_attr(target)
         else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
+            return None
+        copy.meta = dict(node.meta)
+        return copy
+
+    copy_nodes((node for node in module.graph.nodes if node.op != "call_module" or node.target != GUARDS), graph, write)
     return graph, holder(held)
 
 
