@@ -39,9 +39,8 @@ from .tracing.calls import (
     without_trace,
     without_users_hooks,
 )
-from .tracing.effects import kinds
 from .tracing.settings import ForwardSettings, computed_weight
-from .tracing.signature import call_key
+from .tracing.signature import call_key, kinds
 
 # --- submodules and reads, each captured for one kind of call ---------------------------------------------------------
 

@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 from .graphs.operations import NO_GRADIENT, draws, name_of
 from .torch_private import pytree, transforms
 from .tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
-from .tracing.effects import autocast, written_by
+from .tracing.effects import written_by
+from .tracing.signature import autocast
 from .tracing.substitutes import Apply, Function, functions_applied
 from .tracing.summary import PLAIN, plain
 from .users_code import running_line

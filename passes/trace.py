@@ -33,8 +33,9 @@ from .ir import Options, Program
 from .torch_private import ASSERT, ASSERT_IS_NONE, FORWARD_MODE, GUARDS, LOGGERS, BatchNorm, InstanceNorm, pytree
 from .tracing.calls import backward_hooks, forward_hooks
 from .tracing.derivatives import forward_mode, maps_parameters, takes_derivatives, traced_below_autograd
-from .tracing.effects import cumulative_averages, kinds, untouched
+from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
+from .tracing.random_streams import python_random
 from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
     FlatModel,
@@ -43,9 +44,9 @@ from .tracing.signature import (
     copy_with_strides,
     flat_graph,
     input_names,
+    kinds,
     layout,
     layouts,
-    python_random,
     refuse_drawn,
     refuse_hidden_tensors,
     refuse_nested,

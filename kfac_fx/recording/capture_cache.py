@@ -36,7 +36,8 @@ from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
-from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
+from kfac_fx.passes.tracing.effects import values_kept
+from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.passes.users_code import warn_user

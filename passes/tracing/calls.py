@@ -9,12 +9,10 @@ around the captured module. Hooks that are added after a capture are not in its 
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +20,10 @@ from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, pytree, transforms
-from .effects import RandomState, accelerators, autocast, buffers_kept, parameters_kept, same_random, untouched
+from .effects import Trace, model_restored
+from .random_streams import accelerators, python_random, same_random, seed_all
 from .settings import is_torchs
-from .signature import python_random
-from .substitutes import custom_functions
+from .signature import autocast
 
 
 def made_by_torch(module: nn.Module) -> list[bool]:
@@ -125,33 +123,12 @@ class Call:
     transformed: bool = False
 
 
-@dataclass
-class Trace:
-    """The names of the attributes that forwards set, and of the parameters that they write into."""
-
-    assigned: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
-
-
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[Trace]:
-    """Undo all that forwards inside change, except in their inputs. Yields a Trace, which is filled at the end.
-
-    Checkpoints run the functions that they wrap.
-    """
-    trace = Trace()
-    with torch.enable_grad(), same_random(accelerators(model.parameters())), python_random(), buffers_kept(model):
-        with untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
-            yield trace
-        trace.assigned += assigned
-        trace.written += written
-
-
-def seed_all(seed: int, model: nn.Module) -> None:
-    RandomState.seeded(seed, accelerators(model.parameters())).restore()
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
+    """Undo all that forwards inside change, except in their inputs. Yields a Trace, which is filled at the end."""
+    devices = accelerators(model.parameters())
+    with torch.enable_grad(), same_random(devices), python_random(), model_restored(model) as trace:
+        yield trace
 
 
 def calls_of(
@@ -257,7 +234,7 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
             break
         with without_trace(model) as trace:
-            seed_all(seed, model)
+            seed_all(seed, accelerators(model.parameters()))
             more, also = calls_of(model, args, kwargs)
         opened |= also
         assigned |= set(trace.assigned)

@@ -7,8 +7,6 @@ own names. Other objects are left out of the outputs, or refused among the input
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +19,8 @@ from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
-from .effects import autocast, untouched
+from .effects import untouched
+from .random_streams import python_random
 from .settings import Observer
 from .summary import SYMBOLS, Walk, slots
 
@@ -96,6 +95,17 @@ def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
         return False
     inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
     return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.tree_leaves(attribute))
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of devices that this machine has and that autocast supports."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices for which autocast is on, with its dtypes."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -181,26 +191,6 @@ def objects_kept(arguments: Mapping[str, Any]) -> Iterator[list[str]]:
         for name, walk in walks.items():
             changed += [] if walk.same() else [name]
             walk.put_back()
-
-
-@contextmanager
-def python_random() -> Iterator[list[str]]:
-    """Restore the random streams of Python and numpy at the end.
-
-    Yields a list, which is filled with the names of the streams that were drawn from.
-    """
-    numpy = sys.modules.get("numpy")
-    before, array = random.getstate(), numpy.random.get_state() if numpy else ()
-    drawn: list[str] = []
-    try:
-        yield drawn
-    finally:
-        if random.getstate() != before:
-            drawn.append("random")
-            random.setstate(before)
-        if numpy and not all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), array, strict=True)):
-            drawn.append("numpy.random")
-            numpy.random.set_state(array)
 
 
 def refuse_drawn(model: str, drawn: list[str]) -> None:
