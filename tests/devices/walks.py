@@ -36,7 +36,7 @@ FIRST_STEP = {
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "eigen_means.py:have_equal_weights",  # have all blocks the same past?
     "state.py:on",  # numbers and random states, into the state by parameter
-    "host.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
+    "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
     "fisher.py:update_inverses",  # products of a block without an inverse raise
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
