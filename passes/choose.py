@@ -23,7 +23,7 @@ from .approximations import (
 )
 from .errors import ApproximationError, table
 from .graphs.operations import VIEWS, op_name
-from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs
+from .ir import GENERIC, ROW_MASK, Program, Use, literal_attrs, tensor_attrs
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 from .users_code import where
@@ -139,7 +139,7 @@ LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None
     "equal towers": unequal_towers,
     "several uses": single_use,
     "no transpose": lambda layers, uses: first_use(uses, lambda use: use.transposed),
-    "own rows": lambda layers, uses: first_use(uses, lambda use: bool(tensor_attrs(use).keys() - {KEPT})),
+    "own rows": lambda layers, uses: first_use(uses, lambda use: bool(tensor_attrs(use).keys() - {ROW_MASK})),
     "alike": unlike,
 }
 

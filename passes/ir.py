@@ -31,9 +31,10 @@ from .users_code import where
 
 Attrs = Mapping[str, Any]
 Dims = tuple[int, ...]
-KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
+ROW_MASK = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
 CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
 STEP = "step"  # in the meta of a node: at which step of a recurrent layer it is, and of how many
+NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
 UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
 
 

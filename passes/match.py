@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from .cases import number_of_cases, with_batch_dim, with_mask
 from .errors import LayerError, fatal
 from .graphs.edit import attribute, functional
-from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
+from .graphs.labels import Label, ancestors, labels_of, parameters_behind
 from .graphs.operations import CASTS, bound_parameter, op_name
 from .graphs.spelling import order_operands, respell
 from .ir import CASES, ELEMENTS, Bound, Program, Use, returned_by

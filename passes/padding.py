@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import SHAPE_ONLY, op_name
-from .ir import KEPT, STEP, Dims, Note, Program, Registration, Use, literal_attrs
+from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
 from .parametrization import Computed, Value
 from .users_code import where
@@ -167,7 +167,7 @@ def padding(program: Program) -> Program:
     for registration in program.registrations:
         uses = list(registration.uses)
         for tower in range(registration.towers):
-            numbers = [n for n, use in enumerate(uses) if use.tower == tower and KEPT not in use.attrs]
+            numbers = [n for n, use in enumerate(uses) if use.tower == tower and ROW_MASK not in use.attrs]
             fittings = places.of_tower(registration, [uses[n] for n in numbers])
             for n, (fitting, reason) in zip(numbers, fittings, strict=True):
                 if fitting is None:
@@ -175,7 +175,7 @@ def padding(program: Program) -> Program:
                     padded += [notes[-1]] * places.has_padding(uses[n], reason)
                 else:
                     mask, dims = fitting
-                    uses[n] = replace(uses[n], attrs={**uses[n].attrs, KEPT: mask}, mask_dims=dims)
+                    uses[n] = replace(uses[n], attrs={**uses[n].attrs, ROW_MASK: mask}, mask_dims=dims)
         registrations.append(replace(registration, uses=tuple(uses)))
     outputs = tuple(places.of_output(node) for node in program.outputs)
     return program.but(
@@ -318,16 +318,6 @@ def fits_mask(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
     return bool((rows == rows[..., :1]).all())
 
 
-def real_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
-    """(output or its gradient, mask) -> which of the use's rows are real: [N, S]."""
-    rows = spread_rows(use, layer)
-
-    def real(output: Tensor, mask: Tensor) -> Tensor:
-        return rows(output, (mask != 0).to(torch.float32)).flatten(2)[..., 0] != 0
-
-    return real
-
-
 def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
     """The gradient rows that the mask, spread over the output, has. It closes over functions and literals only."""
     form = layer.forms[use.form]
@@ -353,8 +343,3 @@ def spread(mask: Tensor, dims: Iterable[int], shape: Sequence[int]) -> Tensor:
     ordered = sorted(dims)
     view = [mask.shape[ordered.index(dim)] if dim in ordered else 1 for dim in range(len(shape))]
     return mask.reshape(view).expand(shape)
-
-
-def without_mask(use: Use) -> Use:
-    """The use with all of its rows."""
-    return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())

@@ -21,9 +21,9 @@ from torch import fx, nn
 
 from .approximations import ORDER_UNKNOWN
 from .graphs.edit import attribute, holder
-from .graphs.labels import NUMBER, Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
+from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
-from .ir import Program, Registration, Submodule, Use, copy_nodes
+from .ir import NUMBER, Program, Registration, Submodule, Use, copy_nodes
 from .parametrization import with_nodes
 from .torch_private import AUTOCAST_REGION, pytree
 

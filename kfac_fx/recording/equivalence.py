@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable, without_cudnn
+from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs.labels import sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.losses import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import (

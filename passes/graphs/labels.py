@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..ir import CASES, KEPT, Program, Use
-from ..parametrization import Computed
+from ..ir import Program
 from ..torch_private import AUTOCAST_REGION, pytree, size_hint
 from .operations import (
     DATA_FIRST,
@@ -304,59 +302,3 @@ def in_example(size: int | torch.SymInt) -> int:
     """The number that a size was on the inputs of the capture."""
     # Not `int(size)`, which makes the symbol this number everywhere, so that equal numbers look like the same size.
     return size if isinstance(size, int) else size_hint(size)
-
-
-# --- where the cases are in the output of a use, and how many there are -----------------------------------------------
-
-
-NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
-
-
-def with_batch_dim(use: Use, cases: str) -> Use:
-    """Where the cases are in the use's output; None if no dimension has their size. A forward that reads the size as a
-    number, as `len(x)` does, has a number for it; several dimensions may have this."""
-    number = cases.isdigit() and sizes_of(use.output).count(cases) == 1
-    sizes = sizes_of(use.output) if number else symbolic_sizes(use.output)
-    if use.batch_independent:
-        use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
-    return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
-
-
-def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
-    """The size of the cases; where it is not known, the first size of the first input, of the same submodule.
-
-    A use that does not depend on the batch has the same Fisher with any number of cases: `count` grows with the number,
-    and G falls.
-    """
-    submodule = output.meta.get(NUMBER)
-    inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == submodule]
-    candidates = [
-        (node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases
-    ]
-    return Computed(size, candidates[0] if candidates else (inputs[0], 0))
-
-
-def size(value: Any, dim: int) -> int:
-    """The size of an input along `dim`. The input is a tensor, or a container; its first tensor counts."""
-    return next(
-        (int(leaf.shape[dim]) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 1
-    )
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-def counted(output: Tensor, mask: Tensor) -> Tensor:
-    """`output`; of its rows [N, S] only those count where `mask` is true, whatever the others hold.
-
-    It stands behind the output of a use in a graph: `f(linear(x, w, b))` -> `f(counted(linear(x, w, b), mask))`.
-    """
-    return output
-
-
-def with_mask(use: Use) -> Use:
-    """The use with its mask among its attributes, if the graph says one."""
-    readers = list(use.output.users)
-    if len(readers) != 1 or readers[0].target is not counted or readers[0].args[0] is not use.output:
-        return use
-    return replace(use, attrs={**use.attrs, KEPT: readers[0].args[1]})

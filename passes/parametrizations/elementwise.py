@@ -40,7 +40,7 @@ from torch import Tensor, fx, nn
 from ..graphs.edit import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
-from ..ir import KEPT, Bound, Program, Use
+from ..ir import ROW_MASK, Bound, Program, Use
 from ..matrix import Layout, Shape
 from ..parametrization import (
     Computed,
@@ -326,7 +326,7 @@ def same(first: Layout, second: Layout) -> bool:
 
 def unmasked(use: Use) -> dict[str, Any]:
     """Padding is in the gradient of a case; what is sent back from there is nothing."""
-    return {name: value for name, value in use.attrs.items() if name != KEPT}
+    return {name: value for name, value in use.attrs.items() if name != ROW_MASK}
 
 
 # --- in a graph -------------------------------------------------------------------------------------------------------
