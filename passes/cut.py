@@ -28,7 +28,7 @@ from .graphs.labels import Label, differentiated, labels_of, parameters_behind, 
 from .ir import Note, Program, Use
 from .matrix import Shape
 from .parametrization import nodes_of
-from .parametrizations.elementwise import by_jacobian
+from .parametrizations.functions import by_jacobian
 from .parametrizations.normalized import BySlice, WithGain
 from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
 from .parametrizations.product import ProductFactor

@@ -1,9 +1,4 @@
-"""Following parameters through the Python code of a forward, to the operations that read them; see `reads`.
-
-`Reads` is the mode that follows them. `Readers` collects the reads outside of the captured submodules on the examples;
-`kfac_fx.recording.emitted_submodules.ServedReads` runs their graphs in a recording.
-
-Operations of Python that read parameters.
+"""Parameters that a forward reads in Python, followed to the operations that read them.
 
 Tensors that Python computes from parameters alone are followed. The operation in which such a tensor meets another one,
 or is expanded to the cases, is a *read*: a small function of tensors, which is captured like a submodule. Its graph
@@ -12,6 +7,9 @@ runs in the place of the operation.
     w = self.weight * self.gain     followed
     y = F.linear(x, w)              a read: x -> linear(x, mul(weight, gain))
     h[mask] = self.token            a read: (h, mask) -> index_put(h, mask, token), which is written into h
+
+`Reads` is the mode that follows parameters. `Readers` collects the reads outside of the captured submodules on the
+examples; `kfac_fx.recording.emitted_submodules.ServedReads` runs their graphs in a recording.
 """
 
 from __future__ import annotations

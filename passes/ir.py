@@ -1,12 +1,8 @@
-"""The data that passes exchange: plain, frozen data about one captured graph.
+"""The data that passes exchange: a captured graph, the uses of its parameters, and the registrations made of them.
 
-A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. No class here
-holds a function: a layer is a name, so a Program prints, compares and pickles. The smaller words, of uses and of
-registrations, have modules of their own and are read from here, too.
-
-Where a node stands in the user's own code.
-
-Registrations: the parameters and the uses that one Fisher block is made from.
+A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. A `Use` is one
+application of a layer. A `Registration` holds the parameters and the uses that one Fisher block is made from. All are
+frozen, and no class here holds a function: a layer is a name, so a Program prints, compares and pickles.
 """
 
 from __future__ import annotations
@@ -306,7 +302,7 @@ class PassRecord:
     seconds: float
 
 
-ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.gathered`
+ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.tables`
 # The fields of a Program that refer to nodes.
 WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
 

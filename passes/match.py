@@ -25,8 +25,8 @@ from .ir import CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .matrix import Layout, Shape
 from .parametrization import nodes_of
-from .parametrizations.elementwise import static_shape
-from .parametrizations.gathered import LinearMap, constant, gathered_weight
+from .parametrizations.functions import static_shape
+from .parametrizations.tables import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
 from .tracing.substitutes import ThreadTracer
 
@@ -118,7 +118,7 @@ def lay_over(
     binding: Binding | None = None,
 ) -> Use | None:
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
-    one that is computed in another way. Which parameters of an expression are registered, `cut` decides."""
+    one that is computed in another way. `cut` decides which parameters of an expression are registered."""
     form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
     binding = binding or Binding(form, label, shapes, usable, label[root] is Label.FREE)
     if not binding.fits(pattern.root, root):

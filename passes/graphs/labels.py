@@ -1,4 +1,4 @@
-"""Labels of nodes: which values a node depends on, and which parameter stands behind it; and the sizes of nodes.
+"""Labels of nodes: which values a node depends on, and which parameter stands behind it.
 
     ACT     depends on the values of the model's inputs, or has a row for every case
     FREE    an activation that is free of the batch: computed by a layer, from parameters and constants only
@@ -6,6 +6,8 @@
     CONST   depends on neither (sizes, masks, buffers, anything detached)
 
 An edge from PURE to ACT or FREE is a place where a parameter enters the computation: a use to be explained by a layer.
+
+Labels are read off the sizes of nodes, too, which are numbers, or symbols where only the batch knows them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
 
 
 class Label(IntEnum):
-    """The least of its operands' is an operation's."""
+    """An operation gets the smallest label of its operands."""
 
     ACT = 0
     FREE = 1

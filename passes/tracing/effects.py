@@ -3,10 +3,10 @@
 Attributes that forward itself sets are restored after every trace (`untouched`). Those that are changed from outside,
 such as a temperature or a rate of dropout, are part of what a capture is valid for; see `settings`.
 
-A forward that the user did not ask for leaves no trace in parameters and buffers (`parameters_kept`, `buffers_kept`).
-The user's own graph may have saved these tensors, so their versions are kept, too: autograd compares them in its
-backward. `model_restored` is all of these. A closure that only measures leaves no trace in any tensor, gradient or
-random stream (`closure_undone`).
+A forward that the user did not ask for leaves no trace in the model (`model_restored`): in attributes, parameters
+(`parameters_kept`) and buffers (`buffers_kept`). The user's own graph may have saved these tensors, so their versions
+are kept, too: autograd compares them in its backward. A closure that only measures leaves no trace in any tensor,
+gradient or random stream (`closure_undone`).
 """
 
 from __future__ import annotations

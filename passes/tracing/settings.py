@@ -1,17 +1,16 @@
-"""The settings of a capture beside its inputs: attributes of the model, its code, and values from outside of it.
+"""Settings: all that a capture is valid for beside its inputs, in the model and outside of it.
 
-A graph keeps the values that these had while it was traced. `ForwardSettings.hold` tells whether they are the same. It
-compares identities of what is held (see `summary`), which costs microseconds for a module. Only if one of them differs
-are the summaries computed and compared.
+A graph keeps the values that attributes, functions and globals had while it was traced. `ForwardSettings.hold` tells
+whether they are the same. It compares identities of what is held (see `summary`), which costs microseconds for a
+module. Only if one of them differs are the summaries computed and compared.
 
-Values that forward reads from outside of the model and its inputs: globals, closure cells, attributes of classes.
+Settings of the model are the attributes of its modules, their classes and their hooks. Those outside of it are globals,
+closure cells and attributes of classes. `Observer` notes every Python function that runs in a trace. The bytecode of a
+function names the globals that it loads and the attributes that it reads; the values that they lead to are the
+`OutsideName`s of an `Outside`. A forward that finds the values of the trace there takes the same way again, because
+every branch and every number of it comes from its inputs, from the model or from such a name.
 
-A graph keeps the values that these had while it was traced. `Observer` notes every Python function that runs in a
-trace. The bytecode of a function names the globals that it loads and the attributes that it reads; the values that they
-lead to are the `Point`s of an `Outside`. A forward whose points have the values of the trace takes the same way again,
-because every branch and every number of it comes from its inputs, from the model or from such a point.
-
-torch's own functions and those of Python are not followed. A point in them is what a name is bound to, so that a
+torch's own functions and those of Python are not followed. A name in them counts for what it is bound to, so that a
 function which somebody replaced is noticed.
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx.passes.parametrizations import elementwise, gathered
-from kfac_fx.passes.parametrizations.gathered import by_entry, matrix_of, of_parameter
+from kfac_fx.passes.parametrizations.tables import by_entry, matrix_of, of_parameter
 from tests.compiler.toy import Toy
 
 Function = Callable[[Tensor], Tensor]
