@@ -22,8 +22,7 @@ from .users_code import where
 
 def find_losses(program: Program) -> Program:
     """Set `outputs` and `cases`, and `losses` where the graph computes them and the user named none."""
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    returned = [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
+    returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
     sites = () if program.options.loss_given else loss_sites(program, returned)
     outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
     cases, cases_reason = size_of_cases(program, outputs)
