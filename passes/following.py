@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from .graphs.operations import NO_GRADIENT, draws, name_of
 from .torch_private import pytree, transforms
-from .tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
+from .tracing.calls import IN_TRANSFORM, Call, Lent, around_calls, hooked_by_user, map_tensors
 from .tracing.effects import written_by
 from .tracing.signature import autocast
 from .tracing.substitutes import Apply, Function, functions_applied
@@ -393,17 +393,9 @@ class Readers(Reads):
         def leave(*rest: Any) -> None:
             self.paused -= inside.pop()
 
-        handles: list[Any] = []
-        for module in modules:
-            hooked = hooked_by_user(module)  # a user's hooks are Python outside of it, torch's own are inside
-            handles.append(module.register_forward_pre_hook(enter, prepend=not hooked, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, prepend=hooked, always_call=True))
-        try:
-            with functions_applied(self.applied):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        # A user's hooks are Python outside of a module, torch's own are inside.
+        with around_calls(modules, enter, leave, hooked_by_user), functions_applied(self.applied):
+            yield
 
     def applied(self, apply: Apply, _: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Notes the arguments of a user's autograd.Function, which no TorchFunctionMode sees."""

@@ -13,7 +13,7 @@ Labels are read off the sizes of nodes, too, which are numbers, or symbols where
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -170,28 +170,23 @@ def differentiated(node: fx.Node) -> list[fx.Node]:
     return operands[:1] if name in ("expand_as", "view_as", "type_as") else operands
 
 
-def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx.Node]:
+def ancestors(
+    roots: Iterable[fx.Node],
+    last: Container[fx.Node] = (),
+    operands: Callable[[fx.Node], Iterable[fx.Node]] = differentiated,
+) -> set[fx.Node]:
     """`roots` and every node that a gradient of them reaches, no further than `last`: the graph behind the losses."""
-    seen: set[fx.Node] = set()
-    stack = list(roots)
+    seen, stack = set[fx.Node](), list(roots)
     while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in last:
-            stack += differentiated(node)
+        if (node := stack.pop()) not in seen:
+            seen.add(node)
+            stack += () if node in last else operands(node)
     return seen
 
 
 def everything_behind(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """`roots` and all that they are computed from, sizes and what stops gradients among it."""
-    seen, stack = set[fx.Node](), list(roots)
-    while stack:
-        if (node := stack.pop()) not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
+    return ancestors(roots, operands=lambda node: node.all_input_nodes)
 
 
 def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:
@@ -233,18 +228,24 @@ JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "fl
 def gradient_stop(program: Program) -> fx.Node | None:
     """The first node that follows the parameters in steps, or in a way that no gradient tells: a rounded or detached
     value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is none."""
-    moving: set[fx.Node] = set()
-    node: fx.Node
+    return next((node for node in computed_from_parameters(program) if jumps(node)), None)
+
+
+def jumps(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole or op_name(node) in JUMPS or no_grad_region(node)
+
+
+def computed_from_parameters(program: Program) -> Iterator[fx.Node]:
+    """The nodes that depend on values of parameters, in the order of the graph."""
+    seen: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr" and node.target in program.parameters:
-            moving.add(node)
-        elif op_name(node) not in SHAPE_ONLY and not moving.isdisjoint(node.all_input_nodes):
-            value = node.meta.get("val")
-            whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-            if whole or op_name(node) in JUMPS or no_grad_region(node):
-                return node
-            moving.add(node)
-    return None
+            seen.add(node)
+        elif op_name(node) not in SHAPE_ONLY and not seen.isdisjoint(node.all_input_nodes):
+            seen.add(node)
+            yield node
 
 
 ROUNDING_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
@@ -253,16 +254,8 @@ ROUNDING_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 def named_dtypes(program: Program) -> set[torch.dtype]:
     """The dtypes of floating-point numbers that the graph itself converts to what follows the parameters: by a cast, or
     in a region of autocast."""
-    moving: set[fx.Node] = set()
-    dtypes: set[torch.dtype] = set()
-    node: fx.Node
-    for node in program.graph.nodes:
-        if node.op == "get_attr" and node.target in program.parameters:
-            moving.add(node)
-        elif op_name(node) not in SHAPE_ONLY and not moving.isdisjoint(node.all_input_nodes):
-            moving.add(node)
-            dtypes |= dtypes_of_operation(node, program.root)
-    return {dtype for dtype in dtypes if dtype.is_floating_point}
+    nodes = computed_from_parameters(program)
+    return {dtype for node in nodes for dtype in dtypes_of_operation(node, program.root) if dtype.is_floating_point}
 
 
 def dtypes_of_operation(node: fx.Node, root: nn.Module) -> set[torch.dtype]:

@@ -10,7 +10,7 @@ around the captured module. Hooks that are added after a capture are not in its 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +131,29 @@ def without_trace(model: nn.Module) -> Iterator[Trace]:
         yield trace
 
 
+@contextmanager
+def around_calls(
+    modules: Iterable[nn.Module],
+    enter: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    leave: Callable[..., None],
+    inside: Callable[[nn.Module], bool] = lambda _: True,
+) -> Iterator[None]:
+    """`enter` is called before every call of these modules, and `leave` behind it, also if it fails.
+
+    inside: whether the module's other hooks run before `enter` and behind `leave`.
+    """
+    handles: list[Any] = []
+    for module in modules:
+        within = inside(module)
+        handles.append(module.register_forward_pre_hook(enter, prepend=not within, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, prepend=within, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def calls_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[dict[int, list[Call]], set[int]]:
@@ -155,15 +178,8 @@ def calls_of(
     def leave(*rest: Any) -> None:
         active.pop()
 
-    handles: list[Any] = []
-    for module in (submodule for submodule in model.modules() if submodule is not model):
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
-    try:
+    with around_calls((module for module in model.modules() if module is not model), enter, leave):
         model(*map_tensors(Tensor.clone, args), **map_tensors(Tensor.clone, dict(kwargs)))
-    finally:
-        for handle in handles:
-            handle.remove()
     passed = [[path & calls.keys() for path in paths] for paths in idle]
     return calls, {module for paths in passed if all(paths) for path in paths[:1] for module in path}
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kfac_fx.passes.cases import number_of_cases, with_batch_dim, with_mask, with_row_mask
-from kfac_fx.passes.graphs.labels import in_example, known_number, shape_of, size, sizes_of
+from kfac_fx.passes.cases import number_of_cases, size, with_batch_dim, with_mask, with_row_mask
+from kfac_fx.passes.graphs.labels import in_example, known_number, shape_of, sizes_of
 from kfac_fx.passes.ir import CASES, NUMBER, ROW_MASK, Program, Use
 from kfac_fx.passes.parametrization import Computed
 from tests.compiler.toy import Toy, before, node
