@@ -1,7 +1,8 @@
-"""The signature of a captured model: tensors in, tensors and plain values out.
+"""The signature of a captured model: tensors in, tensors and plain values out, and the facts that all its calls share.
 
-`Flat` puts the model behind a signature of tensors only, and `flat_graph` brings the exported graph back to the model's
-own names. Other objects are left out of the outputs, or refused among the inputs with an error that says what to pass.
+`FlatModel` puts the model behind a signature of tensors only, and `flat_graph` brings the exported graph back to the
+model's own names. Other objects are left out of the outputs, or refused among the inputs with an error that says what
+to pass. `call_key` has the facts about a call that a capture holds for, except sizes.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ PREFIX = "model."
 class Returned:
     """The values that a traced forward leaves beside its tensors.
 
-    torch.export restores attributes of `Flat`, but not of this object.
+    torch.export restores attributes of `FlatModel`, but not of this object.
 
     Attributes:
         spec: the structure of the outputs.
