@@ -28,21 +28,8 @@ from kfac_fx.optim import metrics, plot
 from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.passes.errors import (
-    AlreadyAttachedError,
-    AmbiguousRegistrationError,
-    ApproximationError,
-    FactorNotReady,
-    LayerError,
-    LinkError,
-    LossError,
-    ModelChangedError,
-    NotRegisteredError,
-    RegistrationError,
-    ReuseError,
-    TargetsMissing,
-    UntraceableError,
-)
+from kfac_fx.passes import errors
+from kfac_fx.passes.errors import *  # noqa: F403
 from kfac_fx.passes.layers import as_rows, by_group, layer
 from kfac_fx.passes.tracing.functions import plain_backward
 
@@ -63,33 +50,20 @@ __all__ = [
     "AUTO_REUSE",
     "KFAC",
     "VARIABLE_SCOPE",
-    "AlreadyAttachedError",
-    "AmbiguousRegistrationError",
-    "ApproximationError",
     "Batch",
     "CapturedModel",
     "CompiledModule",
     "ConvergenceWarning",
-    "FactorNotReady",
     "FisherEstimator",
     "LayerCollection",
-    "LayerError",
-    "LinkError",
-    "LossError",
     "LossScaleWarning",
     "Metrics",
-    "ModelChangedError",
     "ModelSpectrum",
-    "NotRegisteredError",
     "Queries",
-    "RegistrationError",
     "Relative",
     "Report",
-    "ReuseError",
     "Solution",
     "Spectrum",
-    "TargetsMissing",
-    "UntraceableError",
     "as_rows",
     "by_group",
     "capture",
@@ -106,3 +80,4 @@ __all__ = [
     "set_default_layer_collection",
     "variable_scope",
 ]
+__all__ += errors.__all__

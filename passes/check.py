@@ -20,7 +20,8 @@ from .approximations import APPROXIMATIONS
 from .errors import ApproximationError, LinkError, RegistrationError, nearest, table
 from .graphs.labels import Edge, entries
 from .graphs.operations import op_name
-from .ir import GENERIC, WANTED, Program, Registration, where
+from .ir import GENERIC, WANTED, Program, Registration
+from .users_code import where
 
 # --- declarations -----------------------------------------------------------------------------------------------------
 

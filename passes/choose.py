@@ -23,9 +23,10 @@ from .approximations import (
 )
 from .errors import ApproximationError, table
 from .graphs.operations import VIEWS, op_name
-from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs, where
+from .ir import GENERIC, ROW_MASK, Program, Use, literal_attrs, tensor_attrs
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
+from .users_code import where
 
 FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
 Fields = Mapping[str, str]  # of words with names in braces
@@ -138,7 +139,7 @@ LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None
     "equal towers": unequal_towers,
     "several uses": single_use,
     "no transpose": lambda layers, uses: first_use(uses, lambda use: use.transposed),
-    "own rows": lambda layers, uses: first_use(uses, lambda use: bool(tensor_attrs(use).keys() - {KEPT})),
+    "own rows": lambda layers, uses: first_use(uses, lambda use: bool(tensor_attrs(use).keys() - {ROW_MASK})),
     "alike": unlike,
 }
 

@@ -25,14 +25,15 @@ from itertools import chain, pairwise
 from torch import fx
 
 from .graphs.labels import Label, differentiated, labels_of, parameters_behind, use_edges
-from .ir import Note, Program, Use, where
+from .ir import Note, Program, Use
 from .matrix import Shape
 from .parametrization import nodes_of
-from .parametrizations.elementwise import by_jacobian
+from .parametrizations.functions import by_jacobian
 from .parametrizations.normalized import BySlice, WithGain
 from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
 from .parametrizations.product import ProductFactor
 from .pieces import Piece, Slice, axis_along, ranges, view_of
+from .users_code import where
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 

@@ -39,9 +39,8 @@ from .tracing.calls import (
     without_trace,
     without_users_hooks,
 )
-from .tracing.effects import kinds
 from .tracing.settings import ForwardSettings, computed_weight
-from .tracing.signature import call_key
+from .tracing.signature import call_key, kinds
 
 # --- submodules and reads, each captured for one kind of call ---------------------------------------------------------
 
@@ -227,7 +226,7 @@ def divide(
 
 def refuse_other_cases(program: Program, path: str) -> None:
     """Raises UntraceableError if a layer in a submodule knows that its cases are not on a first dimension."""
-    inputs = [symbolic_sizes(node) for node in program.graph.find_nodes(op="placeholder")]
+    inputs = [symbolic_sizes(node) for node in program.inputs]
     for layer, size in program.told_cases:
         if any(size in sizes for sizes in inputs) and not any(sizes[:1] == [size] for sizes in inputs):
             raise UntraceableError(
@@ -324,7 +323,7 @@ class Divider:
             traced = under(call, partial(self.traced, path, module, call, several))
             if self.watched.written:
                 refuse_writes(path, module, call)
-            if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
+            if not traced.program.inputs:
                 raise UntraceableError("it takes no tensors")
             if of_parameters_alone(traced.program):
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
@@ -378,13 +377,8 @@ def shapes_of(call: Call) -> Any:
 
 
 def in_short(error: UntraceableError, module: nn.Module) -> str:
-    """One sentence of an error about `module`, which the note names, so that it is "it" in the sentence.
-
-    For an error by `passes.errors.untraceable` that is torch's own message, for another one its first line.
-    """
-    first, *rest = str(error).splitlines()
-    _, gave_up, place = first.partition("; torch gave up in ")
-    if gave_up and rest:
-        return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}"
-    name = f"{type(module).__name__} "
+    """One sentence of an error about `module`, which the note names, so that it is "it" in the sentence."""
+    if error.cause:
+        return error.cause
+    first, name = str(error).splitlines()[0], f"{type(module).__name__} "
     return f"it {first.removeprefix(name)}" if first.startswith(name) else first

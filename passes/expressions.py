@@ -27,7 +27,7 @@ from .graphs.labels import Label, ancestors, differentiated, labels_of, paramete
 from .graphs.operations import CASTS, JOINS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, computed, dims_after, op_name
 from .ir import ELEMENTS, Program
 from .matrix import Shape
-from .parametrizations.elementwise import DERIVATIVES, Elementwise, elementwise, small_functions
+from .parametrizations.functions import DERIVATIVES, Elementwise, elementwise, small_functions
 from .parametrizations.normalized import MAKERS, Centered, Scaled, WithGain, dim_of, is_mean, laid_out, scaled_by
 from .parametrizations.product import MULTIPLIES, complete, product_of, reshaped, sum_of
 from .pieces import (

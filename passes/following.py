@@ -1,9 +1,4 @@
-"""Following parameters through the Python code of a forward, to the operations that read them; see `reads`.
-
-`Reads` is the mode that follows them. `Readers` collects the reads outside of the captured submodules on the examples;
-`kfac_fx.recording.emitted_submodules.ServedReads` runs their graphs in a recording.
-
-Operations of Python that read parameters.
+"""Parameters that a forward reads in Python, followed to the operations that read them.
 
 Tensors that Python computes from parameters alone are followed. The operation in which such a tensor meets another one,
 or is expanded to the cases, is a *read*: a small function of tensors, which is captured like a submodule. Its graph
@@ -12,11 +7,13 @@ runs in the place of the operation.
     w = self.weight * self.gain     followed
     y = F.linear(x, w)              a read: x -> linear(x, mul(weight, gain))
     h[mask] = self.token            a read: (h, mask) -> index_put(h, mask, token), which is written into h
+
+`Reads` is the mode that follows parameters. `Readers` collects the reads outside of the captured submodules on the
+examples; `kfac_fx.recording.emitted_submodules.ServedReads` runs their graphs in a recording.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .errors import OWN_FOLDER
 from .graphs.operations import NO_GRADIENT, draws, name_of
 from .torch_private import pytree, transforms
-from .tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
-from .tracing.effects import autocast, written_by
+from .tracing.calls import IN_TRANSFORM, Call, Lent, around_calls, hooked_by_user, map_tensors
+from .tracing.effects import written_by
+from .tracing.signature import autocast
 from .tracing.substitutes import Apply, Function, functions_applied
 from .tracing.summary import PLAIN, plain
+from .users_code import running_line
 
 
 @dataclass(frozen=True)
@@ -369,12 +367,12 @@ class Readers(Reads):
         result = operation()
         if differentiable(read, result):
             kind = read.key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-            observed = ObservedRead(read, Call(inputs, {}, autocast()), users_line())
+            observed = ObservedRead(read, Call(inputs, {}, autocast()), running_line())
             self.observed.setdefault(kind, observed).calls += 1
         return result
 
     def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
-        self.note(names, f"read at {users_line()}, {why}")
+        self.note(names, f"read at {running_line()}, {why}")
 
     def note(self, names: Iterable[str], reason: str) -> None:
         for name in names:
@@ -395,31 +393,15 @@ class Readers(Reads):
         def leave(*rest: Any) -> None:
             self.paused -= inside.pop()
 
-        handles: list[Any] = []
-        for module in modules:
-            hooked = hooked_by_user(module)  # a user's hooks are Python outside of it, torch's own are inside
-            handles.append(module.register_forward_pre_hook(enter, prepend=not hooked, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, prepend=hooked, always_call=True))
-        try:
-            with functions_applied(self.applied):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        # A user's hooks are Python outside of a module, torch's own are inside.
+        with around_calls(modules, enter, leave, hooked_by_user), functions_applied(self.applied):
+            yield
 
     def applied(self, apply: Apply, _: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Notes the arguments of a user's autograd.Function, which no TorchFunctionMode sees."""
         if not self.paused and torch.is_grad_enabled():
             self.lost(self.names_in((args, kwargs)))
         return apply(*args, **kwargs)
-
-
-def users_line() -> str:
-    """ "model.py:12": the innermost line that is neither in torch nor in kfac_fx."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in ("/torch/", OWN_FOLDER)):
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return "an unknown line"
 
 
 def read_outside(

@@ -1,12 +1,8 @@
-"""The data that passes exchange: plain, frozen data about one captured graph.
+"""The data that passes exchange: a captured graph, the uses of its parameters, and the registrations made of them.
 
-A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. No class here
-holds a function: a layer is a name, so a Program prints, compares and pickles. The smaller words, of uses and of
-registrations, have modules of their own and are read from here, too.
-
-Where a node stands in the user's own code.
-
-Registrations: the parameters and the uses that one Fisher block is made from.
+A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. A `Use` is one
+application of a layer. A `Registration` holds the parameters and the uses that one Fisher block is made from. All are
+frozen, and no class here holds a function: a layer is a name, so a Program prints, compares and pickles.
 """
 
 from __future__ import annotations
@@ -21,36 +17,20 @@ from typing import Any
 from torch import fx, nn
 
 from .approximations import APPROXIMATIONS, Approximation
-from .errors import OWN_FOLDER, plural
+from .errors import plural
 from .matrix import Layout, MatrixForm, Shape, block_width
 from .parametrization import Parametrization, Transposed, Value, with_nodes
 from .pieces import ParameterExpr, Piece
-
-
-def where(node: fx.Node) -> str:
-    """`"linear_1 (model.py:33)"`: the node and the last line of the user's own code behind it."""
-    line = source_line(node)
-    return f"{node.name} ({line})" if line else node.name
-
-
-def source_line(node: fx.Node) -> str | None:
-    """`"model.py:33"`, the innermost frame outside torch; None when the capture kept no stack."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    place = None
-    for frame in frames:
-        if frame.startswith('File "') and "/torch/" not in frame and OWN_FOLDER not in frame:
-            path, _, rest = frame.removeprefix('File "').partition('", line ')
-            place = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
-    return place
-
+from .users_code import where
 
 # --- uses -------------------------------------------------------------------------------------------------------------
 
 Attrs = Mapping[str, Any]
 Dims = tuple[int, ...]
-KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
+ROW_MASK = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
 CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
 STEP = "step"  # in the meta of a node: at which step of a recurrent layer it is, and of how many
+NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
 UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
 
 
@@ -322,9 +302,40 @@ class PassRecord:
     seconds: float
 
 
-ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.gathered`
+ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.tables`
 # The fields of a Program that refer to nodes.
 WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
+
+
+Copies = dict[fx.Node, fx.Node]  # old node -> new node
+
+
+def copy_nodes(
+    nodes: Iterable[fx.Node],
+    graph: fx.Graph,
+    write: Callable[[fx.Node], fx.Node | None] = lambda _: None,
+    copies: Copies | None = None,
+) -> Copies:
+    """Copy nodes, with their meta, to the end of another graph. Returns the copies of all nodes.
+
+    Args:
+        nodes: in the order of their graph.
+        write: writes the node that stands for a node, where that is not its copy.
+        copies: of nodes before these.
+    """
+    copies, nodes = {} if copies is None else copies, list(nodes)
+    for node in nodes:
+        copies[node] = write(node) or graph.node_copy(node, copies.__getitem__)
+    for node in nodes:
+        if ELEMENTS in node.meta:
+            copies[node].meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], copies)
+    return copies
+
+
+def returned_by(graph: fx.Graph) -> Any:
+    """The argument of the graph's output node."""
+    (output,) = graph.find_nodes(op="output")
+    return output.args[0]
 
 
 LABELED_BY = {"graph", "parameters", "cases"}  # the fields of a Program that labels depend on
@@ -369,6 +380,16 @@ class Program:
     left: tuple[Note, ...] = ()  # modules that stay Python, and why
     python: Mapping[str, str] = field(default_factory=dict)  # parameters that this Python reads, "read at net.py:12"
     labeled: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # by `graphs.labels.labels_of`
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The model's inputs, in the order of the graph."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def returned(self) -> Any:
+        """The nodes that the graph returns, in the structure that the model returns."""
+        return returned_by(self.graph)
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
@@ -433,14 +454,8 @@ class Program:
 
     def copied(self) -> Program:
         """The same on a graph of its own, for passes that write into it: other Programs may share the one of this."""
-        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.output(graph.graph_copy(self.graph, nodes))
-        (old,), (new,) = (version.find_nodes(op="output") for version in (self.graph, graph))
-        nodes[old], new.meta = new, dict(old.meta)
-        for node in nodes.values():
-            if ELEMENTS in node.meta:
-                node.meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], nodes)
-        return self.on(graph, nodes)
+        graph = fx.Graph()
+        return self.on(graph, copy_nodes(self.graph.nodes, graph))
 
     def __str__(self) -> str:
         """The graph as Python, without torch's deletions of names, then what the passes have found in it."""

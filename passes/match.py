@@ -15,17 +15,18 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from .cases import number_of_cases, with_batch_dim, with_mask
 from .errors import LayerError, fatal
 from .graphs.edit import attribute, functional
-from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
+from .graphs.labels import Label, ancestors, labels_of, parameters_behind
 from .graphs.operations import CASTS, bound_parameter, op_name
 from .graphs.spelling import order_operands, respell
-from .ir import CASES, ELEMENTS, Bound, Program, Use
+from .ir import CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .matrix import Layout, Shape
 from .parametrization import nodes_of
-from .parametrizations.elementwise import static_shape
-from .parametrizations.gathered import LinearMap, constant, gathered_weight
+from .parametrizations.functions import static_shape
+from .parametrizations.tables import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
 from .tracing.substitutes import ThreadTracer
 
@@ -100,12 +101,11 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
     """The value that a function returns, in its normalized graph."""
     graph = ThreadTracer().trace(form)
-    pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in roles]
+    pure = [node for node in graph.find_nodes(op="placeholder") if node.target in roles]
     functional(graph)
     respell(graph)
     order_operands(graph, (), pure)
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    return output.args[0]
+    return returned_by(graph)
 
 
 def lay_over(
@@ -118,7 +118,7 @@ def lay_over(
     binding: Binding | None = None,
 ) -> Use | None:
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
-    one that is computed in another way. Which parameters of an expression are registered, `cut` decides."""
+    one that is computed in another way. `cut` decides which parameters of an expression are registered."""
     form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
     binding = binding or Binding(form, label, shapes, usable, label[root] is Label.FREE)
     if not binding.fits(pattern.root, root):

@@ -1,13 +1,12 @@
-"""How parameters become the one matrix that all blocks work on.
+"""The matrix of a layer: how parameters are laid out in it, and the products of rows that its statistics are sums of.
 
 Every layer is, group by group, a matrix times rows: `y = W r`, with `W` of shape [g, o, i] (groups, outputs, inputs)
 and the bias, if any, as one more input column that is always 1. A `Layout` says how one parameter is laid out in that
 matrix; a `MatrixForm` collects the roles of a registration. Both are plain data.
 
-Sums of products of rows.
-
-A product of two numbers of float16 or bfloat16 fits into float32 without rounding. A GPU multiplies such numbers as
-they are and adds up in float32, in a fraction of the time that the same rows take in float32. The sums are as exact.
+Products of rows are exact in float32. A product of two numbers of float16 or bfloat16 fits into float32 without
+rounding, and a GPU multiplies such numbers as they are and adds up in float32, in a fraction of the time that the same
+rows take in float32.
 """
 
 from __future__ import annotations

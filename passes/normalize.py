@@ -27,29 +27,32 @@ from .graphs.edit import functional, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels
 from .graphs.operations import has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
-from .ir import Program
+from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
 from .layers.linear import route
-from .parametrizations.gathered import merely_viewed, note_elements
+from .parametrizations.tables import merely_viewed, note_elements
 from .torch_private import BatchNorm, InstanceNorm
 
 
 def normalize(program: Program) -> Program:
     """Normalize a graph; see the module's docstring."""
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), Copies()
     read: dict[str, fx.Node] = {}
-    for node in program.graph.nodes:
+
+    def write(node: fx.Node) -> fx.Node | None:
         if node.op == "get_attr":
             name = program.aliases.get(str(node.target), str(node.target))
             if name not in read:
                 read[name] = graph.get_attr(name)
                 read[name].meta = dict(node.meta)
-            copies[node] = read[name]
-        elif node.op == "call_module":
-            copies[node] = inline(graph, node, program.root.get_submodule(str(node.target)), copies)
-            copies[node].meta = dict(node.meta)
-        else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            return read[name]
+        if node.op != "call_module":
+            return None
+        call = inline(graph, node, program.root.get_submodule(str(node.target)), copies)
+        call.meta = dict(node.meta)
+        return call
+
+    copy_nodes(program.graph.nodes, graph, write, copies)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
     sequence(graph)
@@ -66,7 +69,7 @@ def normalize(program: Program) -> Program:
     return program.but(graph=graph, outputs=losses)
 
 
-def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) -> fx.Node:
     """A call of a batch or instance norm module as the functional call that its forward makes."""
     operand = copies[node.args[0]] if node.args else copies[next(iter(node.kwargs.values()))]  # type: ignore[index]
 

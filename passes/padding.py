@@ -21,9 +21,10 @@ from torch import Tensor, fx
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import SHAPE_ONLY, op_name
-from .ir import KEPT, STEP, Dims, Note, Program, Registration, Use, literal_attrs, where
+from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
 from .parametrization import Computed, Value
+from .users_code import where
 
 STRANGE = -1  # in the place of a position: one of other sequences, or in another order
 ALL = sys.maxsize  # in the place of a position: more than one
@@ -166,7 +167,7 @@ def padding(program: Program) -> Program:
     for registration in program.registrations:
         uses = list(registration.uses)
         for tower in range(registration.towers):
-            numbers = [n for n, use in enumerate(uses) if use.tower == tower and KEPT not in use.attrs]
+            numbers = [n for n, use in enumerate(uses) if use.tower == tower and ROW_MASK not in use.attrs]
             fittings = places.of_tower(registration, [uses[n] for n in numbers])
             for n, (fitting, reason) in zip(numbers, fittings, strict=True):
                 if fitting is None:
@@ -174,7 +175,7 @@ def padding(program: Program) -> Program:
                     padded += [notes[-1]] * places.has_padding(uses[n], reason)
                 else:
                     mask, dims = fitting
-                    uses[n] = replace(uses[n], attrs={**uses[n].attrs, KEPT: mask}, mask_dims=dims)
+                    uses[n] = replace(uses[n], attrs={**uses[n].attrs, ROW_MASK: mask}, mask_dims=dims)
         registrations.append(replace(registration, uses=tuple(uses)))
     outputs = tuple(places.of_output(node) for node in program.outputs)
     return program.but(
@@ -194,7 +195,7 @@ class Places:
         for node in program.graph.nodes:
             self.follow(node)
         behind = everything_behind([mask]) - {mask}
-        owners = [node for node in behind if node.op == "placeholder" and self.positions in sizes_of(node)]
+        owners = [node for node in program.inputs if node in behind and self.positions in sizes_of(node)]
         self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners))
 
     def follow(self, node: fx.Node) -> None:
@@ -283,7 +284,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     read it, are those of the other inputs that are as large in the example, if that is clear."""
     cases, positions = mask.meta["val"].shape
     behind = everything_behind([mask])
-    others = [node for node in program.graph.nodes if node.op == "placeholder" and node not in behind]
+    others = [node for node in program.inputs if node not in behind]
     inputs = [size for node in others for size in shape_of(node)]
     outputs = [use.output for registration in program.registrations for use in registration.uses]
     of_uses = {str(size) for node in outputs for size in shape_of(node)}
@@ -317,16 +318,6 @@ def fits_mask(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
     return bool((rows == rows[..., :1]).all())
 
 
-def real_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
-    """(output or its gradient, mask) -> which of the use's rows are real: [N, S]."""
-    rows = spread_rows(use, layer)
-
-    def real(output: Tensor, mask: Tensor) -> Tensor:
-        return rows(output, (mask != 0).to(torch.float32)).flatten(2)[..., 0] != 0
-
-    return real
-
-
 def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
     """The gradient rows that the mask, spread over the output, has. It closes over functions and literals only."""
     form = layer.forms[use.form]
@@ -352,8 +343,3 @@ def spread(mask: Tensor, dims: Iterable[int], shape: Sequence[int]) -> Tensor:
     ordered = sorted(dims)
     view = [mask.shape[ordered.index(dim)] if dim in ordered else 1 for dim in range(len(shape))]
     return mask.reshape(view).expand(shape)
-
-
-def without_mask(use: Use) -> Use:
-    """The use with all of its rows."""
-    return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())

@@ -249,7 +249,7 @@ def constant_along(view: Tensor, shape: Shape, dim: int, axis: int) -> bool:
     return size == 1 or above or below
 
 
-# --- values of a graph ------------------------------------------------------------------------------------------------
+# --- expressions ------------------------------------------------------------------------------------------------------
 
 
 def without_data(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
@@ -294,7 +294,7 @@ def seen_part(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
 
 
 def cropped(slice_: Slice, box: Box, dims: list[int]) -> Slice | None:
-    """The elements of a slice in a box, in coordinates of the box's dimensions `kept`; None if there are none."""
+    """The elements of a slice in a box, in coordinates of the box's dimensions `dims`; None if there are none."""
     for dim, (start, stop) in enumerate(box):
         first, last = max(start, slice_.box[dim][0]), min(stop, slice_.box[dim][1])
         if first >= last:

@@ -6,8 +6,7 @@ Rules, in this order; order in the graph or among the layers never decides which
 2. a match that splits a linked group goes;
 3. a match of a layer of ours goes where one of the user's own layers claims the same use, unless ours explains more of
    the graph around it;
-4. a match goes where it is two others joined and one of their parameters is also used by itself: `x @ w + b`, and `+ b`
-   elsewhere;
+4. a match of `x @ w + b` goes if `b` is also added elsewhere: the two smaller matches stay;
 5. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
    stay and the composite goes. Two that still claim one use are an error: a use that is registered twice counts twice;
 6. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
@@ -28,12 +27,13 @@ from .choose import check_requests, choose, declared_by_user, declared_generic, 
 from .errors import AmbiguousRegistrationError, LinkError, table
 from .graphs.labels import Edge, ancestors, entries
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
-from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, source_line, where
+from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use
 from .matrix import MatrixForm
 from .parametrization import Transposed
-from .parametrizations.elementwise import PerCase, as_per_case
+from .parametrizations.functions import PerCase, as_per_case
 from .parametrizations.parts import reads_ids, region_of
 from .pieces import same_elements
+from .users_code import source_line, where
 
 Reason = Callable[[Use], str | None]  # why a match goes; None: it stays
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from .graphs.edit import attribute, memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect, no_grad_region
-from .ir import KEPT, Program, Registration, Use, tensor_attrs
+from .ir import ROW_MASK, Program, Registration, Use, tensor_attrs
 from .parametrization import Computed, Value, nodes_of
 
 TapFactory = Callable[[Registration, Use], nn.Module]
@@ -58,11 +58,10 @@ class Emission:
         self.graph, self.copies, self.tapped = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
         self.taps, self.links = Numbered(), Numbered()
         self.output = self.graph.graph_copy(program.graph, self.copies)
-        for node, copy in self.copies.items():
-            if node.op == "placeholder":
-                copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
+        for node in program.inputs:
+            self.copies[node].args = ()  # no defaults: all inputs are given, and `probes` comes last
         uses = [use for registration in program.registrations for use in registration.uses]
-        masks = (node for use in uses if use.mask_dims for node in nodes_of(use.attrs[KEPT]))
+        masks = (node for use in uses if use.mask_dims for node in nodes_of(use.attrs[ROW_MASK]))
         hoist(self.graph, [self.copies[node] for node in masks])
         self.probes = add_probes(self.graph)
         self.computed: dict[tuple[Computed, int | None], fx.Node] = {}
@@ -138,7 +137,7 @@ class Emission:
             before: tuple[fx.Node | None, fx.Node | None] = None, None  # carrier and input of the last use
             for place, use in enumerate(uses):
                 near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
-                masks = [self.value(neighbor.attrs[KEPT], number) for neighbor in near if KEPT in neighbor.attrs]
+                masks = [self.value(other.attrs[ROW_MASK], number) for other in near if ROW_MASK in other.attrs]
                 name, output = self.links.fresh(tap_name(registration)), self.last(use)
                 self.links[name] = make(registration, use, use is uses[0], use is uses[-1])
                 readers = list(output.users)
@@ -185,7 +184,7 @@ class IfRecorded(nn.Module):
 
 def add_probes(graph: fx.Graph) -> fx.Node:
     """The last placeholder; all others are in the order of the model's inputs."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     if placeholders:
         with graph.inserting_after(placeholders[-1]):
             return graph.placeholder("probes")

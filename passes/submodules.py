@@ -21,9 +21,9 @@ from torch import fx, nn
 
 from .approximations import ORDER_UNKNOWN
 from .graphs.edit import attribute, holder
-from .graphs.labels import NUMBER, Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
+from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
-from .ir import ELEMENTS, Program, Registration, Submodule, Use
+from .ir import NUMBER, Program, Registration, Submodule, Use, copy_nodes
 from .parametrization import with_nodes
 from .torch_private import AUTOCAST_REGION, pytree
 
@@ -39,14 +39,13 @@ def in_model(
 
     names: of attributes that have another name in the model than `path` and their own.
     """
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph = fx.Graph()
     held: dict[str, Any] = {}
-    for node in program.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    for node, copy in copy_nodes(program.graph.nodes, graph).items():
         if node.op in ("get_attr", "call_module"):
             name = names.get(str(node.target), f"{path}.{node.target}")
-            copies[node].target = aliases.get(name, name)
-            held[str(copies[node].target)] = attribute(program.root, str(node.target))
+            copy.target = aliases.get(name, name)
+            held[str(copy.target)] = attribute(program.root, str(node.target))
     return program.but(graph=graph, root=holder(held), parameters=parameters, aliases=aliases)
 
 
@@ -63,30 +62,31 @@ def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Progr
     read: dict[str, fx.Node] = {}
     held: dict[str, Any] = {}
     inputs = [
-        {node: placeholder(graph, node, number, part) for node in program.graph.nodes if node.op == "placeholder"}
+        {node: placeholder(graph, node, number, part) for node in program.inputs}
         for number, (part, program) in enumerate(captured)
     ]
     outputs = []
     for number, ((_, program), copies) in enumerate(zip(captured, inputs, strict=True)):
-        for node in program.graph.nodes:
-            if node.op == "get_attr":
-                name = str(node.target)
-                value = attribute(program.root, name)
-                if held.setdefault(name, value) is not value:  # a constant of another capture of this module
-                    name = f"{name}_{number}"
-                    held[name] = value
-                if name not in read:
-                    read[name] = graph.get_attr(name)
-                    read[name].meta = dict(node.meta)
-                copies[node] = read[name]
-            elif node.op == "output":
-                outputs.append(fx.map_arg(node.args[0], lambda n, copies=copies: copies[n]))  # type: ignore[misc]
-            elif node.op != "placeholder":
-                copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
-                copies[node].meta = {**node.meta, NUMBER: number} | sized_by_cases(node)
-        for node in program.graph.nodes:
-            if ELEMENTS in node.meta:
-                copies[node].meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], copies)
+
+        def shared(node: fx.Node, number: int = number, root: nn.Module = program.root) -> fx.Node | None:
+            if node.op != "get_attr":
+                return None
+            name = str(node.target)
+            value = attribute(root, name)
+            if held.setdefault(name, value) is not value:  # a constant of another capture of this module
+                name = f"{name}_{number}"
+                held[name] = value
+            if name not in read:
+                read[name] = graph.get_attr(name)
+                read[name].meta = dict(node.meta)
+            return read[name]
+
+        inside = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+        copy_nodes(inside, graph, shared, copies)
+        for node in inside:
+            if node.op != "get_attr":
+                copies[node].meta |= {NUMBER: number} | sized_by_cases(node)
+        outputs.append(fx.map_arg(program.returned, copies.__getitem__))
     graph.output(tuple(outputs))
     submodules = tuple(part for part, _ in captured)
     return empty.but(graph=graph, root=holder(held), submodules=submodules, history=())
@@ -153,8 +153,7 @@ def of_parameters_alone(program: Program) -> bool:
 
 def returned_nodes(program: Program) -> list[fx.Node]:
     """The nodes that a program returns and that may have a gradient."""
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
 
 
 # --- passes ---------------------------------------------------------------------------------------------------------

@@ -11,26 +11,31 @@ assigned.
 from __future__ import annotations
 
 import inspect
+import io
+import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from .errors import UntraceableError, fatal, quiet, untraceable
+from .errors import UntraceableError, fatal, first_line
 from .graphs.edit import attribute, holder
 from .graphs.operations import op_name
 from .ir import Options, Program
-from .torch_private import ASSERT, ASSERT_IS_NONE, FORWARD_MODE, GUARDS, BatchNorm, InstanceNorm, pytree
+from .torch_private import ASSERT, ASSERT_IS_NONE, FORWARD_MODE, GUARDS, LOGGERS, BatchNorm, InstanceNorm, pytree
 from .tracing.calls import backward_hooks, forward_hooks
 from .tracing.derivatives import forward_mode, maps_parameters, takes_derivatives, traced_below_autograd
-from .tracing.effects import cumulative_averages, kinds, untouched
+from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
+from .tracing.random_streams import python_random
 from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
     FlatModel,
@@ -39,9 +44,9 @@ from .tracing.signature import (
     copy_with_strides,
     flat_graph,
     input_names,
+    kinds,
     layout,
     layouts,
-    python_random,
     refuse_drawn,
     refuse_hidden_tensors,
     refuse_nested,
@@ -60,6 +65,7 @@ from .tracing.substitutes import (
     refuse_custom,
     refuse_packed,
 )
+from .users_code import line_of
 
 IMAGE = 4  # the dimensions of a batch of images; videos have more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # a warning of torch; `untouched` notes the names, too
@@ -167,7 +173,7 @@ def exported(
             if fatal(error):
                 raise
             functions.check()
-            raise UntraceableError(untraceable(model, error)) from error
+            raise untraceable(model, error) from error
     functions.check()
     functions.restore(module)
     refuse_drawn(type(model).__name__, flat.returned.drawn)
@@ -309,7 +315,7 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
                 if fatal(error):
                     raise
                 refuse_custom(model, custom, exported=False)
-                raise UntraceableError(untraceable(model, error)) from error
+                raise untraceable(model, error) from error
             targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
             root = holder({target: attribute(model, target) for target in sorted(targets)})
     refuse_custom(model, custom, exported=False)
@@ -355,3 +361,62 @@ def drop_asserts(graph: fx.Graph) -> None:
             for operand in operands:
                 if operand.op != "placeholder" and not operand.users:
                     graph.erase_node(operand)
+
+
+# --- captures that fail -----------------------------------------------------------------------------------------------
+
+# Words of torch's errors about branches on values of tensors.
+VALUE_ERRORS = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
+SEE_THAT_IT_RUNS = (
+    "See that the model runs on these inputs. If it does, write this line with other tensor operations, or compile the "
+    "parts of the model that torch.export accepts."
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch prints nothing about a failed capture; the error that follows says it."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    printed = io.StringIO()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def untraceable(model: nn.Module, error: Exception) -> UntraceableError:
+    """The error of a capture that failed. It names the innermost module and the innermost line of the user's."""
+    place, source = "", ""
+    path, step = None, error.__traceback__
+    while step is not None:
+        owner = first_argument(step.tb_frame)
+        named = next((name for name, module in model.named_modules() if module is owner), None)
+        path = named if named is not None else path
+        if path is not None and (line := line_of(step)) is not None:
+            place, source = f" ({line[0]})", line[1]
+        step = step.tb_next
+    gave_up = "" if path is None else f"torch gave up in {path or type(model).__name__}{place}"
+    lines = [text for text in (source, f"{type(error).__name__}: {first_line(error)}") if text]
+    if any(word in str(error) for word in VALUE_ERRORS):
+        advice = (
+            "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
+            "torch.where."
+        )
+    else:
+        advice = SEE_THAT_IT_RUNS
+    shown = "".join(f"  {line}\n" for line in lines)
+    failed = f"{type(model).__name__} could not be captured as a graph{gave_up and '; '}{gave_up}:"
+    failure = UntraceableError(f"{failed}\n{shown}{advice}")
+    failure.cause = gave_up and f"{gave_up}: {lines[0]}"
+    return failure
+
+
+def first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if frame.f_code.co_argcount and names else None

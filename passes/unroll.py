@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from .cases import with_row_mask
 from .graphs.edit import Writer
-from .graphs.labels import Label, counted, labels
+from .graphs.labels import Label, labels
 from .graphs.operations import op_name
 from .ir import STEP, UNROLLED, Program
 
@@ -122,7 +123,7 @@ class Unroller(Writer):
     def linear(self, x: Stepped, weight: Stepped, bias: Stepped | None, reached: Stepped | None) -> Stepped:
         """A linear layer of one step. reached: [N, 1], whether the sequence has the step."""
         y = F.linear(x, weight, bias)
-        return y if reached is None else self.create_proxy("call_function", counted, (y, reached), {})
+        return y if reached is None else self.create_proxy("call_function", with_row_mask, (y, reached), {})
 
     def pack(self, y: Stepped, mask: Stepped, rows: Any) -> Stepped:
         """[steps, N, ...] -> [rows, ...]. The number of rows is data."""

@@ -17,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime
 
 from torch import nn
 
-from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.users_code import warn_user
 
 RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())  # the models that kfac_fx runs itself
 OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"

@@ -27,8 +27,9 @@ from torch import fx
 
 from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
-from kfac_fx.passes.ir import Program, Registration, source_line, where
+from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.capture_cache import CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder
 from kfac_fx.recording.recorder import Recorder
@@ -46,7 +47,7 @@ from typing import TYPE_CHECKING
 from kfac_fx.compiled.page import Contents, TableCell, fragment, page
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.ir import KEPT, Note, PassRecord
+from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord
 from kfac_fx.recording.taps import described
 
 if TYPE_CHECKING:
@@ -462,7 +463,7 @@ class Report:
         }
         if program.mask is not None:
             uses = [use for registration in program.registrations for use in registration.uses]
-            masked = sum(KEPT in use.attrs for use in uses)
+            masked = sum(ROW_MASK in use.attrs for use in uses)
             all_masked = f"{program.mask.name} masks {masked:,} of {plural(len(uses), 'use')}"
             sections["padding"] = [all_masked, *texts(program.unmasked)]
         sections["every"] = list(self.intervals())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import eigh
-from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.users_code import warn_user
 
 
 def inverse_power(

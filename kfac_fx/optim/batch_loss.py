@@ -48,7 +48,7 @@ from kfac_fx.optim.loss_scale import hooked_leaves
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.effects import RandomState, same_random
+from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.masks import replaced

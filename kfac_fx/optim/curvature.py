@@ -39,7 +39,7 @@ from kfac_fx.passes.graphs.labels import named_dtypes
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.derivatives import forward_mode
-from kfac_fx.passes.tracing.effects import autocast, kinds
+from kfac_fx.passes.tracing.signature import autocast, kinds
 from kfac_fx.recording.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder
 

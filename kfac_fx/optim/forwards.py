@@ -18,10 +18,12 @@ from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.matrix import HALVES
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.effects import RandomState, autocast, without_a_trace
+from kfac_fx.passes.tracing.effects import closure_undone
+from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.tracing.signature import autocast
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.moments import Key, Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
@@ -317,7 +319,7 @@ class Forwards:
         parameters = [parameter for _, parameter in self.net.named_parameters()]
         self.paused = True
         try:
-            with without_a_trace(self.net.buffers(), parameters, self.devices, start):
+            with closure_undone(self.net.buffers(), parameters, self.devices, start):
                 try:
                     with torch.set_grad_enabled(with_backward or self.needs_graph):
                         loss = checked(closure())

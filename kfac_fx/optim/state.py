@@ -28,7 +28,7 @@ from kfac_fx.optim.schedule import StepIntervals
 from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.optim.step_state import SCALARS, StepState
 from kfac_fx.passes.errors import table
-from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.passes.tracing.random_streams import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states

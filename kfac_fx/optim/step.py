@@ -40,7 +40,7 @@ from kfac_fx.optim.step_state import (
 )
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.moments import Key
 
 UNRECORDED = (

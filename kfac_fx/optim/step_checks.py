@@ -75,7 +75,7 @@ from kfac_fx.optim.curvature import COARSE
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.rules import DampingRule, Product
 from kfac_fx.passes.graphs.labels import gradient_stop
-from kfac_fx.passes.ir import where
+from kfac_fx.passes.users_code import where
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again

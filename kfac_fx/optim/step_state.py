@@ -54,7 +54,7 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import mark_static
-from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.backends import compiled_function
 from kfac_fx.recording.moments import Key
 

@@ -60,11 +60,8 @@ class CompiledOrPlain:
             except Exception as error:
                 if not type(error).__module__.startswith(COMPILER):
                     raise
-                message = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.compiled, self.reason = (
-                    None,
-                    f"{self.backend} cannot compile an autograd.Function in it: {message}",
-                )
+                self.compiled = None
+                self.reason = f"{self.backend} cannot compile an autograd.Function in it: {first_line(error)}"
         return self.function(*args)
 
 

@@ -22,7 +22,6 @@ from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import (
     PUBLIC,
-    SEE_THAT_IT_RUNS,
     AmbiguousRegistrationError,
     ModelChangedError,
     RegistrationError,
@@ -30,17 +29,18 @@ from kfac_fx.passes.errors import (
     fatal,
     first_line,
     table,
-    warn_user,
 )
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.passes.trace import Capture, trace_model
-from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
+from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
+from kfac_fx.passes.tracing.effects import values_kept
+from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import CAPTURING
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask

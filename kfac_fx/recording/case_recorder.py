@@ -33,9 +33,10 @@ from kfac_fx.losses.sources import (
     source_vectors,
 )
 from kfac_fx.passes.choose import cases_apart
-from kfac_fx.passes.errors import LossError, RegistrationError, warn_user
+from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.case_gradients import Cases
 from kfac_fx.recording.meeting_cases import (
     LossRows,

@@ -30,7 +30,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
-from kfac_fx.passes.tracing.effects import accelerators, same_random
+from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.taps import Link, Tap

@@ -33,7 +33,7 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divide import CapturedSubmodule, Division, key_of_read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
-from kfac_fx.passes.ir import KEPT, Dims, Program
+from kfac_fx.passes.ir import ROW_MASK, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -41,7 +41,8 @@ from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
-from kfac_fx.passes.tracing.signature import call_key, python_random
+from kfac_fx.passes.tracing.random_streams import python_random
+from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
     ObservedLoss,
@@ -376,7 +377,7 @@ class EmittedSubmodules:
         self.structured = {
             name for registration in registrations if not registration.generic for name in registration.owners
         }
-        masked = any(KEPT in use.attrs for registration in registrations for use in registration.uses)
+        masked = any(ROW_MASK in use.attrs for registration in registrations for use in registration.uses)
         part_of = masked_part if masked else graph_of
         parts = [part_of(self.program, number) for number in range(len(self.captured))]
         self.masked_inputs = MaskedInputs.of(parts, [captured.submodule.path for captured in self.captured])

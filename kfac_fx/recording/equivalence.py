@@ -39,13 +39,21 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable, without_cudnn
+from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs.labels import sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.losses import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
-from kfac_fx.passes.tracing.effects import attributes, buffers_kept, counts, parameters_kept, untouched
+from kfac_fx.passes.tracing.effects import (
+    Trace,
+    attributes,
+    buffers_kept,
+    counts,
+    model_restored,
+    parameters_kept,
+    untouched,
+)
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, named_arguments, objects_kept, tensors_in
 from kfac_fx.passes.tracing.substitutes import custom_functions
@@ -202,32 +210,24 @@ def inputs_written(
 
 
 @contextmanager
-def model_kept(recorder: Recorder) -> Iterator[Mapping[str, Any]]:
-    """Inside, the model itself runs as it is recorded, and keeps what it was. Yields the parameters it writes into."""
-    model = recorder.model
-    # Reentrant checkpoints have no autograd.grad, and some devices' own kernels other random numbers.
-    with (
-        recorder.emitted.isolated(),
-        untouched(model),
-        buffers_kept(model),
-        parameters_kept(model) as written,
-        custom_functions(),
-        as_unrolled(recorder.program),
-    ):
-        yield written
+def model_kept(recorder: Recorder) -> Iterator[Trace]:
+    """Inside, the model itself runs as it is recorded, and keeps what it was."""
+    # Some devices' own kernels draw other random numbers.
+    with recorder.emitted.isolated(), model_restored(recorder.model) as trace, as_unrolled(recorder.program):
+        yield trace
 
 
 def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
     """args, kwargs: copies, into which forward may write."""
     model = recorder.model
-    with model_kept(recorder) as written:
+    with model_kept(recorder) as trace:
         outputs = pytree.tree_leaves(model(*args, **kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         gradients = gradients_by_name(outputs, recorder.program.parameters)
-    if written and recorder.whole:
+    if trace.written and recorder.whole:
         raise UntraceableError(
-            f"{class_of(model).__name__} writes into its parameters {', '.join(written)} in forward, which a graph "
-            "would repeat in every recording.\n"
+            f"{class_of(model).__name__} writes into its parameters {', '.join(trace.written)} in forward, which a "
+            "graph would repeat in every recording.\n"
             "Write into them after optimizer.step(), or use buffers for values that follow the parameters."
         )
     return detached(outputs), gradients, buffers

@@ -26,6 +26,7 @@ from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.losses import Categorical, LossFunction
 from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss, likelihood
+from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.errors import (
     LossError,
     ModelChangedError,
@@ -35,15 +36,15 @@ from kfac_fx.passes.errors import (
     nearest,
     plural,
     table,
-    warn_user,
 )
-from kfac_fx.passes.graphs.labels import NUMBER, in_example, shape_of
-from kfac_fx.passes.ir import KEPT, Dims, LossSite, Note, Program, where
-from kfac_fx.passes.padding import padding, spread, without_mask
+from kfac_fx.passes.graphs.labels import in_example, shape_of
+from kfac_fx.passes.ir import NUMBER, ROW_MASK, Dims, LossSite, Note, Program
+from kfac_fx.passes.padding import padding, spread
 from kfac_fx.passes.parametrization import with_nodes
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
 from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.emitted import EmittedModel, ObservedLoss
 
 PaddingMask = str | Callable[..., Tensor]
@@ -79,7 +80,7 @@ def refuse_unfit_mask(program: Program) -> None:
     uses = [use for registration in program.registrations for use in registration.uses]
     if program.mask is None or not uses:
         return
-    if not any(KEPT in use.attrs for use in uses):
+    if not any(ROW_MASK in use.attrs for use in uses):
         raise RegistrationError(
             f"padding_mask fits none of the {plural(len(uses), 'use')}, so padding would be in every factor:\n"
             f"{listed_notes(program.unmasked)}\n"
@@ -222,10 +223,11 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
         padded += part.padded
         uses_of_part = [use for registration in part.registrations for use in registration.uses]
         for key, use in zip(keys, uses_of_part, strict=True):
-            if KEPT in use.attrs:
+            if ROW_MASK in use.attrs:
                 assert part.mask is not None, "bug in kfac_fx: a use with a mask in a submodule without one"
-                joined_mask = with_nodes(use.attrs[KEPT], {part.mask: mask})
-                uses[key] = replace(uses[key], attrs={**uses[key].attrs, KEPT: joined_mask}, mask_dims=use.mask_dims)
+                joined_mask = with_nodes(use.attrs[ROW_MASK], {part.mask: mask})
+                attrs = {**uses[key].attrs, ROW_MASK: joined_mask}
+                uses[key] = replace(uses[key], attrs=attrs, mask_dims=use.mask_dims)
     registrations = tuple(
         replace(registration, uses=tuple(uses[r, n] for n in range(len(registration.uses))))
         for r, registration in enumerate(program.registrations)

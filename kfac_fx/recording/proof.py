@@ -20,12 +20,12 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
+from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.padding import without_mask
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents, refuse_guess
 from kfac_fx.recording.meeting_cases import revealing

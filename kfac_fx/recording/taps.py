@@ -51,11 +51,12 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import bordered, full_precision_in_eager
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural
-from kfac_fx.passes.ir import CASES, KEPT, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs, where
+from kfac_fx.passes.ir import CASES, ROW_MASK, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import HALVES, Shape, precise, without_autocast
-from kfac_fx.passes.padding import real_rows
+from kfac_fx.passes.padding import spread_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import TURNED, statistics_of
 from kfac_fx.recording.row_sums import Matrix, Rows, canonical, homogeneous, in_groups, named, whole_statistic
 
@@ -361,7 +362,7 @@ def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | No
         return "its rows are ids, which cost nothing"
     if reason := next((step.all_rows for step in use.through if step.all_rows), None):
         return reason
-    if set(tensor_attrs(use)) - {KEPT}:
+    if set(tensor_attrs(use)) - {ROW_MASK}:
         return "its rows depend on more than its input"
     return None
 
@@ -454,6 +455,16 @@ StatisticOf = Callable[[str], Tensor]
 SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
 
 
+def real_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
+    """(output or its gradient, mask) -> which of the use's rows are real: [N, S]."""
+    rows = spread_rows(use, layer)
+
+    def real(output: Tensor, mask: Tensor) -> Tensor:
+        return rows(output, (mask != 0).to(torch.float32)).flatten(2)[..., 0] != 0
+
+    return real
+
+
 class Tap(nn.Module):
     """One use of one registration. `forward` returns `output` unchanged."""
 
@@ -464,7 +475,7 @@ class Tap(nn.Module):
         self.tower, self.turned = use.tower, use.transposed
         both = self.both_rows(registration, use, layer)
         names = list(tensor_attrs(use))
-        mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
+        mask, cases = (names.index(key) if key in names else None for key in (ROW_MASK, CASES))
         real = real_rows(use, layer) if use.mask_dims else None
         self.sampling = sampled_parts(registration, use, layer)
         if self.sampling is not None:

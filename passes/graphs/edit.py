@@ -219,7 +219,7 @@ def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]
 def sequence(graph: fx.Graph) -> None:
     """Let the readers of a memory depend on the last write into it; see `overwritten` in the module's docstring."""
     place = {node: n for n, node in enumerate(graph.nodes)}
-    owner: dict[fx.Node, fx.Node] = {}  # node -> the node whose memory it is a view of
+    owner = memories(graph)
     last: dict[fx.Node, fx.Node] = {}  # owner -> the last write so far
     current: dict[fx.Node, fx.Node] = {}  # node -> the node that now stands for it
     for node in list(graph.nodes):
@@ -231,9 +231,8 @@ def sequence(graph: fx.Graph) -> None:
                 with graph.inserting_after(write):
                     later = graph.call_function(overwritten, (current.get(operand, operand), write))
                 later.meta = dict(operand.meta)
-                current[operand], owner[later] = later, owner[operand]
+                current[operand] = later
             node.replace_input_with(operand, current[operand])
-        owner[node] = owner[node.args[0]] if shares_memory(node) else node
         if changes_memory(node) and owner[node] is not node:
             last[owner[node]] = node
 

@@ -1,4 +1,4 @@
-"""Labels of nodes: which values a node depends on, and which parameter stands behind it; and the sizes of nodes.
+"""Labels of nodes: which values a node depends on, and which parameter stands behind it.
 
     ACT     depends on the values of the model's inputs, or has a row for every case
     FREE    an activation that is free of the batch: computed by a layer, from parameters and constants only
@@ -6,13 +6,14 @@
     CONST   depends on neither (sizes, masks, buffers, anything detached)
 
 An edge from PURE to ACT or FREE is a place where a parameter enters the computation: a use to be explained by a layer.
+
+Labels are read off the sizes of nodes, too, which are numbers, or symbols where only the batch knows them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..ir import CASES, KEPT, Program, Use
-from ..parametrization import Computed
+from ..ir import Program
 from ..torch_private import AUTOCAST_REGION, pytree, size_hint
 from .operations import (
     DATA_FIRST,
@@ -40,7 +40,7 @@ Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
 
 
 class Label(IntEnum):
-    """The least of its operands' is an operation's."""
+    """An operation gets the smallest label of its operands."""
 
     ACT = 0
     FREE = 1
@@ -64,7 +64,7 @@ def labels(
             an expansion to a size of an activation is taken for such.
     """
     names, forced = set(parameters), set(pure)
-    first = {size for node in graph.nodes if node.op == "placeholder" for size in symbolic_sizes(node)[:1]} - {None}
+    first = {size for node in graph.find_nodes(op="placeholder") for size in symbolic_sizes(node)[:1]} - {None}
     label: dict[fx.Node, Label] = {}
     for node in graph.nodes:
         if node in forced:
@@ -170,28 +170,23 @@ def differentiated(node: fx.Node) -> list[fx.Node]:
     return operands[:1] if name in ("expand_as", "view_as", "type_as") else operands
 
 
-def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx.Node]:
+def ancestors(
+    roots: Iterable[fx.Node],
+    last: Container[fx.Node] = (),
+    operands: Callable[[fx.Node], Iterable[fx.Node]] = differentiated,
+) -> set[fx.Node]:
     """`roots` and every node that a gradient of them reaches, no further than `last`: the graph behind the losses."""
-    seen: set[fx.Node] = set()
-    stack = list(roots)
+    seen, stack = set[fx.Node](), list(roots)
     while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in last:
-            stack += differentiated(node)
+        if (node := stack.pop()) not in seen:
+            seen.add(node)
+            stack += () if node in last else operands(node)
     return seen
 
 
 def everything_behind(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """`roots` and all that they are computed from, sizes and what stops gradients among it."""
-    seen, stack = set[fx.Node](), list(roots)
-    while stack:
-        if (node := stack.pop()) not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
+    return ancestors(roots, operands=lambda node: node.all_input_nodes)
 
 
 def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:
@@ -233,18 +228,24 @@ JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "fl
 def gradient_stop(program: Program) -> fx.Node | None:
     """The first node that follows the parameters in steps, or in a way that no gradient tells: a rounded or detached
     value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is none."""
-    moving: set[fx.Node] = set()
-    node: fx.Node
+    return next((node for node in computed_from_parameters(program) if jumps(node)), None)
+
+
+def jumps(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole or op_name(node) in JUMPS or no_grad_region(node)
+
+
+def computed_from_parameters(program: Program) -> Iterator[fx.Node]:
+    """The nodes that depend on values of parameters, in the order of the graph."""
+    seen: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr" and node.target in program.parameters:
-            moving.add(node)
-        elif op_name(node) not in SHAPE_ONLY and not moving.isdisjoint(node.all_input_nodes):
-            value = node.meta.get("val")
-            whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-            if whole or op_name(node) in JUMPS or no_grad_region(node):
-                return node
-            moving.add(node)
-    return None
+            seen.add(node)
+        elif op_name(node) not in SHAPE_ONLY and not seen.isdisjoint(node.all_input_nodes):
+            seen.add(node)
+            yield node
 
 
 ROUNDING_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
@@ -253,16 +254,8 @@ ROUNDING_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 def named_dtypes(program: Program) -> set[torch.dtype]:
     """The dtypes of floating-point numbers that the graph itself converts to what follows the parameters: by a cast, or
     in a region of autocast."""
-    moving: set[fx.Node] = set()
-    dtypes: set[torch.dtype] = set()
-    node: fx.Node
-    for node in program.graph.nodes:
-        if node.op == "get_attr" and node.target in program.parameters:
-            moving.add(node)
-        elif op_name(node) not in SHAPE_ONLY and not moving.isdisjoint(node.all_input_nodes):
-            moving.add(node)
-            dtypes |= dtypes_of_operation(node, program.root)
-    return {dtype for dtype in dtypes if dtype.is_floating_point}
+    nodes = computed_from_parameters(program)
+    return {dtype for node in nodes for dtype in dtypes_of_operation(node, program.root) if dtype.is_floating_point}
 
 
 def dtypes_of_operation(node: fx.Node, root: nn.Module) -> set[torch.dtype]:
@@ -304,59 +297,3 @@ def in_example(size: int | torch.SymInt) -> int:
     """The number that a size was on the inputs of the capture."""
     # Not `int(size)`, which makes the symbol this number everywhere, so that equal numbers look like the same size.
     return size if isinstance(size, int) else size_hint(size)
-
-
-# --- where the cases are in the output of a use, and how many there are -----------------------------------------------
-
-
-NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
-
-
-def with_batch_dim(use: Use, cases: str) -> Use:
-    """Where the cases are in the use's output; None if no dimension has their size. A forward that reads the size as a
-    number, as `len(x)` does, has a number for it; several dimensions may have this."""
-    number = cases.isdigit() and sizes_of(use.output).count(cases) == 1
-    sizes = sizes_of(use.output) if number else symbolic_sizes(use.output)
-    if use.batch_independent:
-        use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
-    return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
-
-
-def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
-    """The size of the cases; where it is not known, the first size of the first input, of the same submodule.
-
-    A use that does not depend on the batch has the same Fisher with any number of cases: `count` grows with the number,
-    and G falls.
-    """
-    submodule = output.meta.get(NUMBER)
-    inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == submodule]
-    candidates = [
-        (node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases
-    ]
-    return Computed(size, candidates[0] if candidates else (inputs[0], 0))
-
-
-def size(value: Any, dim: int) -> int:
-    """The size of an input along `dim`. The input is a tensor, or a container; its first tensor counts."""
-    return next(
-        (int(leaf.shape[dim]) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 1
-    )
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-def counted(output: Tensor, mask: Tensor) -> Tensor:
-    """`output`; of its rows [N, S] only those count where `mask` is true, whatever the others hold.
-
-    It stands behind the output of a use in a graph: `f(linear(x, w, b))` -> `f(counted(linear(x, w, b), mask))`.
-    """
-    return output
-
-
-def with_mask(use: Use) -> Use:
-    """The use with its mask among its attributes, if the graph says one."""
-    readers = list(use.output.users)
-    if len(readers) != 1 or readers[0].target is not counted or readers[0].args[0] is not use.output:
-        return use
-    return replace(use, attrs={**use.attrs, KEPT: readers[0].args[1]})

@@ -11,10 +11,11 @@ Fully connected layers that sum over named indices, and those of experts.
 
 The equation says which index is a group, an input, an output or a position.
 
-    y = grouped_mm(x, w, offs); f(y)   ->   y = grouped_product(x, w, offs, grouped_mm); f(counted(y, routed(x, offs)))
+    y = grouped_mm(x, w, offs)      y = grouped_product(x, w, offs, grouped_mm)
+    f(y)                       ->   f(with_row_mask(y, routed(x, offs)))
 
-In a mixture of experts every expert is a group, and every row, sorted by expert, belongs to one group. `counted` notes
-this in the graph: the mean over the inputs of an expert is over its own rows, not over those of all experts.
+In a mixture of experts every expert is a group, and every row, sorted by expert, belongs to one group. `with_row_mask`
+notes this in the graph: the mean over the inputs of an expert is over its own rows, not over those of all experts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..approximations import EVERY_LAYER
-from ..graphs.labels import counted
+from ..cases import with_row_mask
 from ..graphs.operations import op_name
 from ..ir import Attrs
 from ..matrix import Layout, Shape
@@ -578,7 +579,7 @@ def route(graph: fx.Graph) -> None:
         with graph.inserting_before(node):  # a tap behind the product reads it
             membership = graph.call_function(routed, (operands["x"], operands["offs"]))
         with graph.inserting_after(node):
-            output = graph.call_function(counted, (node, membership))
+            output = graph.call_function(with_row_mask, (node, membership))
         output.meta = dict(node.meta)
         for reader in list(node.users):
             if reader is not output:

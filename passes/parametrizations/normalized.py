@@ -33,7 +33,7 @@ from ..matrix import Layout, Shape
 from ..parametrization import NodeValues, RowPair, RowsStep, WeightExample
 from ..pieces import ParameterExpr, Piece, Slice, is_one_slice, layout_in, unallocated, view_of, viewed
 from ..torch_private import WEIGHT_NORM, weight_normalized
-from .elementwise import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
+from .functions import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
 
 PROJECTION = "its filters are normalized: without the projection of their gradients that this makes"
 CHANGE = "it is divided by a function of itself: without the change of that, which is of rank one"
@@ -107,7 +107,7 @@ def without_mean(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalized(BySlice):
-    """A weight that is divided by or multiplied with a number σ of its own. Rows contain σ, but not its derivative."""
+    """A weight divided by, or multiplied with, a number σ of its own. The rows contain σ, but not its derivative."""
 
     left_out = PROJECTION
 

@@ -40,7 +40,7 @@ from ..parametrization import (
     view_steps,
 )
 from ..pieces import Piece, Region, constant_along, layout_in, region_in, unallocated, view_of, viewed
-from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, PerCase, placed, side_of
+from .functions import INPUTS, OUTPUTS, Constant, Diagonal, PerCase, placed, side_of
 from .normalized import WithGain
 from .product import uses_of_factors
 

@@ -9,12 +9,10 @@ around the captured module. Hooks that are added after a capture are not in its 
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +20,10 @@ from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, pytree, transforms
-from .effects import RandomState, accelerators, autocast, buffers_kept, parameters_kept, same_random, untouched
+from .effects import Trace, model_restored
+from .random_streams import accelerators, python_random, same_random, seed_all
 from .settings import is_torchs
-from .signature import python_random
-from .substitutes import custom_functions
+from .signature import autocast
 
 
 def made_by_torch(module: nn.Module) -> list[bool]:
@@ -125,33 +123,35 @@ class Call:
     transformed: bool = False
 
 
-@dataclass
-class Trace:
-    """The names of the attributes that forwards set, and of the parameters that they write into."""
-
-    assigned: list[str] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[Trace]:
+    """Undo all that forwards inside change, except in their inputs. Yields a Trace, which is filled at the end."""
+    devices = accelerators(model.parameters())
+    with torch.enable_grad(), same_random(devices), python_random(), model_restored(model) as trace:
+        yield trace
 
 
 @contextmanager
-def without_trace(model: nn.Module) -> Iterator[Trace]:
-    """Undo all that forwards inside change, except in their inputs. Yields a Trace, which is filled at the end.
+def around_calls(
+    modules: Iterable[nn.Module],
+    enter: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    leave: Callable[..., None],
+    inside: Callable[[nn.Module], bool] = lambda _: True,
+) -> Iterator[None]:
+    """`enter` is called before every call of these modules, and `leave` behind it, also if it fails.
 
-    Checkpoints run the functions that they wrap.
+    inside: whether the module's other hooks run before `enter` and behind `leave`.
     """
-    trace = Trace()
-    with torch.enable_grad(), same_random(accelerators(model.parameters())), python_random(), buffers_kept(model):
-        with untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
-            yield trace
-        trace.assigned += assigned
-        trace.written += written
-
-
-def seed_all(seed: int, model: nn.Module) -> None:
-    RandomState.seeded(seed, accelerators(model.parameters())).restore()
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
+    handles: list[Any] = []
+    for module in modules:
+        within = inside(module)
+        handles.append(module.register_forward_pre_hook(enter, prepend=not within, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, prepend=within, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def calls_of(
@@ -178,15 +178,8 @@ def calls_of(
     def leave(*rest: Any) -> None:
         active.pop()
 
-    handles: list[Any] = []
-    for module in (submodule for submodule in model.modules() if submodule is not model):
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
-    try:
+    with around_calls((module for module in model.modules() if module is not model), enter, leave):
         model(*map_tensors(Tensor.clone, args), **map_tensors(Tensor.clone, dict(kwargs)))
-    finally:
-        for handle in handles:
-            handle.remove()
     passed = [[path & calls.keys() for path in paths] for paths in idle]
     return calls, {module for paths in passed if all(paths) for path in paths[:1] for module in path}
 
@@ -257,7 +250,7 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
             break
         with without_trace(model) as trace:
-            seed_all(seed, model)
+            seed_all(seed, accelerators(model.parameters()))
             more, also = calls_of(model, args, kwargs)
         opened |= also
         assigned |= set(trace.assigned)

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import fatal
 from ..graphs.edit import attribute, holder
 from ..graphs.operations import SIZED_BY_CASES, op_name
+from ..ir import Copies, copy_nodes
 from ..torch_private import ADD_BATCH_DIM, REMOVE_BATCH_DIM, UNSAFE_VIEW, VMAP, differentiates, make_fx, pytree
 from .calls import map_tensors, without_trace
 
@@ -154,25 +155,28 @@ def note_sizes(
 
 def below_autograd(module: fx.GraphModule, held: Mapping[str, Any]) -> fx.GraphModule:
     """The module with attributes in the place of its first inputs, without autograd's own detachments and sizes."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), Copies()
     waiting, held = iter(held), dict(held)
-    for node in module.graph.nodes:
+
+    def write(node: fx.Node) -> fx.Node | None:
         name = next(waiting, None) if node.op == "placeholder" else None
         if name is not None:
-            copies[node] = graph.get_attr(name)
+            copy = graph.get_attr(name)
         elif node.op == "get_attr":
             held[str(node.target)] = attribute(module, str(node.target))
-            copies[node] = graph.get_attr(str(node.target))
+            copy = graph.get_attr(str(node.target))
         elif node.target is DETACH or unchanged(node):
-            copies[node] = copies[unchanged(node) or node.args[0]]
+            return copies[unchanged(node) or node.all_input_nodes[0]]
         elif node.op == "output":
-            copies[node] = graph.output([copies.get(leaf, leaf) for leaf in pytree.tree_leaves(node.args[0])])
+            copy = graph.output([copies.get(leaf, leaf) for leaf in pytree.tree_leaves(node.args[0])])
         else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-            if node.target is MARKED:
-                copies[node].target = DETACH
-        if copies[node].graph is graph and not copies[node].meta:
-            copies[node].meta = {key: node.meta[key] for key in ("stack_trace", SIZED_BY_CASES) if key in node.meta}
+            return None
+        copy.meta = {key: node.meta[key] for key in ("stack_trace", SIZED_BY_CASES) if key in node.meta}
+        return copy
+
+    for node, copy in copy_nodes(module.graph.nodes, graph, write, copies).items():
+        if node.target is MARKED:
+            copy.target = DETACH
     return fx.GraphModule(holder(held), graph)
 
 

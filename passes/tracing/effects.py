@@ -3,21 +3,18 @@
 Attributes that forward itself sets are restored after every trace (`untouched`). Those that are changed from outside,
 such as a temperature or a rate of dropout, are part of what a capture is valid for; see `settings`.
 
-A forward that the user did not ask for leaves no trace in parameters and buffers (`parameters_kept`, `buffers_kept`).
-The user's own graph may have saved these tensors, so their versions are kept, too: autograd compares them in its
-backward. A closure that only measures leaves none in any tensor, gradient or random stream (`without_a_trace`).
-
-Devices of a model: their random streams, and autocast.
+A forward that the user did not ask for leaves no trace in the model (`model_restored`): in attributes, parameters
+(`parameters_kept`) and buffers (`buffers_kept`). The user's own graph may have saved these tensors, so their versions
+are kept, too: autograd compares them in its backward. A closure that only measures leaves no trace in any tensor,
+gradient or random stream (`closure_undone`).
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
@@ -26,69 +23,12 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import fatal
+from ..graphs.operations import IN_PLACE
 from ..torch_private import NormBase, buffers_of, debug_unwrap, pytree, versions_kept
+from .random_streams import RandomState, same_random, same_stream, set_stream, stream
 from .settings import TORCHS
+from .substitutes import custom_functions
 from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, plain
-
-
-def kinds() -> tuple[str, ...]:
-    """The kinds of devices that this machine has and that autocast supports."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-def autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The kinds of devices for which autocast is on, with its dtypes."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
-
-
-def accelerators(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """The devices of these tensors that have random streams of their own."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    return tuple(sorted(devices, key=str))
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The states of torch's random streams: the CPU's, and others by the name of their device."""
-
-    cpu: Tensor
-    others: Mapping[str, Tensor]
-
-    @staticmethod
-    def now(devices: Iterable[torch.device]) -> RandomState:
-        others = {str(device): torch.get_device_module(device).get_rng_state(device) for device in devices}
-        return RandomState(torch.get_rng_state(), others)
-
-    @staticmethod
-    def seeded(seed: int, devices: Iterable[torch.device]) -> RandomState:
-        """The states that `torch.manual_seed` sets, on these devices only."""
-        others = {str(device): torch.Generator(device).manual_seed(seed).get_state() for device in devices}
-        return RandomState(torch.Generator().manual_seed(seed).get_state(), others)
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        return tuple(map(torch.device, self.others))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for name, state in self.others.items():
-            device = torch.device(name)
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-@contextmanager
-def same_random(devices: Iterable[torch.device], enabled: bool = True) -> Iterator[None]:
-    """Restore the random streams at the end."""
-    before = RandomState.now(devices) if enabled else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            before.restore()
-
-
-# --- effects of a forward ---------------------------------------------------------------------------------------------
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -237,41 +177,9 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (Tensor, fx.Proxy))
 
 
-# --- random generators of a model -------------------------------------------------------------------------------------
-
-
-def stream(value: Any) -> Any:
-    """The state of a random generator; None for other values."""
-    if isinstance(value, (*CONTAINERS, nn.Module, Tensor)):
-        return None
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy and isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    if numpy and isinstance(value, numpy.random.RandomState):
-        return value.get_state(legacy=False)
-    return None
-
-
-def same_stream(state: Any, other: Any) -> bool:
-    return torch.equal(state, other) if isinstance(state, Tensor) else repr(state) == repr(other)
-
-
-def set_stream(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
 # --- writes into parameters and buffers -------------------------------------------------------------------------------
 
-ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "set_data"}
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property, which torch's types do not say
 NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # they leave the values as they are
 
 
@@ -296,10 +204,12 @@ class Writes(TorchFunctionMode):
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a function of torch writes into. Its name tells, as does an argument `out`."""
+    """The tensors that a function of torch writes into. Its name tells, as do the arguments `inplace` and `out`."""
     name = getattr(func, "__name__", "").split(".")[0]
-    in_place = name in ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name not in NO_WRITES)
-    targets = [*(args[:1] if in_place else ()), kwargs.get("out")]
+    in_place = name.strip("_") in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    in_place = (in_place and name not in NO_WRITES) or kwargs.get("inplace") is True or func == SET_DATA
+    first = args[:1] or tuple(kwargs.values())[:1]  # the functions of torch.nn.init are given their tensor by name
+    targets = [*(first if in_place else ()), kwargs.get("out")]
     flat = [value for target in targets for value in (target if isinstance(target, (list, tuple)) else (target,))]
     return [value for value in flat if isinstance(value, Tensor)]
 
@@ -345,6 +255,27 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffers.update(before)
 
 
+@dataclass
+class Trace:
+    """The names of the attributes that forwards set, and of the parameters that they write into."""
+
+    assigned: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def model_restored(model: nn.Module) -> Iterator[Trace]:
+    """Undo all that forwards inside change in the model. Yields a Trace, which is filled at the end.
+
+    Checkpoints run the functions that they wrap: reentrant ones have no torch.autograd.grad.
+    """
+    trace = Trace()
+    with buffers_kept(model), untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
+        yield trace
+    trace.assigned += assigned
+    trace.written += written
+
+
 @contextmanager
 def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the values and the versions of tensors at the end."""
@@ -374,6 +305,7 @@ class WritesUndone(TorchFunctionMode):
         self.inside: set[int] = set()  # the addresses of what was made inside
         # By place in memory: the tensor, its values and the size of its memory.
         self.before: dict[tuple[Any, ...], tuple[Tensor, Tensor, int]] = {}
+        self.replaced: list[tuple[Tensor, Tensor]] = []  # a tensor whose `.data` is set, with the one of before
 
     @torch.compiler.disable(reason="it remembers tensors")  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -385,6 +317,7 @@ class WritesUndone(TorchFunctionMode):
                 if part not in self.before:
                     size = tensor.untyped_storage().nbytes()
                     self.before[part] = tensor.detach(), tensor.detach().clone(), size
+                self.replaced += [(tensor, tensor.data)] * (func == SET_DATA)
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") != "__get__":  # attributes were there before
             given = {address(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -394,13 +327,15 @@ class WritesUndone(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor, data in reversed(self.replaced):
+            tensor.data = data
         for tensor, values, size in reversed(self.before.values()):  # parts that overlap: the first copies are oldest
             if tensor.untyped_storage().nbytes() == size:  # FSDP2 frees the memory of the parameters that it gathered
                 tensor.data.copy_(values)
 
 
 @contextmanager
-def without_a_trace(
+def closure_undone(
     buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[torch.device], start: RandomState | None
 ) -> Iterator[None]:
     """Buffers, gradients, random streams and all other tensors are afterwards what they were before.

@@ -1,17 +1,16 @@
-"""The settings of a capture beside its inputs: attributes of the model, its code, and values from outside of it.
+"""Settings: all that a capture is valid for beside its inputs, in the model and outside of it.
 
-A graph keeps the values that these had while it was traced. `ForwardSettings.hold` tells whether they are the same. It
-compares identities of what is held (see `summary`), which costs microseconds for a module. Only if one of them differs
-are the summaries computed and compared.
+A graph keeps the values that attributes, functions and globals had while it was traced. `ForwardSettings.hold` tells
+whether they are the same. It compares identities of what is held (see `summary`), which costs microseconds for a
+module. Only if one of them differs are the summaries computed and compared.
 
-Values that forward reads from outside of the model and its inputs: globals, closure cells, attributes of classes.
+Settings of the model are the attributes of its modules, their classes and their hooks. Those outside of it are globals,
+closure cells and attributes of classes. `Observer` notes every Python function that runs in a trace. The bytecode of a
+function names the globals that it loads and the attributes that it reads; the values that they lead to are the
+`OutsideName`s of an `Outside`. A forward that finds the values of the trace there takes the same way again, because
+every branch and every number of it comes from its inputs, from the model or from such a name.
 
-A graph keeps the values that these had while it was traced. `Observer` notes every Python function that runs in a
-trace. The bytecode of a function names the globals that it loads and the attributes that it reads; the values that they
-lead to are the `Point`s of an `Outside`. A forward whose points have the values of the trace takes the same way again,
-because every branch and every number of it comes from its inputs, from the model or from such a point.
-
-torch's own functions and those of Python are not followed. A point in them is what a name is bound to, so that a
+torch's own functions and those of Python are not followed. A name in them counts for what it is bound to, so that a
 function which somebody replaced is noticed.
 """
 
@@ -34,12 +33,11 @@ from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import OWN_FOLDER
 from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, SHARDING, class_of, parameters_of
+from ..users_code import OWN_FOLDER, TORCH
 from .summary import (
     ATOMS,
     CONTAINERS,
@@ -54,7 +52,7 @@ from .summary import (
     of_library,
 )
 
-TORCH, PYTHON = f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 NN = f"{TORCH}nn{os.sep}"
 TOOLS_OF_TORCH = ("sympy", "mpmath", "numpy", "networkx", "optree", "typing_extensions")
 GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
@@ -332,7 +330,7 @@ def followed(file: str, module: str) -> bool:
         return False
     if file.startswith("<"):  # code that was made from a string, as the methods of dataclasses
         return root not in LIBRARIES and root not in sys.stdlib_module_names
-    of_python = file.startswith(PYTHON) and not file.startswith(str(Path(PYTHON, "site-packages")))
+    of_python = file.startswith(STDLIB) and not file.startswith(str(Path(STDLIB, "site-packages")))
     return not of_python and not in_torch(file) and not file.startswith(OWN_FOLDER)
 
 

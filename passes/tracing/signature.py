@@ -1,14 +1,13 @@
-"""The signature of a captured model: tensors in, tensors and plain values out.
+"""The signature of a captured model: tensors in, tensors and plain values out, and the facts that all its calls share.
 
-`Flat` puts the model behind a signature of tensors only, and `flat_graph` brings the exported graph back to the model's
-own names. Other objects are left out of the outputs, or refused among the inputs with an error that says what to pass.
+`FlatModel` puts the model behind a signature of tensors only, and `flat_graph` brings the exported graph back to the
+model's own names. Other objects are left out of the outputs, or refused among the inputs with an error that says what
+to pass. `call_key` has the facts about a call that a capture holds for, except sizes.
 """
 
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +18,10 @@ from torch import Tensor, fx, nn
 
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
+from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
-from .effects import autocast, untouched
+from .effects import untouched
+from .random_streams import python_random
 from .settings import Observer
 from .summary import SYMBOLS, Walk, slots
 
@@ -95,6 +96,17 @@ def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
         return False
     inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
     return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.tree_leaves(attribute))
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of devices that this machine has and that autocast supports."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices for which autocast is on, with its dtypes."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -182,26 +194,6 @@ def objects_kept(arguments: Mapping[str, Any]) -> Iterator[list[str]]:
             walk.put_back()
 
 
-@contextmanager
-def python_random() -> Iterator[list[str]]:
-    """Restore the random streams of Python and numpy at the end.
-
-    Yields a list, which is filled with the names of the streams that were drawn from.
-    """
-    numpy = sys.modules.get("numpy")
-    before, array = random.getstate(), numpy.random.get_state() if numpy else ()
-    drawn: list[str] = []
-    try:
-        yield drawn
-    finally:
-        if random.getstate() != before:
-            drawn.append("random")
-            random.setstate(before)
-        if numpy and not all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), array, strict=True)):
-            drawn.append("numpy.random")
-            numpy.random.set_state(array)
-
-
 def refuse_drawn(model: str, drawn: list[str]) -> None:
     """Raises UntraceableError if forward drew from these random streams."""
     if drawn:
@@ -220,7 +212,7 @@ PREFIX = "model."
 class Returned:
     """The values that a traced forward leaves beside its tensors.
 
-    torch.export restores attributes of `Flat`, but not of this object.
+    torch.export restores attributes of `FlatModel`, but not of this object.
 
     Attributes:
         spec: the structure of the outputs.
@@ -280,22 +272,23 @@ class FlatModel(nn.Module):
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
     """Copy the exported graph without guards and without the wrapper's prefix; the names are the model's."""
-    graph, copies = fx.Graph(), {}
+    graph, placeholders = fx.Graph(), iter(names)
     held: dict[str, Any] = {}
-    placeholders = iter(names)
-    for node in module.graph.nodes:
-        if node.op == "call_module" and node.target == GUARDS:
-            continue
+
+    def write(node: fx.Node) -> fx.Node | None:
         if node.op == "placeholder":
             name = next(placeholders)
-            copies[node] = graph.create_node("placeholder", name, name=name)
+            copy = graph.create_node("placeholder", name, name=name)
         elif node.op == "get_attr":
             target = str(node.target).removeprefix(PREFIX)
             held[target] = attribute(module, str(node.target))
-            copies[node] = graph.get_attr(target)
+            copy = graph.get_attr(target)
         else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
+            return None
+        copy.meta = dict(node.meta)
+        return copy
+
+    copy_nodes((node for node in module.graph.nodes if node.op != "call_module" or node.target != GUARDS), graph, write)
     return graph, holder(held)
 
 

@@ -1,11 +1,9 @@
-"""Functions of torch that are replaced while a model is traced.
+"""Substitutes for functions of torch that no tracer can trace, while a model is traced.
 
-Tracers of torch and of this library replace functions of torch for as long as they run. `replaced_in_thread` does that
-in the present thread only: others call the original. With `CAPTURING` one thread captures at a time, because torch's
-own tracers are not made for more.
+`replaced_in_thread` replaces a function in the present thread only: others call the original. With `CAPTURING` one
+thread captures at a time, because torch's own tracers are not made for more.
 
-Some functions have substitutes because torch.export cannot trace them. `CertainDraws`: a branch on a draw of torch.rand
-whose outcome is certain, as with a rate of dropped modules that is 0.
+`CertainDraws`: a branch on a draw of torch.rand whose outcome is certain, as with a rate of dropped modules that is 0.
 
     if torch.rand(1) > self.module_dropout: ...        # 0.0
 
@@ -22,9 +20,8 @@ again, although a graph or a recording has replaced it.
 `Detached`: `x.data` becomes `x.detach()`. To torch.export the `.data` of a parameter, as adapters read it from other
 layers, is a constant without values. Writes through `.data` are seen when the model itself runs (`effects.Writes`).
 
-Operations that stand for others while a model is traced know shapes and are never run.
-
-Recurrent layers as single operations while a model is traced.
+`recurrent_layers`: recurrent layers and packed sequences are single operations, which know shapes and are never run;
+the pass `unroll` writes them out.
 
     nn.LSTM, nn.GRU, nn.RNN, torch.lstm, ...                    recurrent(kind, x, ...)
     nn.LSTMCell, nn.GRUCell, nn.RNNCell, torch.lstm_cell, ...   recurrent_cell(kind, x, ...)
@@ -32,9 +29,8 @@ Recurrent layers as single operations while a model is traced.
     pad_packed_sequence(sequence)                               unpacked(data, lengths, ...)
 
 torch.export would trace the fused calls step by step, which is slow. It cannot trace packed sequences, whose sizes are
-data, nor the fused cells of CUDA, some of which do not run without values. These operations only know shapes; the pass
-`unroll` writes them out. The capture holds for one number of steps, which is guarded as every shape is, and for one
-length of the longest sequence of every packed batch.
+data, nor the fused cells of CUDA, some of which do not run without values. The capture holds for one number of steps,
+which is guarded as every shape is, and for one length of the longest sequence of every packed batch.
 """
 
 from __future__ import annotations

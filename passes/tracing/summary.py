@@ -1,17 +1,13 @@
-"""Summaries of values that a capture depends on.
+"""Summaries of values, which tell whether a value is still the same, and what to put back if it is not.
 
 A summary is hashable, and equal to a later one as long as nothing in the value changed. It follows containers, arrays,
 objects with a `__dict__` or `__slots__`, bound methods, functools.partial, weak references and context variables; of
 functions and classes that forward names also defaults and attributes. Tensors and modules are told by identity: a graph
-reads the tensors themselves. Closures are watched by `outside`.
+reads the tensors themselves. Closures are watched by `settings`.
 
-While a value is summarized, everything in it that may be changed in place is noted as a holder (see `holders`). If
-every holder still holds the same objects, the summary is the same.
-
-Holders of values that may be changed in place, which tell at little cost whether they may have changed.
-
-A holder keeps a shallow copy of what it holds. If it still holds the same objects, nothing changed there; that takes
-one comparison of identities for each.
+While a value is summarized, everything in it that may be changed in place is noted as a `Holder`, with a shallow copy
+of what it holds. If every holder still holds the same objects, the summary is the same; that takes one comparison of
+identities for each.
 """
 
 from __future__ import annotations

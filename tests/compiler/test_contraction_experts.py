@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.graphs.labels import counted
+from kfac_fx.passes.cases import with_row_mask
 from kfac_fx.passes.layers.linear import by_expert, grouped_product, route, routed
 
 X = torch.randn(7, 8)
@@ -74,4 +74,4 @@ def test_only_plain_products_are_respelled(more: tuple[Any, ...], target: Any) -
     route(graph)
     graph.lint()
     assert node.target is (target or torch.ops.aten._grouped_mm.default)
-    assert [user.target for user in node.users] == ([counted] if target else ["output"])
+    assert [user.target for user in node.users] == ([with_row_mask] if target else ["output"])

@@ -28,6 +28,7 @@ def test_what_was_there_before_is_restored() -> None:
         torch.add(x[0], 1, out=out)
         count += 1
         torch._foreach_lerp_([weight], [torch.zeros(4)], 0.5)
+        weight.data = weight + 1
     for tensor, values in zip(tensors, before, strict=True):
         assert torch.equal(tensor, values)
 

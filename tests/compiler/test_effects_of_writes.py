@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kfac_fx.passes.tracing.effects import buffers_kept, parameters_kept, values_kept
@@ -19,6 +20,9 @@ WRITES: dict[str, Write] = {
     "of a list": lambda layer: torch._foreach_mul_([layer.weight, layer.bias], 0.5),
     "as a result": lambda layer: torch.add(layer.weight, 1.0, out=layer.weight),
     "by init": lambda layer: nn.init.zeros_(layer.weight),
+    "by an init of torch's that hands over names": lambda layer: nn.init.normal_(layer.weight),
+    "by an activation in place": lambda layer: F.relu(layer.weight, inplace=True),
+    "of the data": lambda layer: setattr(layer.weight, "data", torch.zeros(2, 3)),
 }
 
 

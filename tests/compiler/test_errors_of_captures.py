@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.errors import quiet, untraceable
+from kfac_fx.passes.trace import quiet, untraceable
 
 
 def test_torch_is_quiet_about_a_failure_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def text(x: Tensor) -> str:
     model = nn.Sequential(nn.Tanh(), Branches())
     with pytest.raises(Exception) as failure:  # noqa: B017
         model(x)
-    return untraceable(model, failure.value)
+    return str(untraceable(model, failure.value))
 
 
 def test_a_failure_names_module_line_and_source() -> None:

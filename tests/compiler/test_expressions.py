@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.expressions import basic, express, factor
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.parametrizations.elementwise import Elementwise
+from kfac_fx.passes.parametrizations.functions import Elementwise
 from kfac_fx.passes.parametrizations.normalized import Standardized, WeightNorm
 from kfac_fx.passes.pieces import ParameterExpr, ranges, view_of
 from tests.compiler.test_pieces_values import node

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfac_fx.passes.expressions import Expressions
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.parametrizations.elementwise import Elementwise
+from kfac_fx.passes.parametrizations.functions import Elementwise
 from kfac_fx.passes.parametrizations.normalized import (
     Centered,
     Scaled,

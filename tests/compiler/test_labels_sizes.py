@@ -10,19 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kfac_fx.passes.graphs.labels import (
-    NUMBER,
-    counted,
-    in_example,
-    known_number,
-    number_of_cases,
-    shape_of,
-    size,
-    sizes_of,
-    with_batch_dim,
-    with_mask,
-)
-from kfac_fx.passes.ir import CASES, KEPT, Program, Use
+from kfac_fx.passes.cases import number_of_cases, size, with_batch_dim, with_mask, with_row_mask
+from kfac_fx.passes.graphs.labels import in_example, known_number, shape_of, sizes_of
+from kfac_fx.passes.ir import CASES, NUMBER, ROW_MASK, Program, Use
 from kfac_fx.passes.parametrization import Computed
 from tests.compiler.toy import Toy, before, node
 
@@ -95,17 +85,17 @@ def test_the_size_of_an_input_is_that_of_its_first_tensor(value: Any, dim: int, 
     assert size(value, dim) == expected
 
 
-@pytest.mark.parametrize(("readers", "masked"), [("counted", True), ("both", False), ("as mask", False)])
+@pytest.mark.parametrize(("readers", "masked"), [("with_row_mask", True), ("both", False), ("as mask", False)])
 def test_a_use_whose_only_reader_is_a_mask_has_this_mask(readers: str, masked: bool) -> None:
     graph = fx.Graph()
     output, kept = graph.placeholder("output"), graph.placeholder("kept")
-    graph.call_function(counted, (kept, output) if readers == "as mask" else (output, kept))
+    graph.call_function(with_row_mask, (kept, output) if readers == "as mask" else (output, kept))
     if readers == "both":
         graph.call_function(torch.tanh, (output,))
     use = with_mask(Use("linear", 0, output, output, {}, {"eps": 1}, frozenset()))
-    assert use.attrs == ({"eps": 1, KEPT: kept} if masked else {"eps": 1})
+    assert use.attrs == ({"eps": 1, ROW_MASK: kept} if masked else {"eps": 1})
 
 
 def test_a_mask_in_a_graph_changes_no_value() -> None:
     x: Tensor = torch.randn(3)
-    assert counted(x, torch.zeros(3)) is x
+    assert with_row_mask(x, torch.zeros(3)) is x

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes.parametrizations import elementwise, gathered
-from kfac_fx.passes.parametrizations.gathered import by_entry, matrix_of, of_parameter
+from kfac_fx.passes.parametrizations import functions, tables
+from kfac_fx.passes.parametrizations.tables import by_entry, matrix_of, of_parameter
 from tests.compiler.toy import Toy
 
 Function = Callable[[Tensor], Tensor]
@@ -54,7 +54,7 @@ def test_a_table_is_a_matrix_times_its_parameter(function: Function, shape: tupl
 def test_no_matrix_for_columns_that_are_not_treated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_of(lambda t: t.flip(0, 1), (3, 4), torch.float32) is None
     assert matrix_of(lambda t: t.flip(0), (3, 4), torch.float32) is not None
-    monkeypatch.setattr(gathered, "LARGEST_MATRIX", 8)
+    monkeypatch.setattr(tables, "LARGEST_MATRIX", 8)
     assert matrix_of(lambda t: t.flip(0), (3, 4), torch.float32) is None
 
 
@@ -74,7 +74,7 @@ GENERIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_what_is_more_than_a_constant_matrix_is_generic(
     function: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 0)  # as of a parameter that is not small
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)  # as of a parameter that is not small
     net = kfac_fx.compile(Toy(function, w=(5, 4)), (torch.randn(3, 6, 4),), loss="normal")
     (one,) = net.registrations
     assert one.generic and "no layer has the form of" in str(one.reason)

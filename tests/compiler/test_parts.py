@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from kfac_fx.passes.ir import Program, Use
 from kfac_fx.passes.matrix import Shape
-from kfac_fx.passes.parametrizations.elementwise import Elementwise
+from kfac_fx.passes.parametrizations.functions import Elementwise
 from kfac_fx.passes.parametrizations.parts import (
     Part,
     Sliced,

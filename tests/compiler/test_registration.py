@@ -1,4 +1,4 @@
-"""Uses and registrations as plain data: places in the user's code, matrices, attributes, and what follows from them."""
+"""Uses and registrations as plain data: matrices, attributes, and what follows from them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from kfac_fx.passes.errors import OWN_FOLDER
-from kfac_fx.passes.ir import Bound, Registration, Sampling, Use, literal_attrs, source_line, tensor_attrs, where
+from kfac_fx.passes.ir import Bound, Registration, Sampling, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.passes.parametrization import Computed, Transposed
-from kfac_fx.passes.parametrizations.gathered import Gathered
+from kfac_fx.passes.parametrizations.tables import Gathered
 from kfac_fx.passes.pieces import Piece
 
 GRAPH = fx.Graph()
@@ -31,31 +30,6 @@ def use_of(**changes: Any) -> Use:
 
 def registration_of(*uses: Use, approximation: str = "kron", **fields: Any) -> Registration:
     return Registration("conv2d", uses[0].matrix, ("w", "b"), uses, approximation, **fields)
-
-
-# --- places ---------------------------------------------------------------------------------------------------------
-
-
-def stack(*paths: str) -> str:
-    return "\n".join(f'  File "{path}", line {10 + n}, in forward\n    code' for n, path in enumerate(paths))
-
-
-@pytest.mark.parametrize(
-    ("trace", "line"),
-    [
-        (stack("/home/me/model.py"), "model.py:10"),
-        (stack("/home/me/model.py", "/home/me/block.py"), "block.py:11"),
-        (stack("/home/me/model.py", "/x/site-packages/torch/nn/functional.py"), "model.py:10"),
-        (stack("/home/me/model.py", f"{OWN_FOLDER}/normalize.py"), "model.py:10"),
-        (stack("/x/site-packages/torch/nn/functional.py"), None),
-        (None, None),
-    ],
-)
-def test_the_place_of_a_node_is_the_last_line_of_the_users_own_code(trace: str | None, line: str | None) -> None:
-    node = fx.Graph().placeholder("linear_1")
-    node.meta["stack_trace"] = trace
-    assert source_line(node) == line
-    assert where(node) == (f"linear_1 ({line})" if line else "linear_1")
 
 
 # --- uses -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.signature import call_key, capture_key, holds_tensor, layout, python_random
+from kfac_fx.passes.tracing.random_streams import python_random
+from kfac_fx.passes.tracing.signature import call_key, capture_key, holds_tensor, layout
 from tests.whole.training import differences, step
 
 X = torch.randn(5, 3)
@@ -123,6 +124,17 @@ def test_the_streams_of_python_are_put_back_after_an_error() -> None:
         random.random()
         1 / 0  # noqa: B018
     assert random.getstate() == stream and drawn == ["random"]
+
+
+def test_numpy_is_watched_with_every_bit_generator() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        with python_random() as drawn:
+            number = np.random.rand()
+        assert drawn == ["numpy.random"] and np.random.rand() == number
+    finally:
+        np.random.set_bit_generator(before)
 
 
 class Checkpointed(nn.Module):

@@ -20,11 +20,11 @@ from kfac_fx.passes.ir import Options, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
-    elementwise,
-    gathered,
+    functions,
     normalized,
     parts,
     product,
+    tables,
 )
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 CASES = 3
-MECHANISMS = elementwise, normalized, parts, product, gathered
+MECHANISMS = functions, normalized, parts, product, tables
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }
@@ -238,7 +238,7 @@ def check_all(checked: Checked, expected: Mapping[str, str], names: Iterable[str
 @pytest.fixture
 def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of parameters that are not small."""
-    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 0)
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)
 
 
 @pytest.mark.usefixtures("no_jacobians")

@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.torch_private passes.torch_losses passes.approximations passes.matrix "
-    "passes.parametrization passes.pieces passes.ir",
+    "data": "passes.errors passes.users_code passes.torch_private passes.torch_losses passes.approximations "
+    "passes.matrix passes.parametrization passes.pieces passes.ir",
     "graphs": "passes.graphs",
-    "declarations": "passes.layers passes.parametrizations passes.choose",
+    "declarations": "passes.cases passes.layers passes.parametrizations passes.choose",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
@@ -39,6 +39,7 @@ SHARED = {
     "passes.matrix",
     "passes.pieces",
     "passes.torch_private",
+    "passes.users_code",
     "passes.ir",
 }
 

@@ -15,7 +15,7 @@ from kfac_fx.compiled.compiler import compile
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products
-from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.passes.tracing.random_streams import RandomState
 
 CASES = 6
 X = torch.randn(CASES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

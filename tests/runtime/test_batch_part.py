@@ -17,7 +17,7 @@ from kfac_fx.optim import step
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.passes.tracing.random_streams import RandomState
 
 CASES, PART, POSITIONS = 20, 3, 5
 X = torch.randn(CASES, POSITIONS, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -19,7 +19,7 @@ from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import Check, along_move
-from kfac_fx.passes.tracing.effects import autocast
+from kfac_fx.passes.tracing.signature import autocast
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(4, (64,), generator=torch.Generator().manual_seed(1))

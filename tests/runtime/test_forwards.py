@@ -15,7 +15,8 @@ from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.passes.tracing.effects import RandomState, without_a_trace
+from kfac_fx.passes.tracing.effects import closure_undone
+from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.moments import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
@@ -222,7 +223,7 @@ def test_a_trace_is_wiped_when_the_closure_fails() -> None:
     buffer, parameter = torch.zeros(2), nn.Parameter(torch.ones(2))
     parameter.grad = gradient = torch.ones(2)
     before = torch.get_rng_state()
-    with pytest.raises(KeyError), without_a_trace([buffer], [parameter], [], RandomState.now([])):
+    with pytest.raises(KeyError), closure_undone([buffer], [parameter], [], RandomState.now([])):
         assert parameter.grad is None
         buffer += torch.rand(2)
         raise KeyError

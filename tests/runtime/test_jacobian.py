@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.parametrizations import elementwise
+from kfac_fx.passes.parametrizations import functions
 from tests.compiler.toy import Toy
 from tests.runtime.squares import dense_fisher, recorded
 from tests.runtime.test_product_blocks import toy
@@ -162,7 +162,7 @@ def reasons(function: Function, **shapes: tuple[int, ...]) -> dict[str, str | No
 
 
 def test_large_functions_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 15)
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 15)
     (reason,) = reasons(lambda x, g: x * g.softmax(0), g=(4,)).values()
     assert reason is not None and "no layer has the form of mul" in reason
 
@@ -292,11 +292,11 @@ def test_the_gradients_of_cases_of_ids_are_those_of_one_hot_rows() -> None:
     """The id -1 is no row."""
     ids, d = torch.tensor([[0, 2, 2], [1, -1, 0]]), torch.randn(2, 3, 4)
     hot = F.one_hot(ids.clamp(min=0), 5).double() * (ids >= 0).unsqueeze(-1)
-    torch.testing.assert_close(elementwise.of_cases(ids, d, 5), elementwise.of_cases(hot, d, 5))
-    torch.testing.assert_close(elementwise.of_cases(ids, d, 5), torch.einsum("nso,nsi->noi", d, hot).unsqueeze(1))
+    torch.testing.assert_close(functions.of_cases(ids, d, 5), functions.of_cases(hot, d, 5))
+    torch.testing.assert_close(functions.of_cases(ids, d, 5), torch.einsum("nso,nsi->noi", d, hot).unsqueeze(1))
 
 
 def test_gradient_rows_have_groups_and_are_float32_at_least() -> None:
     for shape in ((2, 3, 4), (2, 3, 1, 4)):
-        rows = elementwise.with_groups(torch.ones(shape, dtype=torch.bfloat16))
+        rows = functions.with_groups(torch.ones(shape, dtype=torch.bfloat16))
         assert rows.shape == (2, 3, 1, 4) and rows.dtype is torch.float32

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
-from kfac_fx.passes.parametrizations import elementwise
+from kfac_fx.passes.parametrizations import functions
 from kfac_fx.passes.parametrizations.parts import Gain
 from kfac_fx.recording import proof
 from tests.runtime.squares import dense_fisher, recorded
@@ -309,7 +309,7 @@ def behind_other(function: Function) -> tuple[Behind, Tensor]:
 @pytest.mark.parametrize("function", OTHERS)
 def test_what_is_no_mean_of_filters_is_not_taken_for_one(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the matcher alone, without the proof, where the function is too large for its Jacobian."""
-    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 0)
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)
     model, x = behind_other(function)
     net = kfac_fx.compile(model, (x,), loss="normal", verify=False)
     assert net.registrations[0].generic
@@ -321,7 +321,7 @@ def test_a_number_for_every_element_is_no_number_to_leave_out(
     function: Function, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its change is as large as what would be kept: softsign, or a square."""
-    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 0)
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)
     net = kfac_fx.compile(Behind(function, *shape), (torch.randn(5, 4, dtype=torch.float64),), loss="normal")
     assert net.registrations[0].generic
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.parametrizations import elementwise
+from kfac_fx.passes.parametrizations import functions
 from tests.runtime.squares import dense_fisher, recorded
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -154,7 +154,7 @@ NONE: dict[str, tuple[Row, set[str]]] = {
 @pytest.mark.parametrize("name", NONE)
 def test_what_has_no_rows_is_generic_and_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too large for a Jacobian."""
-    monkeypatch.setattr(elementwise, "LARGEST_JACOBIAN", 0)
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)
     (function, shapes, size), expected = NONE[name]
     net = kfac_fx.compile(Product(function, shapes, (1,)), (torch.randn(size),), loss="normal")
     assert {parameter for r in net.registrations if r.generic for parameter in r.parameters} == expected

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError
-from kfac_fx.passes.ir import KEPT, Options, Program, Submodule
+from kfac_fx.passes.ir import ROW_MASK, Options, Program, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
@@ -39,7 +39,7 @@ def program(*inputs: Tensor) -> Program:
 
 def masked(found: Program) -> dict[str, bool]:
     return {
-        registration.parameters[0]: any(KEPT in use.attrs for use in registration.uses)
+        registration.parameters[0]: any(ROW_MASK in use.attrs for use in registration.uses)
         for registration in found.registrations
     }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.passes.ir import KEPT, Sampling
+from kfac_fx.passes.ir import ROW_MASK, Sampling
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.recording.taps import (
     as_ratio,
@@ -87,7 +87,7 @@ def test_rows_that_are_ids_or_that_cases_share_are_taken_whole(input: Tensor) ->
     assert sample(both, (as_ratio(0.5), None), phases, 0, torch.zeros(4, 6, 3), input, (), None) is None
 
 
-@pytest.mark.parametrize(("attribute", "sampled"), [(KEPT, True), ("scale", False)])
+@pytest.mark.parametrize(("attribute", "sampled"), [(ROW_MASK, True), ("scale", False)])
 def test_a_use_is_sampled_with_its_padding_mask_and_with_no_other_tensor(attribute: str, sampled: bool) -> None:
     registration = replace(register(FORMS["linear"], "kron"), sampling=Sampling(0.5, None))
     node = fx.Graph().placeholder("tensor")

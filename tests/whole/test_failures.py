@@ -20,7 +20,7 @@ from kfac_fx.passes.graphs.operations import bound_parameter
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.match import form_graph
 from kfac_fx.passes.padding import LENGTH
-from kfac_fx.passes.parametrizations.gathered import LinearMaps, constant
+from kfac_fx.passes.parametrizations.tables import LinearMaps, constant
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
 from kfac_fx.recording import capture_cache, equivalence

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.passes.tracing.effects import without_a_trace
+from kfac_fx.passes.tracing.effects import closure_undone
 
 CASES = 6
 
@@ -89,7 +89,7 @@ def record_exactly(net: Any, x: Tensor) -> None:
 
 
 def measure(net: Any, x: Tensor) -> None:
-    with without_a_trace(net.buffers(), net.parameters(), [], None):
+    with closure_undone(net.buffers(), net.parameters(), [], None):
         net(x)
 
 

@@ -30,14 +30,15 @@ from kfac_fx.compiled.layer_collection.names import (
 from kfac_fx.compiled.layer_collection.scan import Scan, block_of, misplaced
 from kfac_fx.linalg.arguments import optional, whole_number
 from kfac_fx.losses.registered import LossSpec, RegisteredLoss, RegisteredLosses
+from kfac_fx.passes.cases import size_of_cases
 from kfac_fx.passes.check import check_registration, uses_in_graph
 from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError
 from kfac_fx.passes.graphs.labels import ancestors, entries, everything_behind
-from kfac_fx.passes.ir import Program, Registration, Sampling, Use, where
-from kfac_fx.passes.losses import size_of_cases
+from kfac_fx.passes.ir import Program, Registration, Sampling, Use
 from kfac_fx.passes.padding import padding
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.masks import checked_mask
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.taps import read_sampling

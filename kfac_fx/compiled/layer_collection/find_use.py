@@ -16,15 +16,17 @@ from torch import fx, nn
 from kfac_fx.compiled.layer_collection.names import CapturedModel, LayerParametersDict
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.passes.cases import with_batch_dim, with_mask
 from kfac_fx.passes.choose import declared_by_user, lacking
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
-from kfac_fx.passes.graphs.labels import Label, in_example, labels_of, symbolic_sizes, with_batch_dim, with_mask
-from kfac_fx.passes.ir import Program, Sampling, Use, where
+from kfac_fx.passes.graphs.labels import Label, in_example, labels_of, symbolic_sizes
+from kfac_fx.passes.ir import Program, Sampling, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import MATCHED, run
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import Key
 
 Nodes = Any  # a node, its name, or a list of them, one per use

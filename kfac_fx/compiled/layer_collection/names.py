@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 
 from kfac_fx.linalg.arguments import refuse_other_inputs, refuse_other_limit, refuse_other_models, refuse_unfit_names
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
+from kfac_fx.passes.cases import size_of_cases
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
-from kfac_fx.passes.losses import size_of_cases
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.trace import Capture, trace_model

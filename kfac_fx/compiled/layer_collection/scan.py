@@ -12,11 +12,13 @@ from torch import fx
 from kfac_fx.compiled.layer_collection.find_use import Collection
 from kfac_fx.compiled.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, FisherBlock, block_class
 from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.passes.cases import with_batch_dim
 from kfac_fx.passes.choose import cut_sides
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
-from kfac_fx.passes.graphs.labels import ancestors, in_example, symbolic_sizes, with_batch_dim
-from kfac_fx.passes.ir import Program, Registration, Use, where
+from kfac_fx.passes.graphs.labels import ancestors, in_example, symbolic_sizes
+from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.pipeline import after_registrations, run
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import Key
 
 

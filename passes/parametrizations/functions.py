@@ -1,16 +1,16 @@
-"""Functions of every element between a parameter and its use.
+"""Functions between a parameter and its use: of every element, or any small function of one or several parameters.
 
     x * exp(s)                       Σ d x, times exp(s), is the gradient of s
     x * sigmoid(2 * g - 1)           the argument may be a multiple of the parameter and a constant more
     F.linear(x, w, tanh(b))          a bias
     F.linear(x, w * exp(e))          a gain of normalized or multiplied weights, see `normalized`
 
-The derivative multiplies the gradient of every element. The gradient of a matrix [g, o, i] is a sum of products of
-gradient rows and rows. So the derivative must be constant along inputs, where it multiplies the gradient rows, or along
-outputs, where it multiplies the rows. The derivative of an element function is so if the matrix has one input, or one
-output: for scales, shifts and biases. A function of every element of a larger weight is refused.
+The derivative of a function of every element multiplies the gradient of every element. The gradient of a matrix
+[g, o, i] is a sum of products of gradient rows and rows. So the derivative must be constant along inputs, where it
+multiplies the gradient rows, or along outputs, where it multiplies the rows. It is so if the matrix has one input, or
+one output: for scales, shifts and biases. A function of every element of a larger weight is refused.
 
-Parameters whose use has rows for their gradients of whole cases only: small functions, and elements in two roles.
+Other functions have gradients of whole cases only (`PerCase`):
 
     λ = exp(Σ q1 k1) - exp(Σ q2 k2) + c,  y = x λ     any function, by its Jacobian: DIFF Transformer (Ye et al. 2024)
     softmax(w)[i] * x                                 one of several branches
@@ -18,10 +18,9 @@ Parameters whose use has rows for their gradients of whole cases only: small fun
 
 The matrix of such a parameter has a group for every element, of one input and one output. With d_n the gradient of a
 case for the tensor T(p) in the use, Jᵀ d_n is that for p. These are the gradient rows, the rows are ones, and the block
-is exact: it is made of the gradients of cases.
-
-J, [elements of T, elements of p], is computed beside the use, once in a forward of a recording. Elements that scale in
-one use and shift in another have no other matrix in common; for them J is the identity.
+is exact: it is made of the gradients of cases. J, [elements of T, elements of p], is computed beside the use, once in a
+forward of a recording. Elements that scale in one use and shift in another have no other matrix in common; for them J
+is the identity.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from torch import Tensor, fx, nn
 from ..graphs.edit import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
-from ..ir import KEPT, Bound, Program, Use
+from ..ir import ROW_MASK, Bound, Program, Use
 from ..matrix import Layout, Shape
 from ..parametrization import (
     Computed,
@@ -326,7 +325,7 @@ def same(first: Layout, second: Layout) -> bool:
 
 def unmasked(use: Use) -> dict[str, Any]:
     """Padding is in the gradient of a case; what is sent back from there is nothing."""
-    return {name: value for name, value in use.attrs.items() if name != KEPT}
+    return {name: value for name, value in use.attrs.items() if name != ROW_MASK}
 
 
 # --- in a graph -------------------------------------------------------------------------------------------------------

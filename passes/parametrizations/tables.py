@@ -1,20 +1,19 @@
-"""Tensors whose elements were gathered from one parameter: tables of relative positions, slices of the batch's length.
+"""Tables: tensors whose elements were gathered from one parameter, or mixed from its entries by constants.
 
     table[index].view(s, s, h).permute(2, 0, 1)   ->   the same of the elements' numbers, beside it in the graph
 
-A shift by such a tensor has its elements' numbers as an attribute of the layer, and adds every gradient to the element
-that the number names. A weight may be gathered, too:
+A shift by gathered elements, as of relative positions, has their numbers as an attribute of the layer, and adds every
+gradient to the element that the number names. A weight may be gathered, too:
 
     W[g, o, :] = T[index[g, o], :]          einsum("bhqd,qkd->bhqk", q, table[index]): a group a position of queries
     W[g, :, i] = T[:, index[g, i]]          linear(x, w[:, chosen])
 
 That is the layer of the whole table, of whose outputs, or inputs, some are taken, and some more than once. Its rows are
 those of W, of every group one after the other; in its gradient rows the gradients of all outputs that are one entry add
-up. Gathered inputs add up in the rows instead. Both are exact.
+up. Gathered inputs add up in the rows instead. Both are exact. The numbers are constants that only the tap of a use
+reads; without one they are no part of the emitted module.
 
-The numbers are constants that only the tap of a use reads; without one they are no part of the emitted module.
-
-Tables that are interpolated on the way to their use, as position embeddings are for images of another size.
+A table may be interpolated on the way to its use, as position embeddings are for images of another size:
 
     L = interpolate(T)                                      L[e, :] = Σ_f M[e, f] T[f, :], with M a constant
     L = cat([T[:, :1], interpolate(T[:, 1:])], 1)           the same, of more steps

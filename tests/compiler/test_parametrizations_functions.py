@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.parametrizations.elementwise import DERIVATIVES, Elementwise, side_of
+from kfac_fx.passes.parametrizations.functions import DERIVATIVES, Elementwise, side_of
 
 POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow")
 SETTINGS: dict[str, tuple[Any, ...]] = {"clamp": (-0.4, 0.5), "pow": (2.5,)}
