@@ -44,7 +44,7 @@ from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
-from kfac_fx.recording.moments import Key, PendingMoments, statistics_of
+from kfac_fx.recording.moments import Key, PendingMoments
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
@@ -134,7 +134,7 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     difference = f"{in_words(first)} at first, {in_words(other)} here"
     if first.structure.series and other.steps > (most := longest(first.steps)):
         return f"{difference}; {first.approximation} is prepared for {most} at most"
-    same = first.layer == other.layer and statistics_of(first) == statistics_of(approximated)
+    same = first.layer == other.layer and first.statistics == approximated.statistics
     return "" if same else difference
 
 

@@ -60,7 +60,7 @@ DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited alre
 SPECTRUM = {  # so it has here
     "matrices.py:rescued_eigh",  # whether to try again
     "spectrum.py:of",  # whether there is anything to decompose
-    "group_kinds.py:eigensystem",  # a basis of places is made on the host
+    "uncorrelated.py:eigensystem",  # a basis of places is made on the host
 }
 BASES = {"matrices.py:rescued_eigh"}  # of "eigen_moments": whether to try again; `eigh` has waited already
 
