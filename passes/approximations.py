@@ -414,9 +414,11 @@ FROM_PIXELS = tuple(name for name, approximation in APPROXIMATIONS.items() if ap
 
 def check_filled() -> None:
     """Raises AssertionError if no module has filled in the class of an algebra, or the function of a statistic."""
-    algebras = {row.algebra.name: row.algebra.group for row in APPROXIMATIONS.values()}
-    functions = {name: statistic.function for name, statistic in STATISTICS.items() if not statistic.transposed}
-    missing = [name for name, filled in (algebras | functions).items() if filled is None]
+    filled: dict[str, object] = {}
+    for row in APPROXIMATIONS.values():
+        filled[row.algebra.name] = row.algebra.group
+        filled |= {s.name: s.function for s in (row.count, *(side.statistic for side in row.sides), *row.lagged)}
+    missing = [name for name, value in filled.items() if value is None]
     assert not missing, f"bug in kfac_fx: no module that is imported fills in {', '.join(missing)}"
 
 

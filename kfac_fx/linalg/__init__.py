@@ -1,1 +1,3 @@
-"""Pure functions of tensors, and vectors of tensors by name. No function here knows a model."""
+"""Linear algebra: matrices, operators, vectors by name, shards of them, the processes that have these, and checks of
+arguments. A registration is known here as the names and the matrix of its parameters; only the checks see models.
+"""

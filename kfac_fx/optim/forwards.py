@@ -13,7 +13,7 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.arguments import number, wrong_value
-from kfac_fx.linalg.sharded import drop_gathered, is_sharded
+from kfac_fx.linalg.sharded import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
@@ -22,6 +22,7 @@ from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.matrix import HALVES
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.effects import RandomState, autocast, without_a_trace
+from kfac_fx.recording.capture_cache import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.moments import Key, Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder

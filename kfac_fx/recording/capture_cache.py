@@ -8,6 +8,7 @@ The captures of one model must have registrations of which the same blocks can b
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from kfac_fx.linalg.sharded import drop_gathered
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divide import Division, divide
@@ -603,3 +603,12 @@ class CaptureCache:
             return self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """The units of FSDP2 drop the parameters that they gathered: the root keeps them behind a forward without backward,
+    and would not notice that an optimizer moves the shards."""
+    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in model.modules():
+        if isinstance(module, fsdp_module):
+            module.reshard()

@@ -18,6 +18,7 @@ from kfac_fx.passes.ir import Registration
 
 Key = tuple[str, ...]  # the names of the parameters of a registration
 
+
 def with_twins(registration: Registration, statistics: Iterable[Statistic]) -> list[Statistic]:
     """The statistics of a registration, and those that its transposed uses sum apart."""
     statistics = list(statistics)

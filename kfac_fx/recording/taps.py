@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import bordered, full_precision_in_eager
-from kfac_fx.passes.approximations import A1, G1, LAGGED, PAIRS, A, Matrix, named
+from kfac_fx.passes.approximations import A1, G1, LAGGED, PAIRS, A, Matrix, Statistic, named
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural
 from kfac_fx.passes.ir import CASES, KEPT, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs, where
 from kfac_fx.passes.layers import Layer
@@ -597,7 +597,7 @@ def make_probes(registration: Registration, names: Iterable[str], cases: int, li
 # --- the collecting tap -----------------------------------------------------------------------------------------------
 
 
-ROWS = "rows"  # the name of the probe
+ROWS = Statistic("rows", lambda g, o, i, n: (), power=1).name  # of the probe, whose sum is zero
 
 
 class CollectingTap(Tap):

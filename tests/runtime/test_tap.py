@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.approximations import PER_CASE, STATISTICS
+from kfac_fx.passes.approximations import PER_CASE, STATISTICS, A, G
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import writable
 from kfac_fx.recording.row_sums import sum_of
-from kfac_fx.recording.taps import Tap, is_tapped, make_probes, saves_time, tap_function, without_aliases
+from kfac_fx.recording.taps import Tap, is_tapped, make_probes, saves_time, sums_of, tap_function, without_aliases
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)
@@ -196,6 +196,20 @@ def test_rows_are_rounded_as_the_layer_rounds_them_under_autocast() -> None:
     assert not torch.equal(rows, x)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_an_output_side_in_blocks_needs_no_patches_either(blocks: int) -> None:
+    def no_rows(*_: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the rows were made")
+
+    def short(output_grad: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.eye(3)[None], output_grad
+
+    sums = sums_of(no_rows, (1, 2, 3), False, None, None, None, 0, short)
+    output_grad, name = torch.randn(5, 7, 2), G.in_blocks(blocks).name
+    value = sums(("count", "A", name), output_grad, X, ())(name)
+    torch.testing.assert_close(value, sum_of(name, output_grad, output_grad, False, (1, 2, 3)))
+
+
 def test_the_short_way_saves_time_except_for_halves_on_cuda_and_compiled_code_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -290,8 +304,8 @@ def test_attributes_keep_their_order_whether_tensors_or_sizes() -> None:
 def test_sums_over_rows_that_cases_share_count_every_case() -> None:
     """In all their variants; in sums with gradient rows the gradient is that of all cases already."""
     of_inputs, others = (
-        ("count", "count/reduced", "A", "A/2", "A/reduced", "A_diag"),
-        ("G", "G/2", "G_diag", "gradient"),
+        ("count", "count/reduced", "A", A.in_blocks(2).name, "A/reduced", "A_diag"),
+        ("G", G.in_blocks(2).name, "G_diag", "gradient"),
     )
     names = (*of_inputs, *others)
     output, probes = torch.zeros(2, requires_grad=True), [torch.zeros((), requires_grad=True) for _ in names]
