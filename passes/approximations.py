@@ -37,9 +37,11 @@ STATISTICS: dict[str, Statistic] = {}
 IN_BLOCKS: dict[str, Statistic] = {}  # those of sides in diagonal blocks, once a registration has such a side
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Statistic:
     """A sum over the rows r [i] and the gradient rows d [o] of uses, from which factors are made.
+
+    It is equal to itself alone. It is not frozen, because Dynamo takes frozen dataclasses apart to hash a `Side`.
 
     Attributes:
         name: its name in probes and moments.
@@ -74,8 +76,7 @@ class Statistic:
         assert self.name not in table, f"bug in kfac_fx: there are two statistics {self.name!r}"
         table[self.name] = self
         if self.side and not (self.lagged or self.transposed):
-            twin = replace(self, name=f"{self.name}/turned", power=2 - self.power, kind_of=self, transposed=True)
-            object.__setattr__(self, "twin", twin)
+            self.twin = replace(self, name=f"{self.name}/turned", power=2 - self.power, kind_of=self, transposed=True)
 
     def shape(self, matrix: Matrix, cases: int = 0) -> Shape:
         shape = self.sizes(*matrix, cases)
@@ -120,7 +121,7 @@ def computes(statistic: Statistic) -> Callable[[SumOfRows], SumOfRows]:
 
     def fill(function: SumOfRows) -> SumOfRows:
         assert statistic.function is None, f"bug in kfac_fx: {statistic.name!r} is computed twice"
-        object.__setattr__(statistic, "function", function)
+        statistic.function = function
         return function
 
     return fill
@@ -146,7 +147,7 @@ G_REDUCED = replace(G, name="G/reduced", kind_of=G)
 # --- approximations ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Algebra:
     """How blocks are multiplied, inverted and decomposed: a class of groups of blocks, which `kfac_fx.fisher` fills in.
 
@@ -166,7 +167,7 @@ def blocks_of(algebra: Algebra) -> Callable[[Group], Group]:
 
     def fill(group: Group) -> Group:
         assert algebra.group is None, f"bug in kfac_fx: there are two classes of {algebra.name}"
-        object.__setattr__(algebra, "group", group)
+        algebra.group = group
         return group
 
     return fill

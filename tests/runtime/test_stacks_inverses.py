@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher import factor as stacks
+from kfac_fx.fisher import groups as stacks
 from kfac_fx.fisher.block import make_groups
 from kfac_fx.fisher.groups import FailureWatch, Inverter
 from kfac_fx.linalg.matrices import rescued_roots
