@@ -105,10 +105,10 @@ class Statistic:
 
     def in_blocks(self, blocks: int) -> Statistic:
         """The diagonal blocks of its matrices, [g·k, b, b] of [g, d, d]."""
+        if blocks == 1:
+            return self
         name = f"{self.name}/{blocks}"
-        if blocks == 1 or name in IN_BLOCKS:
-            return self if blocks == 1 else IN_BLOCKS[name]
-        return replace(self, name=name, kind_of=self, blocks=blocks)
+        return IN_BLOCKS[name] if name in IN_BLOCKS else replace(self, name=name, kind_of=self, blocks=blocks)
 
 
 def named(name: str) -> Statistic:

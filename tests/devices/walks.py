@@ -185,7 +185,7 @@ def collect(waits: Waits) -> None:
     block.register_inverse()
     block.instantiate_factors(([torch.ones(CASES, 5, device=NAME)],), 0.1, (inputs[0],))
     all_on_device(block.multiply_inverse(tuple(torch.ones_like(model.get_parameter(name)) for name in block.params)))
-    waits.only(FIRST_STEP | {"factor.py:split_damping"})  # its damping is a number
+    waits.only(FIRST_STEP | {"groups.py:split_damping"})  # its damping is a number
 
 
 def distributions(waits: Waits) -> None:
