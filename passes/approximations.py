@@ -92,11 +92,9 @@ class Statistic:
 
     def of(self, *rows: Any) -> Tensor:
         """The sum over the rows of a use, a new tensor; over a later and an earlier use if it is `lagged`."""
-        if self.blocks == 1:
-            assert self.function is not None, f"bug in kfac_fx: no module computes {self.name!r}"
-            return self.function(*rows)
-        assert self.whole.function is not None, f"bug in kfac_fx: no module computes {self.name!r}"
-        return self.whole.function(*rows, self.blocks)
+        function = self.function if self.kind_of is None or self.blocks == 1 else self.kind_of.function
+        assert function is not None, f"bug in kfac_fx: no module computes {self.name!r}"
+        return function(*rows) if self.blocks == 1 else function(*rows, self.blocks)
 
     @property
     def whole(self) -> Statistic:

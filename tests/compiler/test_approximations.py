@@ -10,7 +10,18 @@ import pytest
 from kfac_fx.compiled.layer_collection.fisher_blocks import KINDS
 from kfac_fx.fisher.block import group_class
 from kfac_fx.fisher.block_diagonal import WideGroup
-from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation
+from kfac_fx.passes.approximations import (
+    APPROXIMATIONS,
+    EVERY_LAYER,
+    FROM_PIXELS,
+    KRON,
+    OUTPUTS,
+    STATISTICS,
+    Algebra,
+    Approximation,
+    G,
+    check_filled,
+)
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
@@ -44,6 +55,17 @@ def test_a_registration_knows_the_row_of_its_name_and_pickles_without_it(approxi
     assert str(one) == "linear(w)"
     copied = pickle.loads(pickle.dumps(one))
     assert copied == one and copied.structure is approximation
+
+
+def test_a_row_that_nothing_fills_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_filled()
+    uncomputed = replace(G, name="G/new", kind_of=G)
+    row = replace(KRON, name="new", left=replace(OUTPUTS, statistic=uncomputed), algebra=Algebra("new blocks"))
+    monkeypatch.setitem(APPROXIMATIONS, "new", row)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="no module that is imported fills in new blocks, G/new"):
+        check_filled()
+    for name in ("G/new", "G/new/turned"):
+        del STATISTICS[name]
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:
