@@ -30,10 +30,9 @@ def with_twins(registration: Registration, statistics: Iterable[Statistic]) -> l
 def without_twins(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sums over all uses, once all of them are of one loss."""
     total = {name: value for name, value in sums.items() if not named(name).transposed}
-    for name in sums.keys() - total.keys():
-        plain = named(name).kind_of
-        assert plain is not None, "bug in kfac_fx: a sum over transposed uses of no statistic"
-        total[plain.name] = total[plain.name] + sums[name]
+    for name, value in sums.items():
+        if (plain := named(name).kind_of) is not None and named(name).transposed:
+            total[plain.name] = total[plain.name] + value
     return total
 
 
