@@ -24,7 +24,7 @@ from benchmarks.methods import Method, Step, ours, sgd
 from benchmarks.step_models import MODELS, QUICK, Make
 from benchmarks.step_time import seeded
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim import optimizer
 from kfac_fx.recording import taps as tap

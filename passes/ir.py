@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from .approximations import APPROXIMATIONS, Approximation
+from .approximations import APPROXIMATIONS, PER_CASE, Approximation, Matrix, Side, Statistic
 from .errors import plural
-from .matrix import Layout, MatrixForm, Shape, block_width
+from .matrix import Layout, MatrixForm, Shape
 from .parametrization import Parametrization, Transposed, Value, with_nodes
 from .pieces import ParameterExpr, Piece
 from .users_code import where
@@ -200,34 +200,50 @@ class Registration:
         return prod(self.uses[0].attrs["weight"][2:])
 
     @property
-    def rows(self) -> tuple[tuple[int, int, int], bool]:
+    def rows(self) -> tuple[Matrix, bool]:
         """((groups, outputs, inputs), bias) of the rows that statistics are summed over: those of the matrix;
         for an approximation that needs pixels those of the input, [c], with a column of ones."""
         assert self.matrix is not None, "bug in kfac_fx: rows of a generic registration"
         (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
         return ((g, o, (i - bias) // self.kernel + 1), True) if self.structure.needs_pixels else ((g, o, i), bias)
 
-    def factor_shapes(self, elements: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the block's factors by name, without numbers such as the positions. elements: of the
-        parameters."""
+    def statistic(self, side: Side) -> Statistic:
+        """The sum that the factor of a side is made of."""
+        outputs, inputs = self.blocks
+        return side.statistic.in_blocks({"A": inputs, "G": outputs}.get(side.factor, 1))
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """The sums that taps and links compute; () if the block needs the gradient of the batch."""
         approximation = self.structure
-        if not approximation.kronecker:
+        left, right = approximation.left, approximation.right
+        if self.generic:
+            return ()
+        if right is not None:
+            return approximation.count, self.statistic(right), self.statistic(left), *approximation.lagged
+        # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
+        if self.one_use_a_case and (left.diagonal or len(self.uses) > 1):
+            return (left.statistic,)
+        return (PER_CASE,)
+
+    def factor_shape(self, side: Side, matrix: Matrix) -> Shape:
+        """The shape of the factor of a side. matrix: [g, o, i] of the block's vectors."""
+        return self.statistic(side).shape(self.rows[0] if self.structure.needs_pixels else matrix)
+
+    def factor_shapes(self, elements: int) -> dict[str, Shape]:
+        """The shapes of the block's factors by name, without numbers such as the positions; a diagonal F is flat.
+
+        elements: of the parameters.
+        """
+        approximation = self.structure
+        if approximation.right is None:
             return {"F": (elements,) if approximation.left.diagonal else (elements, elements)}
-        (groups, outputs, inputs), _ = self.rows
-        output_blocks, input_blocks = self.blocks
-        sides = {
-            "A": (groups, inputs) if approximation.diagonal_inputs else dense_shape(groups, inputs, input_blocks),
-            "G": (groups, outputs) if approximation.diagonal_outputs else dense_shape(groups, outputs, output_blocks),
-        }
-        return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation.series else sides
+        matrix, sides = self.rows[0], (approximation.right, approximation.left)
+        shapes = {side.factor: self.factor_shape(side, matrix) for side in sides}
+        return shapes | {lagged.name: lagged.shape(matrix) for lagged in approximation.lagged if lagged.side}
 
     def __str__(self) -> str:
         return f"{self.layer}({', '.join(self.parameters)})"
-
-
-def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
-    """The shape of a dense side of this width in diagonal blocks."""
-    return groups * blocks, block_width(width, blocks), block_width(width, blocks)
 
 
 # --- a captured graph -------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from kfac_fx.compiled.compiler import compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.factor import BlockGroup
-from kfac_fx.fisher.group_kinds import DividedGroup
+from kfac_fx.fisher.divided import DividedGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
     a_flag,
@@ -126,7 +126,7 @@ class PendingBatch:
             return self.cases - self.lost
         totals = replicas.total(list(self.gradients.values()))
         self.gradients = dict(zip(self.gradients, totals, strict=True))
-        messages = {key: packed_sums(group.structure, self.sums[key]) for key, group in groups.items()}
+        messages = {key: with_symmetric(g.structure, self.sums[key], pack_symmetric) for key, g in groups.items()}
         dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], damping.dtype)
         cases = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
@@ -149,7 +149,7 @@ class PendingBatch:
         total = iter(totals)
         for key in members:
             sums = {name: next(total) for name in messages[key]}
-            self.sums[key] = unpacked_sums(groups[key].structure, sums)
+            self.sums[key] = with_symmetric(groups[key].structure, sums, unpack_symmetric)
         return cases
 
     def scatter(self, groups: Mapping[Key, DividedGroup], cases: Tensor) -> Tensor:
@@ -169,21 +169,13 @@ def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: torch.where(accepted.to(tensor.device), tensor, 0) for name, tensor in tensors.items()}
 
 
-def packed_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of `additive` as messages carry them: of symmetric matrices the elements on and above the diagonal."""
-    symmetric = symmetric_statistics(approximation)
-    return {name: pack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
-
-
-def unpacked_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `packed_sums`."""
-    symmetric = symmetric_statistics(approximation)
-    return {name: unpack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
-
-
-def symmetric_statistics(approximation: Approximation) -> set[str]:
-    sides = (side for side in (approximation.left, approximation.right) if side is not None)
-    return {side.statistic for side in sides if not side.diagonal}
+def with_symmetric(
+    approximation: Approximation, sums: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Sums of `additive` with a function of the symmetric matrices among them: messages carry only the elements on and
+    above the diagonal (`pack_symmetric`)."""
+    symmetric = {side.statistic.whole.name for side in approximation.sides if not side.diagonal}
+    return {name: change(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
 
 
 # --- the estimator ----------------------------------------------------------------------------------------------------

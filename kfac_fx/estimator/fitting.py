@@ -27,7 +27,7 @@ from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest,
 from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
 from kfac_fx.estimator.queries import as_batch, digest_of
 from kfac_fx.fisher.block import make_groups
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
 from kfac_fx.linalg.arguments import check_variables
 from kfac_fx.linalg.vectors import connected

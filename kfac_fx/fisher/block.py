@@ -1,8 +1,7 @@
-"""Fisher blocks: the part of the Fisher matrix of one registration, as an operator on vectors of its parameters.
+"""The block-diagonal Fisher: its blocks, and all of them as one operator on vectors over the registered parameters.
 
-Blocks do not know layers. They read the matrix and the approximation from the registration.
-
-The block-diagonal Fisher: all blocks of a model as one operator on vectors over all its registered parameters.
+A block is the part of the Fisher of one registration. It knows no layers: it reads the matrix and the approximation
+from the registration, and works in a group with all blocks that are alike (`kfac_fx.fisher.groups`).
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.factor import BlockGroup, Factor, Failures, Inverter
-from kfac_fx.fisher.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup, divided_forms
-from kfac_fx.fisher.series import SeriesGroup
+from kfac_fx.fisher import series, uncorrelated  # noqa: F401  # they fill in their algebras
+from kfac_fx.fisher.block_diagonal import WideGroup
+from kfac_fx.fisher.divided import DividedForm, DividedGroup, divided_forms
+from kfac_fx.fisher.factor import Factor
+from kfac_fx.fisher.groups import BlockGroup, Failures, Inverter
 from kfac_fx.fisher.spectrum import Damping, Spectrum, System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards, unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
+from kfac_fx.passes.approximations import check_filled
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.moments import Key, additive, statistics_of
+from kfac_fx.recording.moments import Key, additive
 
-GROUPS: Mapping[str, type[BlockGroup]] = {  # by `Approximation.group`
-    "stacked": BlockGroup,
-    "series": SeriesGroup,
-    "pixels": UncorrelatedGroup,
-}
+check_filled()
 
 
 class Operator(ABC):
-    """F + λ I of one block or of all blocks. Vectors are dicts of tensors of the shapes of the parameters, by name.
+    """The damped F of one block or of all. For Kronecker products λ is split between the sides, c (G + λ_G I) ⊗
+    (A + λ_A I); for other blocks it is F + λ I. Vectors are dicts of tensors of the shapes of the parameters, by name.
 
     Powers other than 1 are those of the last `update_inverses`, with the damping of that time. The power 1 uses the
     present factors and damping.
@@ -77,7 +76,7 @@ class BlockOperator(Operator):
     """One block of a group.
 
     Attributes:
-        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F"; scale: `kfac_fx.fisher.factor`.
+        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F": see `kfac_fx.fisher.factor`.
         statistics: the names of the sums that it needs (`recording.row_sums`); () if it needs the gradient.
     """
 
@@ -88,14 +87,14 @@ class BlockOperator(Operator):
         self.factors: Mapping[str, Factor] = {
             name: Factor(name, str(self.registration), stack, index) for name, stack in group.factors.items()
         }
-        self.statistics = statistics_of(self.registration)
+        self.statistics = tuple(statistic.name for statistic in self.registration.statistics)
 
     @property
     def parameters(self) -> tuple[str, ...]:
         return self.registration.parameters
 
     def __repr__(self) -> str:
-        return f"FisherBlock({self.registration}, {self.registration.approximation}, {list(self.group.shape)})"
+        return f"BlockOperator({self.registration}, {self.registration.approximation}, {list(self.group.shape)})"
 
     def update(self, moments: Mapping[str, Tensor], cases: int, *, decay: float, weight: float = 1.0) -> None:
         """Average the moments of a batch of `cases` cases into the factors; moments that are not finite are skipped."""
@@ -257,7 +256,10 @@ def make_groups(
 
 
 def group_class(registration: Registration) -> type[BlockGroup]:
-    return GROUPS[registration.structure.group] if registration.blocks == (1, 1) else WideGroup
+    if registration.blocks != (1, 1):
+        return WideGroup
+    group: type[BlockGroup] = registration.structure.algebra.group  # type: ignore[assignment]  # filled, as checked
+    return group
 
 
 def make_block(

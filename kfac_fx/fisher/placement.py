@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards, shard
 from kfac_fx.linalg.vectors import Tensors, connected
@@ -97,7 +97,7 @@ class BlockOwners:
         strategy: a key of `STRATEGIES`.
         vectors: the number of vectors of the size of the parameters that the owners keep, too, such as momentum.
         shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
-            (`kfac_fx.fisher.group_kinds`).
+            (`kfac_fx.fisher.divided`).
     """
 
     replicas: Replicas

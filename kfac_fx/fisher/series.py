@@ -27,13 +27,14 @@ length of sequences of different lengths. The eigenvalues ψ keep their sign: ro
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.factor import ALL_BLOCKS, BlockGroup, Roots, Stack
+from kfac_fx.fisher.factor import Stack
+from kfac_fx.fisher.groups import ALL_BLOCKS, BlockGroup, Roots
 from kfac_fx.linalg.matrices import (
     HERE,
     RESCUES,
@@ -46,20 +47,8 @@ from kfac_fx.linalg.matrices import (
     rescued_eigh,
     unsqueeze_like,
 )
-from kfac_fx.linalg.operators import (
-    doublings,
-    fejer,
-    inverse_power,
-    inverse_root,
-    kron,
-    least_eigenvalue,
-    resolvent,
-    root_of,
-    solve_transposed,
-    symmetrized,
-    triangle,
-)
-from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, KRON_SERIES_2, Side, longest
+from kfac_fx.linalg.operators import inverse_power
+from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, KRON_SERIES_2, SERIES, Side, blocks_of, longest
 from kfac_fx.passes.errors import ApproximationError
 from kfac_fx.passes.ir import Registration
 
@@ -78,7 +67,7 @@ class RootedGroup(BlockGroup):
     `LANCZOS_TOLERANCE`; the host then waits for the device.
 
     Roots consist of `ingredients`, which several roots may share. A subclass computes the operands of N and N⁻¹
-    (`operators.root_of`, `operators.inverse_root`) and stores the ingredients.
+    (`root_of`, `inverse_root`) and stores the ingredients.
     """
 
     longest: int  # the number of steps that the sums of powers of Ψ are computed for
@@ -246,6 +235,7 @@ class RootedGroup(BlockGroup):
 # --- series -----------------------------------------------------------------------------------------------------------
 
 
+@blocks_of(SERIES)
 class SeriesGroup(RootedGroup):
     """Groups of series blocks. They decompose their own factors, so `Inverter` does not."""
 
@@ -256,7 +246,8 @@ class SeriesGroup(RootedGroup):
         blocks = len(self)
         self.factors["pairs"] = Stack.zeros(blocks, (), self.dtype, self.device)
         for side in self.sides:
-            self.factors[lagged(side)] = Stack.zeros(blocks, side.shape(self.shape), self.dtype, self.device)
+            shape = self.factors[side.factor].moment.shape[1:]
+            self.factors[lagged(side)] = Stack.zeros(blocks, shape, self.dtype, self.device)
 
     @classmethod
     def alike_in(cls, registration: Registration) -> Hashable:
@@ -386,3 +377,147 @@ class SeriesGroup(RootedGroup):
 def lagged(side: Side) -> str:
     """The name of the factor of consecutive rows: "A1" or "G1"."""
     return f"{side.factor}1"
+
+
+# --- the algebra of series --------------------------------------------------------------------------------------------
+#
+# Ψ̂ = Ĝ ⊗ Â acts on matrices W [..., o, i], with Ĝ [..., o, o] and Â [..., i, i] the correlations of whitened sequences
+# of T vectors, with zeros before and behind, with themselves one step later. Their norms are therefore at most 1, and
+# all sums over the lags are finite. The last functions take the operands of the square root N of a block F = N Nᵀ.
+
+
+def symmetrized(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
+
+
+def solve_transposed(lower: Tensor, right: Tensor) -> Tensor:
+    """L⁻ᵀ X."""
+    solution: Tensor = torch.linalg.solve_triangular(lower.mT, right, upper=True)
+    return solution
+
+
+def kron(sides: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """(X_G ⊗ X_A) W = X_G W X_Aᵀ, or with both transposed."""
+    left, right = sides
+    return left.mT @ matrix @ right if transpose else left @ matrix @ right.mT
+
+
+def fejer(x: Tensor, steps: Tensor, longest: int) -> Tensor:
+    """Σ_|d|<T (T - |d|) x^|d| for |x| <= 1, the inverse of γ in Martens, Ba & Johnson 2018.
+
+    All terms of the sum are positive for x > 0, and all terms of its closed form for x < 0. So neither nearly equal
+    numbers are subtracted, nor is a number divided by one near zero. steps: T <= longest, whole numbers.
+    """
+    ones, positive, negative = torch.ones_like(x), x.clamp(min=0), x.clamp(max=0)
+    summed = 2 * sum_of_lags([positive], [ones], ones, torch.mul, scalar_times, steps, longest) - steps
+    logarithm = steps * torch.log1p(-(1 + negative))  # of |x|^T
+    rest = torch.where(steps % 2 == 1, 1 + logarithm.exp(), -logarithm.expm1())  # 1 - x^T
+    closed = (steps * (1 - negative) * (1 + negative) - 2 * negative * rest) / (1 - negative) ** 2
+    return torch.where(x < 0, closed, summed)
+
+
+def triangle(hats: Sequence[Tensor], matrix: Tensor, steps: Tensor, longest: int) -> Tensor:
+    """Σ_d<T (T - d) Ψ̂^d W. steps: T <= longest, broadcast with `matrix`; the host does not read it."""
+    ones = [torch.eye(hat.shape[-1], dtype=hat.dtype, device=hat.device).expand_as(hat) for hat in hats]
+    return sum_of_lags(hats, ones, matrix, torch.matmul, kron, steps, longest)
+
+
+def scalar_times(factors: Sequence[Tensor], matrix: Tensor) -> Tensor:
+    (factor,) = factors
+    return factor * matrix
+
+
+def sum_of_lags(
+    x: Sequence[Tensor],
+    ones: Sequence[Tensor],
+    matrix: Tensor,
+    times: Callable[[Tensor, Tensor], Tensor],
+    apply: Callable[[Sequence[Tensor], Tensor], Tensor],
+    steps: Tensor,
+    longest: int,
+) -> Tensor:
+    """Q_T W in log T rounds: with S_n = Σ_d<n x^d and Q_n = Σ_d<n (n - d) x^d,
+
+    S_2n = S_n + x^n S_n    Q_2n = Q_n + n S_n + x^n Q_n      S_n+1 = 1 + x S_n    Q_n+1 = Q_n + S_n+1
+
+    so that n becomes T bit by bit. ones: x^0; times: x^m x^n; apply: x^n W.
+    """
+    s = q = torch.zeros_like(matrix)
+    n, power = torch.zeros_like(steps), list(ones)
+    for bit in reversed(range(longest.bit_length())):
+        s, q = s + apply(power, s), q + n * s + apply(power, q)
+        power, n = [times(side, side) for side in power], 2 * n
+        odd = (steps / 2**bit).floor() % 2 == 1
+        s = torch.where(odd, matrix + apply(x, s), s)
+        q = torch.where(odd, q + s, q)
+        power = [torch.where(odd, times(side, base), side) for side, base in zip(power, x, strict=True)]
+        n = n + odd
+    return q
+
+
+def resolvent(powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """(I - Ψ̂)⁻¹ W = Σ_d Ψ̂^d W, or the same with Ψ̂ᵀ. Every one of the `powers` doubles the number of terms."""
+    for power in powers:
+        matrix = matrix + kron(power, matrix, transpose)
+    return matrix
+
+
+def doublings(hats: Sequence[Tensor], longest: int, wait: bool = False) -> list[Sequence[Tensor]]:
+    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; with `wait` only those that matter, for which the host waits for the device."""
+    powers: list[Sequence[Tensor]] = []
+    eps = torch.finfo(hats[0].dtype).eps if hats else 1.0
+    power = list(hats)
+    while hats and len(powers) < rounds(longest, eps):
+        if wait and math.prod(float(torch.linalg.matrix_norm(side).max()) for side in power) < eps / 2:
+            break
+        powers.append(power)
+        power = [side @ side for side in power]
+    return powers
+
+
+def rounds(longest: int, eps: float) -> int:
+    """The doublings until the rest of Σ_d Ψ̂^d is below rounding, for sequences of at most `longest` steps.
+
+    zᴴ Ĉ z is the correlation of a sequence zᴴ x_t of T numbers with itself one step later, at most r = cos(π / (T+1)).
+    So the numerical radius of Ĉ^n is at most r^n, its norm at most 2 r^n, and the norm of Ψ̂^n at most 4 r^2n.
+    """
+    r = math.cos(math.pi / (longest + 1))
+    return math.ceil(math.log2(max(1.0, math.log(4 / eps) / (-2 * math.log(r))))) if longest > 1 else 0
+
+
+def root_of(
+    operands: Sequence[Tensor], powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False
+) -> Tensor:
+    """N W or Nᵀ W from M and √w, and for kron_series_2 the powers of Ψ̃ = Eᵀ Ψ̂ E, since (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
+    basis, weights = operands[:2], operands[2]
+    if transpose:
+        return weights * resolvent(powers, kron(basis, matrix, transpose=True), transpose=True)
+    return kron(basis, resolvent(powers, weights * matrix))
+
+
+def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """N⁻¹ W or N⁻ᵀ W from M⁻ᵀ and 1/√w, and for kron_series_2 (M⁻¹ Ψ)ᵀ."""
+    basis, weights, lagging = operands[:2], operands[2], operands[3:]
+    if transpose:
+        inner = weights * matrix
+        return kron(basis, inner) - kron(lagging, inner) if lagging else kron(basis, inner)
+    inner = kron(basis, matrix, transpose=True)
+    return weights * (inner - kron(lagging, matrix, transpose=True) if lagging else inner)
+
+
+def least_eigenvalue(operands: Sequence[Tensor]) -> Tensor:
+    """A lower bound of the eigenvalues of N Nᵀ in every group, from the operands of `inverse_root` [L, g, ...]: [L, g].
+
+    |N⁻¹| is at most max 1/√w (|M⁻¹| + |M⁻¹ Ψ|), and the norm of a Kronecker product is the product of the norms.
+    """
+    basis, weights, lagging = operands[:2], operands[2], operands[3:]
+    pairs = [sides for sides in (basis, lagging) if sides]
+    norms = [[spectral_norm(side) for side in sides] for sides in pairs]
+    largest = sum((left * right for left, right in norms), torch.zeros_like(norms[0][0]))
+    return (largest * weights.flatten(2).amax(-1)) ** -2
+
+
+def spectral_norm(side: Tensor) -> Tensor:
+    """[L, g, d, d] -> [L, g]; NaN for matrices that are not finite."""
+    values, _ = eigh((side.mT @ side).flatten(0, 1))
+    return values[:, -1].sqrt().view(side.shape[:2])

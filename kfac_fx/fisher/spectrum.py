@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import not_negative, one_element, whole_number
 from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.sharded import unsharded

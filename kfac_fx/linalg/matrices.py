@@ -1,12 +1,9 @@
-"""Functions of batches of matrices. The leading dimension counts matrices: groups, or layers of one shape.
+"""Batches of matrices: products, roots, eigenvectors and messages.
 
-Matrix products of float32 are computed in float32, whatever precision the user allows for the network
-(`full_precision`).
-
-Reads of numbers on a device by the host.
-
-A CPU is its own host: it reads a condition at once, and saves what is not needed. Other devices compute both cases, so
-that the host does not wait for them, or send a copy (`HostCopy`).
+The leading dimensions count matrices: groups, or layers of one shape. Products of float32 are computed in float32,
+whatever precision the user allows for the network (`full_precision`). A CPU is its own host: it reads a condition at
+once, and saves what is not needed. Other devices compute both cases, so that the host does not wait for them, or send a
+copy (`HostCopy`).
 """
 
 from __future__ import annotations

@@ -35,15 +35,6 @@ def is_sharded(tensor: Any) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """The units of FSDP2 drop the parameters that they gathered: the root keeps them behind a forward without backward,
-    and would not notice that an optimizer moves the shards."""
-    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    for module in model.modules():
-        if isinstance(module, fsdp_module):
-            module.reshard()
-
-
 def shard(tensor: Tensor) -> Tensor:
     """The part of this process, in the memory of the tensor; a tensor that is not sharded is its own part."""
     if not is_sharded(tensor):

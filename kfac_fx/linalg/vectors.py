@@ -1,8 +1,9 @@
-"""Vectors as dicts of tensors by parameter name.
+"""Vectors: dicts of tensors by parameter name, and how they become matrices of blocks, or one long tensor.
 
-Users, gradients and optimizers name whole parameters; registrations and their blocks may name pieces of them, such as
-`w[0:64]`. `split` and `joined` translate between the two. `Flat` holds many tensors in one, so that an update of all of
-them takes a handful of operations.
+A *form* lays the parameters of a registration out as a matrix [g, o, i] (`VectorForm`). Users, gradients and optimizers
+name whole parameters; registrations and their blocks may name pieces of them, such as `w[0:64]`. `split` and `joined`
+translate between the two. `Flat` holds many tensors in one, so that an update of all of them takes a handful of
+operations.
 """
 
 from __future__ import annotations
@@ -23,6 +24,20 @@ from kfac_fx.passes.pieces import Piece, ranges, unallocated
 from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
 
 Tensors = dict[str, Tensor]
+Vector = Mapping[str, Tensor]
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+
+class VectorForm(Protocol):
+    """How the parameters of a registration become a matrix [g, o, i]; `MatrixForm` is one."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]: ...
+    def pack(self, tensors: Vector) -> Tensor: ...
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,31 @@ class Flat:
         if all(scalar is first for scalar in others):
             return first
         return torch.cat([scalars[name].expand(shape.numel()) for name, shape in self.shapes.items()])
+
+
+class ColumnForm(Flat):
+    """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 1, sum(shape.numel() for shape in self.shapes.values()), 1
+
+    def pack(self, tensors: Vector) -> Tensor:
+        return self.joined(tensors).view(self.shape)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return self.parts(matrix.flatten())
+
+
+def vector_form(
+    registration: Registration, parameters: Vector, divided: Mapping[tuple[str, ...], VectorForm] = MappingProxyType({})
+) -> VectorForm:
+    """The form of a registration. divided: the forms of the blocks of which this process keeps a part."""
+    if registration.parameters in divided:
+        return divided[registration.parameters]
+    if registration.matrix is not None:
+        return registration.matrix
+    return ColumnForm({name: parameters[name].shape for name in registration.parameters})
 
 
 def joint_view(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -146,42 +186,7 @@ def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
     return sorted({id(members): members for members in set_of.values()}.values())
 
 
-Vector = Mapping[str, Tensor]
-
-
-class VectorForm(Protocol):
-    """How the parameters of a registration become a matrix [g, o, i]; `MatrixForm` is one."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]: ...
-    @property
-    def shapes(self) -> Mapping[str, Sequence[int]]: ...
-    def pack(self, tensors: Vector) -> Tensor: ...
-    def unpack(self, matrix: Tensor) -> dict[str, Tensor]: ...
-
-
-class ColumnForm(Flat):
-    """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return 1, sum(shape.numel() for shape in self.shapes.values()), 1
-
-    def pack(self, tensors: Vector) -> Tensor:
-        return self.joined(tensors).view(self.shape)
-
-    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
-        return self.parts(matrix.flatten())
-
-
-def vector_form(
-    registration: Registration, parameters: Vector, divided: Mapping[tuple[str, ...], VectorForm] = MappingProxyType({})
-) -> VectorForm:
-    if registration.parameters in divided:
-        return divided[registration.parameters]
-    if registration.matrix is not None:
-        return registration.matrix
-    return ColumnForm({name: parameters[name].shape for name in registration.parameters})
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:

@@ -58,7 +58,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.factor import BlockGroup, Stack
+from kfac_fx.fisher.factor import Stack
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import copy_if_, full_precision, unsqueeze_like
 from kfac_fx.linalg.vectors import Tensors, joint_view
 from kfac_fx.passes.errors import ApproximationError, table
@@ -269,12 +270,10 @@ def groups_with_factors(fisher: BlockDiagonalFisher) -> list[BlockGroup]:
 
 # --- the momentum type ------------------------------------------------------------------------------------------------
 
-HAVE_BASIS = ("stacked",)  # of `Approximation.group`: every side has its own eigenvectors
-
 
 def without_basis(registrations: Iterable[Registration]) -> list[Registration]:
     """The registrations whose blocks are no products of sides with eigenvectors of their own."""
-    return [registration for registration in registrations if registration.structure.group not in HAVE_BASIS]
+    return [registration for registration in registrations if not registration.structure.has_eigenbasis]
 
 
 def refuse_without_basis(registrations: Iterable[Registration]) -> None:

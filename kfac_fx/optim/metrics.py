@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.groups import rule_state

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import cache_aligned, half_products
 from kfac_fx.linalg.vectors import Tensors, joined, split
 from kfac_fx.optim.eigen_moments import (

@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
@@ -101,7 +101,7 @@ class LayerFlops:
             n, elements = sum(rows[key] for key in members), math.prod(group.whole_shape)
             forward += 2 * n * elements
             for side in group.sides:
-                dense, width = math.prod(side.shape(group.whole_shape)), group.size(side)
+                dense, width = math.prod(side.statistic.shape(group.whole_shape)), group.size(side)
                 statistics += 2 * n * dense
                 preconditioning += 2 * len(members) * elements * (1 if side.diagonal else width)
                 inverses += len(members) * dense * (0 if side.diagonal else width)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.replicas import Replicas

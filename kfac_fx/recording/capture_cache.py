@@ -8,6 +8,7 @@ The captures of one model must have registrations of which the same blocks can b
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from kfac_fx.linalg.sharded import drop_gathered
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divide import Division, divide
@@ -44,7 +44,7 @@ from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
-from kfac_fx.recording.moments import Key, PendingMoments, statistics_of
+from kfac_fx.recording.moments import Key, PendingMoments
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
@@ -134,7 +134,7 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     difference = f"{in_words(first)} at first, {in_words(other)} here"
     if first.structure.series and other.steps > (most := longest(first.steps)):
         return f"{difference}; {first.approximation} is prepared for {most} at most"
-    same = first.layer == other.layer and statistics_of(first) == statistics_of(approximated)
+    same = first.layer == other.layer and first.statistics == approximated.statistics
     return "" if same else difference
 
 
@@ -603,3 +603,12 @@ class CaptureCache:
             return self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """The units of FSDP2 drop the parameters that they gathered: the root keeps them behind a forward without backward,
+    and would not notice that an optimizer moves the shards."""
+    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in model.modules():
+        if isinstance(module, fsdp_module):
+            module.reshard()

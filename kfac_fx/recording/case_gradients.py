@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kfac_fx.recording.row_sums import CHUNK, Matrix, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
+from kfac_fx.passes.approximations import Matrix
+from kfac_fx.recording.row_sums import CHUNK, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
 
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
 

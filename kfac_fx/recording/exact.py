@@ -26,10 +26,10 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources, pulled_back
-from kfac_fx.passes.approximations import Approximation
+from kfac_fx.passes.approximations import Approximation, named
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.moments import Key, additive, power_of_gradient, without_turned
+from kfac_fx.recording.moments import Key, additive, without_twins
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
 VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst
@@ -274,8 +274,8 @@ def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, T
     sums: Statistics = {}
     for name, (by_vector, once) in chunk.items():
         of_inputs = once if first else torch.zeros_like(once)
-        sums[name] = {0: of_inputs, 1: by_vector, 2: by_vector.sum(0)}[power_of_gradient(name)]
-    return additive(approximation, without_turned(sums))
+        sums[name] = {0: of_inputs, 1: by_vector, 2: by_vector.sum(0)}[named(name).power]
+    return additive(approximation, without_twins(sums))
 
 
 def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:

@@ -13,43 +13,27 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
-from kfac_fx.passes.approximations import Approximation
+from kfac_fx.passes.approximations import PER_CASE, SQUARE, Approximation, Statistic, named
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.row_sums import in_blocks, whole_statistic
 
 Key = tuple[str, ...]  # the names of the parameters of a registration
-POWER_OF_GRADIENT = {
-    **dict.fromkeys(("count", "A", "A_diag", "A1", "pairs"), 0),
-    **dict.fromkeys(("per_case", "gradient"), 1),
-    **dict.fromkeys(("G", "G_diag", "G1", "square", "outer"), 2),
-}
 
 
-SIDES = ("A", "A_diag", "G", "G_diag")  # the statistics of rows, and of gradient rows
-TURNED = "/turned"  # ends the names of `SIDES` over transposed uses, whose rows and gradient rows have changed sides
-
-
-def power_of_gradient(statistic: str) -> int:
-    """The power p of the output gradient in a statistic: a loss times s makes the statistic times s^p."""
-    power = POWER_OF_GRADIENT[whole_statistic(statistic)]
-    return 2 - power if statistic.endswith(TURNED) else power
-
-
-def with_turned(registration: Registration, names: Iterable[str]) -> list[str]:
-    """The names of statistics of a registration, and of those that its transposed uses sum apart."""
-    names = list(names)
+def with_twins(registration: Registration, statistics: Iterable[Statistic]) -> list[Statistic]:
+    """The statistics of a registration, and those that its transposed uses sum apart."""
+    statistics = list(statistics)
     if not any(use.transposed for use in registration.uses):
-        return names
-    return names + [f"{name}{TURNED}" for name in names if whole_statistic(name) in SIDES]
+        return statistics
+    return statistics + [statistic.twin for statistic in statistics if statistic.twin is not None]
 
 
-def without_turned(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_twins(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sums over all uses, once all of them are of one loss."""
-    return {
-        name: total + sums[f"{name}{TURNED}"] if f"{name}{TURNED}" in sums else total
-        for name, total in sums.items()
-        if not name.endswith(TURNED)
-    }
+    total = {name: value for name, value in sums.items() if not named(name).transposed}
+    for name, value in sums.items():
+        if (plain := named(name).kind_of) is not None and named(name).transposed:
+            total[plain.name] = total[plain.name] + value
+    return total
 
 
 @dataclass
@@ -129,9 +113,9 @@ class PendingMoments:
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
                 for name, probe in probes.items()
             }
-            statistics[registration.parameters] = without_turned(
+            statistics[registration.parameters] = without_twins(
                 {
-                    name: value.mul_(scale**power) if (power := power_of_gradient(name)) else value
+                    name: value.mul_(scale**power) if (power := named(name).power) else value
                     for name, value in sums.items()
                 }
             )
@@ -157,25 +141,10 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
     statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
     complete.
     """
-    sums = {whole_statistic(name): moment for name, moment in moments.items() if name != "per_case"}
-    if "square" in sums:
-        sums["square"] = sums["square"].flatten()  # as it is when it comes from per-case gradients
-    if "per_case" in moments:
-        p = moments["per_case"].flatten(0, -2)
-        sums[approximation.left.statistic] = p.square().sum(0) if approximation.left.diagonal else p.mT @ p
+    sums = {named(name).whole.name: moment for name, moment in moments.items() if name != PER_CASE.name}
+    if SQUARE.name in sums:
+        sums[SQUARE.name] = sums[SQUARE.name].flatten()  # as it is when it comes from per-case gradients
+    if PER_CASE.name in moments:
+        p, side = moments[PER_CASE.name].flatten(0, -2), approximation.left
+        sums[side.statistic.name] = p.square().sum(0) if side.diagonal else p.mT @ p
     return sums
-
-
-def statistics_of(registration: Registration) -> tuple[str, ...]:
-    approximation = registration.structure
-    left, right = approximation.left, approximation.right
-    if registration.generic:
-        return ()
-    if right is not None:
-        outputs, inputs = registration.blocks
-        sums = "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs)
-        return *map(approximation.statistic, sums), *approximation.lagged
-    # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
-    if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
-        return (left.statistic,)
-    return ("per_case",)

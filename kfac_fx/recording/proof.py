@@ -31,7 +31,7 @@ from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, 
 from kfac_fx.recording.meeting_cases import revealing
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.row_sums import named
+from kfac_fx.recording.row_sums import sum_of
 from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_grad_rows
 
 PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
@@ -75,14 +75,14 @@ class ProofTap(Tap):
                 self.cases.add(grad_rows.shape[0])
                 self.reached = self.reached or reaches_others(rows, grad_rows)
                 if some:
-                    summed = named("gradient").compute(rows, grad_rows, bias, self.matrix, None)
+                    summed = sum_of("gradient", rows, grad_rows, bias, self.matrix, None)
                     (gradient,) = matrix.unpack(summed).values()
                     attrs = dict(zip(names, tensors, strict=True))
                     for number, step in some:
                         remainder = step.remainder(gradient, {key: attrs[f"{number}.{key}"] for key in step.nodes})
                         self.remainders += [] if remainder is None else [remainder]
                 if moment is not None:
-                    by_rows = named("A").compute(precise(rows), grad_rows, bias, self.matrix, None)
+                    by_rows = sum_of("A", precise(rows), grad_rows, bias, self.matrix, None)
                     self.failure = self.failure or moments_apart(by_rows, moment(output_grad, input)[0])
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -31,7 +31,7 @@ from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
 from kfac_fx.recording.masks import OutputLosses
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
-from kfac_fx.recording.moments import Key, Moments, PendingMoments, flat, statistics_of, with_turned, without_turned
+from kfac_fx.recording.moments import Key, Moments, PendingMoments, flat, with_twins, without_twins
 from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
 
 
@@ -136,7 +136,7 @@ class Recorder:
     def names_of(self, registration: Registration) -> Sequence[str]:
         if self.statistics is not None:
             return self.statistics[registration.parameters]
-        return with_turned(registration, statistics_of(registration))
+        return [statistic.name for statistic in with_twins(registration, registration.statistics)]
 
     def generic_parameters(
         self, only: Collection[str] | None = None, meeting: Collection[Key] = frozenset()
@@ -288,7 +288,7 @@ class Recorder:
                 gradient = flat(list(split(gradients, [registration]).values()))
                 statistics[registration.parameters] = {"gradient": gradient}
             else:
-                statistics[registration.parameters] = without_turned({name: next(of_probes) for name in names})
+                statistics[registration.parameters] = without_twins({name: next(of_probes) for name in names})
         return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
 
     def meeting_cases(self, values: Any, targets: Any) -> frozenset[Key]:

@@ -1,5 +1,6 @@
-"""The statistics that a tap computes in the backward pass: sums over the rows and gradient rows of one use.
+"""How statistics are computed: sums over the rows and gradient rows of one use, or of two consecutive uses.
 
+`passes.approximations` declares the statistics; here every one gets its function. A tap calls it in the backward pass.
 The sums are additive over uses and micro-batches. The row `r` ([i], with the bias column 1 appended) and the gradient
 row `d` ([o]) of a group (forms: `passes.layers.declaration`) enter
 
@@ -8,15 +9,14 @@ row `d` ([o]) of a group (forms: `passes.layers.declaration`) enter
     per_case  p_n = Σ_s d rᵀ, flat      square  Σ_n p_n²     outer   Σ_n p_n p_nᵀ
 
 with sums over all N·S rows, or over those that a mask selects; padding also does not enter `count`. Statistics never
-divide: the only division of the project is in `factors`. Integer rows are one-hot and are never materialized. The id -1
-stands for no row, or for the bias column alone if the layer has a bias. Statistics are at least float32, whatever the
-precision of the network, and compile without graph breaks.
+divide: the only division of the project is in `kfac_fx.fisher.factor`. Integer rows are one-hot and are never
+materialized. The id -1 stands for no row, or for the bias column alone if the layer has a bias. Statistics are at least
+float32, whatever the precision of the network, and compile without graph breaks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
+from kfac_fx.passes import approximations as declared
+from kfac_fx.passes.approximations import Matrix, computes, named
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.matrix import HALVES, Shape, block_width, without_autocast
+from kfac_fx.passes.matrix import HALVES, block_width, without_autocast
 
-Matrix = tuple[int, int, int]
 CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
 
 
@@ -113,76 +114,18 @@ def homogeneous(rows: Rows) -> Tensor:
     return torch.cat([rows.x, ones if rows.mask is None else masked(ones, rows.mask, 0)], dim=-1)
 
 
-# --- the table of statistics ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """One kind of sum.
-
-    Attributes:
-        shape: the shape of the sum, from matrix = (g, o, i) with the bias column, and N.
-        of: the sum, a new tensor. It is called without autocast.
-        takes_halves: whether `of` takes rows in half precision. The others take `widened` rows.
-    """
-
-    name: str
-    shape: Callable[[Matrix, int], Shape]
-    of: Callable[[Rows], Tensor]
-    takes_halves: bool = False
-
-    def compute(
-        self, rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None
-    ) -> Tensor:
-        """The sum over the rows of a tap; see `canonical`. mask: [N, S], the rows without padding."""
-        with without_autocast(grad_rows.device):
-            return self.of(canonical(rows, grad_rows, bias, matrix, mask))
-
-
-STATISTICS: dict[str, Statistic] = {}
-VARIANTS: dict[str, Statistic] = {}  # other kinds of "A", "G" and "count": "A/8" (`fisher.group_kinds`), ...
-
-
-def named(name: str) -> Statistic:
-    """The statistic of this name, `"A"` or `"A/8"`."""
-    return STATISTICS[name] if name in STATISTICS else VARIANTS[name]
-
-
-def whole_statistic(name: str) -> str:
-    """The statistic that a variant is a kind of: `"A/8"`, A in eight diagonal blocks -> `"A"`."""
-    return name.partition("/")[0]
-
-
-def statistic(
-    shape: Callable[[int, int, int, int], Shape],
-    table: dict[str, Statistic] = STATISTICS,
-    name: str | None = None,
-    takes_halves: bool = False,
-) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
-    """Decorator that adds a function of rows to the table.
-
-    Args:
-        shape: of its result, from g, o, i and N.
-        name: of the statistic; None: the function's.
-        takes_halves: see `Statistic`.
-    """
-
-    def add(function: Callable[[Rows], Tensor]) -> Statistic:
-        key = name or function.__name__
-        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), function, takes_halves)
-        return table[key]
-
-    return add
+def sum_of(
+    name: str, rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None
+) -> Tensor:
+    """The statistic of this name over the rows of a tap; see `canonical`. mask: [N, S], the rows without padding."""
+    with without_autocast(grad_rows.device):
+        return named(name).of(canonical(rows, grad_rows, bias, matrix, mask))
 
 
 # --- second moments -------------------------------------------------------------------------------------------------
 
 
-@statistic(shape=lambda g, o, i, n: (), takes_halves=True)
-def count(rows: Rows) -> Tensor:
-    return row_count(rows)
-
-
+@computes(declared.COUNT)
 def row_count(rows: Rows) -> Tensor:
     """The number of rows, []. Routed rows of several groups are counted once."""
     if rows.ids and not rows.bias:
@@ -192,27 +135,38 @@ def row_count(rows: Rows) -> Tensor:
     return rows.d.new_full((), rows.d.shape[0] * rows.d.shape[1], dtype=rows.dtype)
 
 
-@statistic(shape=lambda g, o, i, n: (g, i, i), takes_halves=True)
-def A(rows: Rows) -> Tensor:
+@computes(declared.A)
+def A(rows: Rows, blocks: int = 1) -> Tensor:
+    if blocks > 1:
+        assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
+        return scaled_by_group(rows, gram(split_rows(homogeneous(rows), blocks)) * rows.repeats)
     body = torch.diag_embed(squares(rows)) if rows.ids else repeated(rows, gram(rows.x))
     return scaled_by_group(rows, bordered(body, total(rows), corner(rows)) if rows.bias else body)
 
 
-@statistic(shape=lambda g, o, i, n: (g, i))
+@computes(declared.A_DIAG)
 def A_diag(rows: Rows) -> Tensor:
+    rows = rows.widened()
     return scaled_by_group(
         rows, torch.cat([squares(rows), corner(rows).unsqueeze(-1)], -1) if rows.bias else squares(rows)
     )
 
 
-@statistic(shape=lambda g, o, i, n: (g, o, o), takes_halves=True)
-def G(rows: Rows) -> Tensor:
-    return gram(rows.d)
+def split_rows(rows: Tensor, blocks: int) -> Tensor:
+    """Rows [..., g, d] in blocks, [..., g·k, b], filled up with zeros."""
+    missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
+    filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
+    return filled.flatten(-3, -2)
 
 
-@statistic(shape=lambda g, o, i, n: (g, o))
+@computes(declared.G)
+def G(rows: Rows, blocks: int = 1) -> Tensor:
+    return gram(rows.d if blocks == 1 else split_rows(rows.d, blocks))
+
+
+@computes(declared.G_DIAG)
 def G_diag(rows: Rows) -> Tensor:
-    return rows.d.square().sum((0, 1))
+    return rows.widened().d.square().sum((0, 1))
 
 
 def repeated(rows: Rows, sums: Tensor) -> Tensor:
@@ -254,8 +208,9 @@ def scaled_by_group(rows: Rows, sums: Tensor) -> Tensor:
 # --- gradients ------------------------------------------------------------------------------------------------------
 
 
-@statistic(shape=lambda g, o, i, n: (g, o, i))
+@computes(declared.GRADIENT)
 def gradient(rows: Rows) -> Tensor:
+    rows = rows.widened()
     if rows.ids:
         ids = rows.expanded()
         weight = by_id(ids, visible(ids, rows.d), rows.matrix[2] - rows.bias).mT.unsqueeze(0)
@@ -265,9 +220,9 @@ def gradient(rows: Rows) -> Tensor:
     return with_bias(rows, weight, rows.d.sum((0, 1)))
 
 
-@statistic(shape=lambda g, o, i, n: (n, g * o * i))
+@computes(declared.PER_CASE)
 def per_case(rows: Rows) -> Tensor:
-    return case_matrices(rows).flatten(1)
+    return case_matrices(rows.widened()).flatten(1)
 
 
 def case_matrices(rows: Rows) -> Tensor:
@@ -282,9 +237,10 @@ def case_matrices(rows: Rows) -> Tensor:
     return with_bias(rows, weight, rows.d.sum(1))
 
 
-@statistic(shape=lambda g, o, i, n: (g, o, i))
+@computes(declared.SQUARE)
 def square(rows: Rows) -> Tensor:
     """Valid for one use only: the square of a sum over uses is not the sum of the squares."""
+    rows = rows.widened()
     if rows.d.shape[1] == 1 and not rows.ids:
         weight = torch.einsum("ngo,ngi->goi", rows.d.squeeze(1).square(), rows.expanded().squeeze(1).square())
     else:
@@ -297,10 +253,10 @@ def square(rows: Rows) -> Tensor:
     return with_bias(rows, weight, rows.d.sum(1).square().sum(0))
 
 
-@statistic(shape=lambda g, o, i, n: (g * o * i, g * o * i))
+@computes(declared.OUTER)
 def outer(rows: Rows) -> Tensor:
     """Valid for one use a case only, as `square`."""
-    p = per_case.compute(rows.x, rows.d, rows.bias, rows.matrix)
+    p = per_case(rows)
     return p.mT @ p
 
 
@@ -364,17 +320,19 @@ def by_id(ids: Tensor, values: Tensor, size: int) -> Tensor:
 #   product of the two is the same.
 
 
-@statistic(lambda g, o, i, n: (), VARIANTS, "count/reduced")
-def reduced_count(rows: Rows) -> Tensor:
+@computes(declared.COUNT_REDUCED)
+def count_reduced(rows: Rows) -> Tensor:
+    rows = rows.widened()
     if rows.mask is not None:
         return rows.mask.any(1).sum().to(rows.d.dtype)
     cases, positions = rows.d.shape[:2]
     return rows.d.new_full((), cases * min(1, positions))
 
 
-@statistic(lambda g, o, i, n: (g, i, i), VARIANTS, "A/reduced")
-def inputs(rows: Rows) -> Tensor:
+@computes(declared.A_REDUCED)
+def A_reduced(rows: Rows) -> Tensor:
     """Raises RegistrationError for rows that have no mean over positions."""
+    rows = rows.widened()
     if rows.ids or rows.routed:
         raise RegistrationError("'kron_reduce' takes the mean of rows over positions, and ids have none: take 'kron'")
     positions = max(1, rows.x.shape[1]) if rows.mask is None else rows.mask.sum(1).clamp(min=1).view(-1, 1, 1, 1)
@@ -382,34 +340,42 @@ def inputs(rows: Rows) -> Tensor:
     return gram(homogeneous(Rows(mean, rows.d, rows.bias, rows.matrix, mask))) * rows.repeats
 
 
-@statistic(lambda g, o, i, n: (g, o, o), VARIANTS, "G/reduced")
-def gradients(rows: Rows) -> Tensor:
-    return gram(rows.d.sum(1, keepdim=True))
+@computes(declared.G_REDUCED)
+def G_reduced(rows: Rows) -> Tensor:
+    return gram(rows.widened().d.sum(1, keepdim=True))
 
 
-def split_rows(rows: Tensor, blocks: int) -> Tensor:
-    """Rows [..., g, d] in blocks, [..., g·k, b], filled up with zeros."""
-    missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
-    filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
-    return filled.flatten(-3, -2)
+# --- pairs of consecutive uses: the statistics of series --------------------------------------------------------------
+#
+#     A1  Σ r_t+1 r_tᵀ        G1  Σ d_t+1 d_tᵀ        pairs  Σ 1
+#
+# are sums over all cases, positions and pairs of uses one step apart, the later use on the left. They are divided by
+# the `count` of all rows. They are thus moments of sequences with zeros before and behind: a use without a neighbor has
+# a neighbor of zeros. So [[A, A1ᵀ], [A1, A]] has no negative eigenvalues in any batch. A sequence has one pair less
+# than rows, so the mean length of the sequences is count / (count - pairs).
 
 
-def in_blocks(name: str, blocks: int) -> str:
-    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to VARIANTS."""
-    if blocks == 1:
-        return name
-    block_name = f"{name}/{blocks}"
-    if block_name not in VARIANTS:
+@computes(declared.A1)
+def A1(later: Rows, earlier: Rows) -> Tensor:
+    if later.x.shape[0] == earlier.x.shape[0] == 1:  # without a mask, or of one case
+        return cross(homogeneous(later), homogeneous(earlier)) * later.repeats
+    return cross(*(homogeneous(rows).expand(rows.d.shape[0], -1, -1, -1) for rows in (later, earlier)))
 
-        def moments(rows: Rows) -> Tensor:
-            if name == "G":
-                return gram(split_rows(rows.d, blocks))
-            assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
-            return scaled_by_group(rows, gram(split_rows(homogeneous(rows), blocks)) * rows.repeats)
 
-        def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
-            width = block_width(o if name == "G" else i, blocks)
-            return g * blocks, width, width
+@computes(declared.G1)
+def G1(later: Rows, earlier: Rows) -> Tensor:
+    return cross(later.d, earlier.d)
 
-        statistic(shape, VARIANTS, block_name, takes_halves=True)(moments)
-    return block_name
+
+@computes(declared.PAIRS)
+def pairs(later: Rows, earlier: Rows) -> Tensor:
+    if later.mask is None or earlier.mask is None:
+        return later.d.new_full((), later.d.shape[0] * later.d.shape[1])
+    return (later.mask & earlier.mask).sum().to(later.d.dtype)
+
+
+def cross(later: Tensor, earlier: Tensor) -> Tensor:
+    """Σ later earlierᵀ in every group: [N, S, g, d] twice -> [g, d, d]."""
+    if later.shape[2] == 1:  # `mm` is as fast as can be
+        return (later.flatten(0, 2).mT @ earlier.flatten(0, 2)).unsqueeze(0)
+    return torch.einsum("nsgi,nsgj->gij", later, earlier)

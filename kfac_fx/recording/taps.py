@@ -1,38 +1,20 @@
-"""Taps and links: identities on the output of a use whose backward computes statistics of its rows.
+"""Taps: identities on the output of a use whose backward computes statistics of its rows; and links, for series.
 
 For every statistic a *probe* enters the tap, a zero tensor of the shape of the statistic. The statistic leaves the
 backward pass as the gradient of the probe. No tensor is mutated, so the same emitted module serves `autograd.grad` over
 probes only, the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums
 over uses.
 
+Rows and gradient rows come from the layer's declaration and the parametrizations that the use goes through, as one
+function (`both_rows`). Input factors may come from a sample of the rows (`sample`). A *collecting* tap hands its rows
+to a function in place of sums over them.
+
 Links bring the gradients of consecutive uses of a weight together, for series blocks. A link stands on the output of a
 use, in front of its tap. It returns the output and a *carrier*, a zero tensor of the same shape, which enters the link
 of the next use. The "gradient" of the carrier is the gradient of the output of the next use. So the backward of a link
 has the gradients of two consecutive outputs, and autograd runs it after the backward of the next link, however the two
-uses are connected. The forward has the inputs of both uses. The second moments leave as the gradients of probes, as the
-statistics of a tap do.
-
-The rows of a use: its layer's declaration and the parametrizations that it goes through, in one function; the
-statistics of given rows, without a graph; and those of pairs of rows, for series blocks.
-
-    A1  Σ r_t+1 r_tᵀ        G1  Σ d_t+1 d_tᵀ        pairs  Σ 1
-
-are sums over all cases, positions and pairs of uses one step apart, the later use on the left. They are divided by the
-`count` of all rows. They are thus moments of sequences with zeros before and behind: a use without a neighbor has a
-neighbor of zeros. So [[A, A1ᵀ], [A1, A]] has no negative eigenvalues in any batch. A sequence has one pair less than
-rows, so the mean length of the sequences is count / (count - pairs).
-
-Input factors from a sample of the rows: a share of the cases, and at most a few of their patches per column.
-
-A factor of d inputs needs little more than d rows, but a convolution of a batch of images has a thousand times more.
-The sums over a sample are multiplied by a constant, so that they are right in expectation. The sample is systematic,
-
-    rows floor((u + j) · total / n),  j = 0 ... n - 1,  u uniform in [0, 1),
-
-so every row has the same probability, and one number u suffices. u comes from the generator of the recording or,
-without one, from a sequence of equidistributed numbers, so the user's random streams do not change. Only input factors
-are sampled: gradient rows, `count` and per-case gradients use all rows. Cases and rows have a number u each, so that
-the two choices are independent.
+uses are connected. The forward has the inputs of both uses. The sums over pairs leave as the gradients of probes, as
+the statistics of a tap do.
 """
 
 from __future__ import annotations
@@ -41,7 +23,6 @@ import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -50,73 +31,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import bordered, full_precision_in_eager
+from kfac_fx.passes.approximations import A1, G1, LAGGED, PAIRS, A, Matrix, Statistic, named
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural
 from kfac_fx.passes.ir import CASES, ROW_MASK, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.matrix import HALVES, Shape, precise, without_autocast
+from kfac_fx.passes.matrix import HALVES, precise, without_autocast
 from kfac_fx.passes.padding import spread_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep
 from kfac_fx.passes.users_code import where
-from kfac_fx.recording.moments import TURNED, statistics_of
-from kfac_fx.recording.row_sums import Matrix, Rows, canonical, homogeneous, in_groups, named, whole_statistic
+from kfac_fx.recording.row_sums import Rows, canonical, in_groups, sum_of
 
-
-@dataclass(frozen=True)
-class Lagged:
-    """`compute(later, earlier)` returns a tensor of the shape `shape(matrix)`; matrix: (g, o, i) with the bias."""
-
-    shape: Callable[[Matrix], Shape]
-    compute: Callable[[Rows, Rows], Tensor]
-
-
-def input_lag(later: Rows, earlier: Rows) -> Tensor:
-    if later.x.shape[0] == earlier.x.shape[0] == 1:  # without a mask, or of one case
-        return cross(homogeneous(later), homogeneous(earlier)) * later.repeats
-    return cross(*(homogeneous(rows).expand(rows.d.shape[0], -1, -1, -1) for rows in (later, earlier)))
-
-
-def pairs(later: Rows, earlier: Rows) -> Tensor:
-    if later.mask is None or earlier.mask is None:
-        return later.d.new_full((), later.d.shape[0] * later.d.shape[1])
-    return (later.mask & earlier.mask).sum().to(later.d.dtype)
-
-
-LAGGED = {
-    "A1": Lagged(lambda matrix: (matrix[0], matrix[2], matrix[2]), input_lag),
-    "G1": Lagged(lambda matrix: (matrix[0], matrix[1], matrix[1]), lambda later, earlier: cross(later.d, earlier.d)),
-    "pairs": Lagged(lambda matrix: (), pairs),
-}
-
-
-def cross(later: Tensor, earlier: Tensor) -> Tensor:
-    """Σ later earlierᵀ in every group: [N, S, g, d] twice -> [g, d, d]."""
-    if later.shape[2] == 1:  # `mm` is as fast as can be
-        return (later.flatten(0, 2).mT @ earlier.flatten(0, 2)).unsqueeze(0)
-    return torch.einsum("nsgi,nsgj->gij", later, earlier)
-
-
-def unfolded(rows: Rows, steps: int, in_positions: bool) -> tuple[Rows, Rows]:
-    """(the rows of all later uses, the rows of all earlier ones) of `steps` uses whose rows lie behind each other.
-
-    The order is time-major: along the cases [T·N, S], or along the positions [N, T·S] if `in_positions`.
-    """
-
-    def by_time(tensor: Tensor) -> Tensor:
-        by_step: Tensor = tensor.unflatten(int(in_positions), (steps, -1))
-        return by_step.movedim(int(in_positions), 0)
-
-    x, d = by_time(rows.expanded()), by_time(rows.d)
-    mask = None if rows.mask is None else by_time(rows.mask)
-
-    def at(steps: slice) -> Rows:
-        mask_at = None if mask is None else mask[steps].flatten(0, 1)
-        return Rows(x[steps].flatten(0, 1), d[steps].flatten(0, 1), rows.bias, rows.matrix, mask_at)
-
-    return at(slice(1, None)), at(slice(None, -1))
-
-
-BothRows = Callable[..., RowPair]
+Probes = Mapping[str, Tensor]
+BothRows = Callable[..., RowPair]  # (gradient of the output, input, attributes) -> (rows, gradient rows) of a use
 UseStep = Callable[[RowPair, Mapping[str, Any]], RowPair]
+RealRows = Callable[[Tensor, Any], Tensor]
+StatisticOf = Callable[[str], Tensor]
+SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
+Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
+SampledShares = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
+
+# --- the rows of a use ------------------------------------------------------------------------------------------------
+
 UNSCALED = (1.0, 1.0)
 
 
@@ -257,29 +192,31 @@ def over_uses(
     total: dict[tuple[str, int], Tensor] = {}
     towers: defaultdict[int, list[Rows]] = defaultdict(list)
     matrix, bias = registration.rows
-    names = statistics_of(registration)
+    statistics = registration.statistics
     for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
         rows, grad_rows = checked_rows(registration, use, layers[use.layer], grad, value)
         towers[use.tower].append(canonical(rows, grad_rows, bias, matrix))
-        for name in names:
-            if name not in LAGGED:
-                statistic = named(name).compute(rows, grad_rows, bias, matrix)
-                key = name, use.tower if name == "per_case" else 0
-                total[key] = total[key] + statistic if key in total else statistic
+        for statistic in statistics:
+            if not statistic.lagged:
+                value = sum_of(statistic.name, rows, grad_rows, bias, matrix)
+                key = statistic.name, use.tower if statistic.per_case else 0
+                total[key] = total[key] + value if key in total else value
     sums = {
-        name: torch.cat([value for key, value in total.items() if key[0] == name]) if name == "per_case"
-        else total[name, 0]
-        for name in names if name not in LAGGED
-    }  # fmt: skip
+        statistic.name: torch.cat([value for key, value in total.items() if key[0] == statistic.name])
+        if statistic.per_case
+        else total[statistic.name, 0]
+        for statistic in statistics
+        if not statistic.lagged
+    }
     first = registration.uses[0]
     pairs = [pair for tower in towers.values() for pair in zip(tower[1:], tower, strict=False)]
     if first.steps > 1:
         pairs = [unfolded(rows, first.steps, first.steps_in_positions) for tower in towers.values() for rows in tower]
     zero = towers[first.tower][0].d.new_zeros(())
     lagged = {
-        name: sum((LAGGED[name].compute(*pair) for pair in pairs), zero.expand(LAGGED[name].shape(matrix)))
-        for name in names
-        if name in LAGGED
+        statistic.name: sum((statistic.of(*pair) for pair in pairs), zero.expand(statistic.shape(matrix)))
+        for statistic in statistics
+        if statistic.lagged
     }
     return sums | lagged
 
@@ -303,15 +240,25 @@ def checked_rows(registration: Registration, use: Use, layer: Layer, grad: Tenso
 
 def over_sources(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
-    once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
-    return {
-        name: first if whole_statistic(name) in once else torch.stack([s[name] for s in sources]) if name in listed
-        else torch.stack([s[name] for s in sources]).sum(0)
-        for name, first in sources[0].items()
-    }  # fmt: skip
+    total = {}
+    for name, first in sources[0].items():
+        power = named(name).power
+        listed = torch.stack([sums[name] for sums in sources]) if power else first
+        total[name] = listed.sum(0) if power == 2 else listed
+    return total
 
 
 # --- a sample of the rows ---------------------------------------------------------------------------------------------
+#
+# A factor of d inputs needs little more than d rows, but a convolution of a batch of images has a thousand times more.
+# The sums over a sample are multiplied by a constant, so that they are right in expectation. The sample is systematic,
+#
+#     rows floor((u + j) · total / n),  j = 0 ... n - 1,  u uniform in [0, 1),
+#
+# so every row has the same probability, and one number u suffices. u comes from the generator of the recording or,
+# without one, from a sequence of equidistributed numbers, so the user's random streams do not change. Only input
+# factors are sampled: gradient rows, `count` and per-case gradients use all rows. Cases and rows have a number u each,
+# so that the two choices are independent.
 
 
 TF_INPUTS, TF_PATCHES = 0.2, 3.0  # the defaults of TF K-FAC
@@ -320,11 +267,7 @@ ROBERTS_STEPS = (
     0.5698402909980532,
 )  # multiples of these fill the unit square evenly (Roberts, 2018)
 SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
-SAMPLED = ("A", "A_diag")
-
 ALL_ROWS = Sampling()
-Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
-SampledShares = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
 
 
 def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | None:
@@ -445,14 +388,7 @@ def fewer_rows(
     return fewer, None if mask is None else mask.flatten().index_select(0, chosen).unsqueeze(1), total / number
 
 
-# --- taps and links ---------------------------------------------------------------------------------------------------
-
-Probes = Mapping[str, Tensor]
-OF_INPUTS = ("count", "A", "A_diag")  # sums that do not contain gradient rows
-WITHOUT_ROWS = {"count", "A", "G", "G_diag"}  # computed without the rows, if A can be
-RealRows = Callable[[Tensor, Any], Tensor]
-StatisticOf = Callable[[str], Tensor]
-SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
+# --- taps -------------------------------------------------------------------------------------------------------------
 
 
 def real_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
@@ -472,7 +408,7 @@ class Tap(nn.Module):
         super().__init__()
         assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
         self.matrix, bias = registration.rows
-        self.tower, self.turned = use.tower, use.transposed
+        self.tower, self.transposed = use.tower, use.transposed
         both = self.both_rows(registration, use, layer)
         names = list(tensor_attrs(use))
         mask, cases = (names.index(key) if key in names else None for key in (ROW_MASK, CASES))
@@ -503,15 +439,15 @@ class Tap(nn.Module):
         if not probes:
             return output
         entering = {
-            name: probes.get(f"{name}{TURNED}", probe) if self.turned else probe
+            name: probes.get(twin.name, probe) if self.transposed and (twin := named(name).twin) is not None else probe
             for name, probe in probes.items()
-            if name not in LAGGED and not name.endswith(TURNED)
+            if not (named(name).lagged or named(name).transposed)
         }
         if self.masks_patches:
             tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
         if self.sampling is not None:
             tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # the value of this forward
-        input, *rest = apart(output, input, *tensors)
+        input, *rest = without_aliases(output, input, *tensors)
         tapped: Tensor = self.function.apply(output, input, len(entering), *entering, *entering.values(), *rest)
         return tapped
 
@@ -519,7 +455,7 @@ class Tap(nn.Module):
         return str(self.matrix)
 
 
-def apart(output: Tensor, *others: Any) -> list[Any]:
+def without_aliases(output: Tensor, *others: Any) -> list[Any]:
     """`others`, with a view for every tensor that comes twice: torch.compile accepts a tensor as one argument only."""
     arguments: list[Any] = [output]
     for value in others:
@@ -549,20 +485,21 @@ def sums_of(
     def of_rows(rows: Tensor, grad_rows: Tensor, row_mask: Tensor | None) -> StatisticOf:
         as_given = in_groups(rows, grad_rows, bias, matrix, row_mask)
 
-        def of(name: str) -> Tensor:
-            statistic = named(name)
-            return statistic.of(as_given if statistic.takes_halves else as_given.widened())
-
-        return of
+        return lambda name: named(name).of(as_given)
 
     def sums(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
         values, phases = (values, None) if sampling is None else (values[:-1], values[-1])
         row_mask = None if mask is None else values[mask]
         row_mask = row_mask if real is None else real(output_grad, row_mask)
-        if short is not None and "A" in names and WITHOUT_ROWS.issuperset(names) and saves_time(input):
+        if (
+            short is not None
+            and A.name in names
+            and not any(named(name).needs_rows for name in names if name != A.name)
+            and saves_time(input)
+        ):
             moment, short_rows = short(output_grad, input)
             others = of_rows(short_rows, short_rows, row_mask)
-            return lambda name: moment if name == "A" else others(name)
+            return lambda name: moment if name == A.name else others(name)
         sampled = sample(both, sampling, phases, axis, output_grad, input, values, row_mask)
         if sampled is None:
             rows, grad_rows = both(output_grad, input, *values)
@@ -570,7 +507,7 @@ def sums_of(
         fewer, fewer_mask, scale = sampled
         _, all_grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)  # the rows of all cases are not needed
         of_inputs, others = of_rows(fewer, fewer, fewer_mask), of_rows(all_grad_rows, all_grad_rows, row_mask)
-        return lambda name: of_inputs(name) * scale if whole_statistic(name) in SAMPLED else others(name)
+        return lambda name: of_inputs(name) * scale if named(name).side == "A" else others(name)
 
     return sums
 
@@ -592,11 +529,11 @@ def tap_function(
 
     def over_cases(name: str, value: Tensor, values: list[Any]) -> Tensor:
         """A sum over all cases that share the rows; the gradient is already the sum over these cases."""
-        return value * values[cases] if cases is not None and whole_statistic(name) in OF_INPUTS else value
+        return value * values[cases] if cases is not None and named(name).power == 0 else value
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Per-case gradients in the rows of their tower: they add up over the uses of a case, not over towers."""
-        if name != "per_case" or towers == 1:
+        if towers == 1 or not named(name).per_case:
             return value
         rows = shape[0] // towers
         return F.pad(value, (0, 0, tower * rows, (towers - tower) * rows - value.shape[0]))
@@ -632,7 +569,7 @@ def tap_function(
                     ]
             return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
-    return quick(TapFunction)
+    return with_cached_signature(TapFunction)
 
 
 def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
@@ -648,7 +585,7 @@ def is_tapped(output: Tensor) -> bool:
     )  # set by `setup_context`: the context is the node of autograd's graph
 
 
-def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def with_cached_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Store the signature of `forward`, which torch asks for at every call; computing it takes half of a tap's time."""
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
     return function
@@ -664,20 +601,14 @@ def make_probes(registration: Registration, names: Iterable[str], cases: int, li
     dtype = torch.promote_types(like.dtype.to_real(), torch.float32)  # a frozen parameter may be complex
     zero = torch.zeros((), dtype=dtype, device=like.device)
 
-    def shape(name: str) -> Shape:
-        if name in LAGGED:
-            return LAGGED[name].shape(matrix)
-        return named(name.removesuffix(TURNED)).shape(
-            matrix, cases * registration.towers if name == "per_case" else cases
-        )
-
-    return {name: zero.expand(shape(name)).requires_grad_() for name in names}
+    cases *= registration.towers
+    return {name: zero.expand(named(name).shape(matrix, cases)).requires_grad_() for name in names}
 
 
 # --- the collecting tap -----------------------------------------------------------------------------------------------
 
 
-ROWS = "rows"  # the name of the probe
+ROWS = Statistic("rows", lambda g, o, i, n: (), power=1).name  # of the probe, whose sum is zero
 
 
 class CollectingTap(Tap):
@@ -707,6 +638,9 @@ class CollectingTap(Tap):
             return lambda name: output_grad.new_zeros((), dtype=torch.float32)
 
         return collected
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
 
 
 class Link(nn.Module):
@@ -747,9 +681,9 @@ class Link(nn.Module):
                 f"{self.owner} at {self.place} has an output of shape {list(output.shape)}, but "
                 f"{list(carried.shape)} one use before, so its uses are not a series: use 'kron_indep'"
             )
-        input, carried, earlier, *masks = apart(output, input, carried, earlier, *masks)  # type: ignore[assignment]
+        input, carried, earlier, *masks = without_aliases(output, input, carried, earlier, *masks)  # type: ignore[assignment]
         pair: tuple[Tensor, Tensor] = self.function.apply(
-            output, input, carried, earlier, *(probes[name] for name in LAGGED), *masks
+            output, input, carried, earlier, *(probes[statistic.name] for statistic in LAGGED), *masks
         )
         return pair
 
@@ -768,7 +702,7 @@ def link_function(
     """The autograd.Function of one link. Each link has its own class, which closes over functions and literals only.
 
     The arguments of the function are (output, input, carrier and input of the use before or None, the probes of
-    `LAGGED`, no masks or those of this use, of the use before and of the use behind).
+    A1, G1 and pairs, no masks or those of this use, of the use before and of the use behind).
 
     place: (first, last, the number of uses in these rows one after another, whether they lie along the positions).
     errors: for rows that are ids, and for rows that do not hold this number of uses.
@@ -804,18 +738,37 @@ def link_function(
                 if here.d.shape[in_positions] % steps:
                     raise RegistrationError(uneven)
                 sums: list[Tensor | None]
-                a, g, pairs = (LAGGED[name].compute for name in LAGGED)
                 if steps > 1:
                     pair = unfolded(here, steps, in_positions)
-                    sums = [a(*pair), g(*pair), pairs(*pair)]
+                    sums = [A1.of(*pair), G1.of(*pair), PAIRS.of(*pair)]
                 else:
                     # All uses have the same form, so the rows before and the gradients behind are made as those here.
                     # They are zero at padding, and so is the bias column.
                     beside = both(later_grad, earlier, *masks[1:2])
                     before = canonical(beside[0], here.d, bias, matrix, row_masks[1] if row_masks else None)
                     behind = canonical(here.x, beside[1], bias, matrix, row_masks[2] if row_masks else None)
-                    sums = [None if first else a(here, before), None if last else g(behind, here)]
-                    sums += [None if first else pairs(here, before)]
+                    sums = [None if first else A1.of(here, before), None if last else G1.of(behind, here)]
+                    sums += [None if first else PAIRS.of(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 
-    return quick(LinkFunction)
+    return with_cached_signature(LinkFunction)
+
+
+def unfolded(rows: Rows, steps: int, in_positions: bool) -> tuple[Rows, Rows]:
+    """(the rows of all later uses, the rows of all earlier ones) of `steps` uses whose rows lie behind each other.
+
+    The order is time-major: along the cases [T·N, S], or along the positions [N, T·S] if `in_positions`.
+    """
+
+    def by_time(tensor: Tensor) -> Tensor:
+        by_step: Tensor = tensor.unflatten(int(in_positions), (steps, -1))
+        return by_step.movedim(int(in_positions), 0)
+
+    x, d = by_time(rows.expanded()), by_time(rows.d)
+    mask = None if rows.mask is None else by_time(rows.mask)
+
+    def at(steps: slice) -> Rows:
+        mask_at = None if mask is None else mask[steps].flatten(0, 1)
+        return Rows(x[steps].flatten(0, 1), d[steps].flatten(0, 1), rows.bias, rows.matrix, mask_at)
+
+    return at(slice(1, None)), at(slice(None, -1))

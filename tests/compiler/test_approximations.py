@@ -8,14 +8,23 @@ from dataclasses import replace
 import pytest
 
 from kfac_fx.compiled.layer_collection.fisher_blocks import KINDS
-from kfac_fx.fisher.block import GROUPS, group_class
-from kfac_fx.fisher.group_kinds import WideGroup
-from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation
+from kfac_fx.fisher.block import group_class
+from kfac_fx.fisher.block_diagonal import WideGroup
+from kfac_fx.passes.approximations import (
+    APPROXIMATIONS,
+    EVERY_LAYER,
+    FROM_PIXELS,
+    KRON,
+    OUTPUTS,
+    STATISTICS,
+    Algebra,
+    Approximation,
+    G,
+    check_filled,
+)
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.row_sums import named
-from kfac_fx.recording.taps import LAGGED
 
 every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
 MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)
@@ -27,10 +36,7 @@ def registration(name: str) -> Registration:
 
 @every_approximation
 def test_a_row_names_statistics_groups_and_kinds_that_exist(approximation: Approximation) -> None:
-    sides = [side for side in (approximation.left, approximation.right) if side is not None]
-    assert all(named(approximation.statistic(side.statistic)) for side in sides)
-    assert set(approximation.lagged) <= LAGGED.keys()
-    assert group_class(registration(approximation.name)) is GROUPS[approximation.group]
+    assert group_class(registration(approximation.name)) is approximation.algebra.group
     assert approximation.kinds and set(approximation.kinds) <= KINDS.keys()
 
 
@@ -49,6 +55,17 @@ def test_a_registration_knows_the_row_of_its_name_and_pickles_without_it(approxi
     assert str(one) == "linear(w)"
     copied = pickle.loads(pickle.dumps(one))
     assert copied == one and copied.structure is approximation
+
+
+def test_a_row_that_nothing_fills_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_filled()
+    uncomputed = replace(G, name="G/new", kind_of=G)
+    row = replace(KRON, name="new", left=replace(OUTPUTS, statistic=uncomputed), algebra=Algebra("new blocks"))
+    monkeypatch.setitem(APPROXIMATIONS, "new", row)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="no module that is imported fills in new blocks, G/new"):
+        check_filled()
+    for name in ("G/new", "G/new/turned"):
+        del STATISTICS[name]
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockOperator, make_block, make_groups
-from kfac_fx.fisher.factor import A_CASE, BlockGroup, Inverter
+from kfac_fx.fisher.groups import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm
@@ -307,7 +307,7 @@ def test_the_shapes_of_factors_are_known_without_them(form: str, approximation: 
     """The report and `fit_spectrum(memory=...)` read the shapes; a diagonal F has those of its matrix."""
     block, vector = trained(form, approximation)
     known = block.registration.factor_shapes(sum(tensor.numel() for tensor in vector.values()))
-    factors = {name: factor.moment.shape for name, factor in block.factors.items() if name not in A_CASE}
+    factors = {name: factor.moment.shape for name, factor in block.factors.items() if not factor.stack.per_case}
     assert factors.keys() == known.keys()
     for name, shape in factors.items():
         expected = (shape.numel(),) if name == "F" and block.registration.structure.left.diagonal else tuple(shape)

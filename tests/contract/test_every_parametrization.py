@@ -28,7 +28,7 @@ from kfac_fx.passes.parametrizations import (
 )
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.row_sums import named
+from kfac_fx.recording.row_sums import sum_of
 from kfac_fx.recording.taps import both_rows
 from tests.contract.values import Values
 
@@ -184,7 +184,7 @@ class Checked:
             for use in registration.uses:
                 function, arguments = self.rows_of(registration, use)
                 rows, grad_rows = (tensor[cases] if len(tensor) == CASES else tensor for tensor in function(*arguments))
-                summed = named("gradient").compute(rows, grad_rows, *layout)
+                summed = sum_of("gradient", rows, grad_rows, *layout)
                 found = found + self.with_remainder(registration, use, summed)
             wanted = matrix.pack(self.autograd(registration, loss))
             torch.testing.assert_close(found, wanted, msg=lambda text: f"{registration}: {text}")

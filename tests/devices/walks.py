@@ -60,7 +60,7 @@ DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited alre
 SPECTRUM = {  # so it has here
     "matrices.py:rescued_eigh",  # whether to try again
     "spectrum.py:of",  # whether there is anything to decompose
-    "group_kinds.py:eigensystem",  # a basis of places is made on the host
+    "uncorrelated.py:eigensystem",  # a basis of places is made on the host
 }
 BASES = {  # of "eigen_moments"
     "matrices.py:rescued_eigh",  # whether to try again; `eigh` has waited already
@@ -185,7 +185,7 @@ def collect(waits: Waits) -> None:
     block.register_inverse()
     block.instantiate_factors(([torch.ones(CASES, 5, device=NAME)],), 0.1, (inputs[0],))
     all_on_device(block.multiply_inverse(tuple(torch.ones_like(model.get_parameter(name)) for name in block.params)))
-    waits.only(FIRST_STEP | {"factor.py:split_damping"})  # its damping is a number
+    waits.only(FIRST_STEP | {"groups.py:split_damping"})  # its damping is a number
 
 
 def distributions(waits: Waits) -> None:

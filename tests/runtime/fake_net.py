@@ -13,8 +13,8 @@ from torch.func import functional_call, jacrev, vmap
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.moments import Moments, statistics_of
-from kfac_fx.recording.row_sums import STATISTICS
+from kfac_fx.recording.moments import Moments
+from kfac_fx.recording.row_sums import sum_of
 
 ONE_USE = (cast(Use, None),)
 EXACT: dict[str, Any] = {"mode": "exact", "targets": None, "fraction": 1.0, "generator": None}
@@ -135,7 +135,7 @@ class FakeNet:
                 else:
                     form, bias = registration.matrix, registration.matrix.bias is not None
                     arguments = as_rows(rows.detach(), form), as_rows(d, form), bias, form.shape
-                    sums = {name: STATISTICS[name].compute(*arguments) for name in statistics_of(registration)}
+                    sums = {s.name: sum_of(s.name, *arguments) for s in registration.statistics}
                 found[registration.parameters] = (
                     joined(found[registration.parameters], sums) if registration.parameters in found else sums
                 )

@@ -11,12 +11,10 @@ from torch import Tensor, fx
 
 from kfac_fx.fisher.block import BlockOperator, make_block
 from kfac_fx.linalg.matrices import Root
-from kfac_fx.passes.approximations import APPROXIMATIONS, FROM_PIXELS
+from kfac_fx.passes.approximations import APPROXIMATIONS, FROM_PIXELS, LAGGED
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.moments import statistics_of
-from kfac_fx.recording.row_sums import STATISTICS, canonical, named
-from kfac_fx.recording.taps import LAGGED
+from kfac_fx.recording.row_sums import canonical, sum_of
 
 SERIES = tuple(name for name, approximation in APPROXIMATIONS.items() if approximation.series)
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
@@ -129,8 +127,7 @@ def draw(registration: Registration, form: Form, cases: int, positions: int = 2)
     d = torch.randn(cases, positions, g, o, dtype=torch.float64)
     x = torch.randn(cases, positions, g, i - has_bias, dtype=torch.float64)
     rows = torch.randint(i, (cases, positions)) if form.ids else x
-    names = statistics_of(registration)
-    return {name: named(name).compute(rows, d, has_bias, (g, o, i)) for name in names}
+    return {s.name: sum_of(s.name, rows, d, has_bias, (g, o, i)) for s in registration.statistics}
 
 
 def sequences(steps: int, shape: tuple[int, ...], inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -145,11 +142,11 @@ def sequences(steps: int, shape: tuple[int, ...], inputs: int, outputs: int) -> 
 def sequence_statistics(x: Tensor, d: Tensor, bias: bool, matrix: tuple[int, int, int]) -> dict[str, Tensor]:
     """The sums that a series block takes from rows [T, N, S, g, i] and gradient rows [T, N, S, g, o], use by use."""
     uses = [(rows, grad_rows) for rows, grad_rows in zip(x, d, strict=True)]
-    sums = {name: sum(STATISTICS[name].compute(*use, bias, matrix) for use in uses) for name in ("count", "A", "G")}
+    sums = {name: sum(sum_of(name, *use, bias, matrix) for use in uses) for name in ("count", "A", "G")}
     pairs = [[canonical(*use, bias, matrix) for use in uses[t : t + 2]] for t in range(len(uses) - 1)]
-    for name, lagged in LAGGED.items():
+    for lagged in LAGGED:
         zero = torch.zeros(lagged.shape(matrix), dtype=d.dtype)
-        sums[name] = zero + sum(lagged.compute(later, earlier) for earlier, later in pairs)
+        sums[lagged.name] = zero + sum(lagged.of(later, earlier) for earlier, later in pairs)
     return cast(dict[str, Tensor], sums)
 
 

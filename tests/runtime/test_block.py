@@ -16,8 +16,7 @@ from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.moments import statistics_of
-from kfac_fx.recording.row_sums import STATISTICS
+from kfac_fx.recording.row_sums import sum_of
 from tests.runtime.fisher_cases import FORMS, draw, register
 
 ROOTS: tuple[Root, ...] = (-1.0, -0.5, "cholesky", "cholesky_inverse")
@@ -157,7 +156,7 @@ def test_golden_fully_connected_diagonal() -> None:
     registration = Registration("linear", form, ("weight", "bias"), (), "diagonal")
     parameters = {"weight": W, "bias": W[0]}
     block = make_block(registration, parameters=parameters)
-    block.update({"square": STATISTICS["square"].compute(x, d, True, (1, 2, 3))}, 2, decay=0.95)
+    block.update({"square": sum_of("square", x, d, True, (1, 2, 3))}, 2, decay=0.95)
     product = block.multiply({name: torch.ones_like(p) for name, p in parameters.items()})
     close(product["weight"].mT, [[18.5, 1.625], [34.0, 4.0]])
     close(product["bias"], [2.5, 0.625])
@@ -171,7 +170,7 @@ def test_golden_scale_and_shift() -> None:
     for approximation, expected in (("full", p.mT @ p / 2), ("diagonal", torch.diag(p.square().mean(0)))):
         registration = Registration("scale_and_shift", form, ("scale", "shift"), (), approximation)
         block = make_block(registration, parameters={"scale": tensor([0.0] * 3), "shift": tensor([0.0] * 3)})
-        block.update({"per_case": STATISTICS["per_case"].compute(x, d, True, (3, 1, 2))}, 2, decay=0.95)
+        block.update({"per_case": sum_of("per_case", x, d, True, (3, 1, 2))}, 2, decay=0.95)
         for k, unit in enumerate(torch.eye(6, dtype=torch.float64)):
             column = block.multiply({"scale": unit[:3], "shift": unit[3:]})
             close(torch.cat([column["scale"], column["shift"]]), expected[k])
@@ -183,7 +182,7 @@ def test_embedding_rows_that_never_occur_are_only_damped() -> None:
     registration = register(form, "kron_in_diag")
     assert registration.matrix is not None
     ids, d = torch.tensor([[1], [3], [4]]), torch.randn(3, 1, 2, dtype=torch.float64)
-    moments = {n: STATISTICS[n].compute(ids, d, False, (1, 2, 5)) for n in statistics_of(registration)}
+    moments = {s.name: sum_of(s.name, ids, d, False, (1, 2, 5)) for s in registration.statistics}
     block = make_block(registration, parameters=form.parameters, damping=0.1)
     block.update(moments, 3, decay=0.95)
     block.update_inverses()
@@ -301,7 +300,7 @@ def test_a_batch_without_rows_is_no_failure_and_lowers_only_the_rows_a_case() ->
     block.update(draw(registration, form, 4), 4, decay=0.9)
     before = {name: factor.moment.clone() for name, factor in block.factors.items()}
     ids, d = torch.full((4, 2), -1), torch.randn(4, 2, 2, dtype=torch.float64)
-    nothing = {n: STATISTICS[n].compute(ids, d, False, (1, 2, 5)) for n in statistics_of(registration)}
+    nothing = {s.name: sum_of(s.name, ids, d, False, (1, 2, 5)) for s in registration.statistics}
     positions = block.factors["positions"].value.clone()
     block.update(nothing, 4, decay=0.9)
     assert all(torch.equal(block.factors[name].moment, before[name]) for name in ("A", "G"))
@@ -349,4 +348,4 @@ def test_a_block_that_had_no_rows_yet_is_its_damping(form: str, approximation: s
 
 
 def test_a_block_shows_what_it_is() -> None:
-    assert repr(kronecker(A2, G2, damping=0.5)) == "FisherBlock(linear(weight), kron, [1, 2, 2])"
+    assert repr(kronecker(A2, G2, damping=0.5)) == "BlockOperator(linear(weight), kron, [1, 2, 2])"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_fx.recording import case_gradients as module
 from kfac_fx.recording.case_gradients import Cases, LowRank, query_products, sum_of_squares, weighted_squares
-from kfac_fx.recording.row_sums import Rows, canonical, gradient
+from kfac_fx.recording.row_sums import Rows, canonical, sum_of
 
 CASES, POSITIONS, GROUPS, OUT, IN = 5, 3, 2, 4, 6
 
@@ -58,7 +58,7 @@ def seen(form: str) -> tuple[Cases, Tensor]:
     def of_case(rows: Rows, n: int) -> Tensor:
         x = rows.x if len(rows.x) == 1 else rows.x[n : n + 1]
         mask = None if rows.mask is None else rows.mask[n : n + 1]
-        result: Tensor = gradient.compute(x, rows.d[n : n + 1], rows.bias, rows.matrix, mask)
+        result: Tensor = sum_of("gradient", x, rows.d[n : n + 1], rows.bias, rows.matrix, mask)
         return result
 
     each = [torch.stack([of_case(rows, n) for rows in uses]).sum(0) for n in range(CASES)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.estimator.estimator import PendingBatch, packed_sums, unpacked_sums
+from kfac_fx.estimator.estimator import PendingBatch, with_symmetric
+from kfac_fx.linalg.matrices import pack_symmetric, unpack_symmetric
 from kfac_fx.passes.approximations import APPROXIMATIONS
 
 KEY, OTHER = ("0.weight",), ("1.weight",)
@@ -62,11 +63,11 @@ def test_of_symmetric_sums_alone_messages_carry_a_half(approximation: str) -> No
     """A diagonal has no half to spare, even if it has as many groups as elements."""
     kind = APPROXIMATIONS[approximation]
     sums = {"count": torch.tensor(4.0)}
-    for side in (side for side in (kind.left, kind.right) if side is not None):
+    for side in kind.sides:
         value = torch.randn(2, 3, 3)
-        sums[side.statistic] = torch.randn(3, 3) if side.diagonal else value + value.mT
-    packed = packed_sums(kind, sums)
+        sums[side.statistic.name] = torch.randn(3, 3) if side.diagonal else value + value.mT
+    packed = with_symmetric(kind, sums, pack_symmetric)
     assert {name: value.shape == sums[name].shape for name, value in packed.items()} == {
         name: name in ("count", "A_diag", "G_diag", "square") for name in sums
     }
-    torch.testing.assert_close(unpacked_sums(kind, packed), sums)
+    torch.testing.assert_close(with_symmetric(kind, packed, unpack_symmetric), sums)

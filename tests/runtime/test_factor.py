@@ -105,14 +105,14 @@ def test_sums_over_parts_of_a_batch_are_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
-def test_a_side_says_the_shape_of_its_factor(approximation: str) -> None:
+def test_the_statistic_of_a_side_has_the_shape_of_its_factor(approximation: str) -> None:
     left, right = APPROXIMATIONS[approximation].left, APPROXIMATIONS[approximation].right
     matrix = (2, 3, 4)
     if right is None:
-        assert left.shape(matrix) == (matrix if left.diagonal else (24, 24))
+        assert left.statistic.shape(matrix) == (matrix if left.diagonal else (24, 24))
         return
-    assert left.shape(matrix) == ((2, 3) if left.diagonal else (2, 3, 3))
-    assert right.shape(matrix) == ((2, 4) if right.diagonal else (2, 4, 4))
+    assert left.statistic.shape(matrix) == ((2, 3) if left.diagonal else (2, 3, 3))
+    assert right.statistic.shape(matrix) == ((2, 4) if right.diagonal else (2, 4, 4))
 
 
 def test_the_mean_of_a_single_row_is_the_row() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiler import compile
-from kfac_fx.fisher.group_kinds import WideGroup
+from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.optim import step_state
 from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC

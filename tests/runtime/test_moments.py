@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kfac_fx.passes.approximations import G1, A, G, Statistic
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.recording.moments import POWER_OF_GRADIENT, TURNED, PendingMoments, flat, power_of_gradient
-from kfac_fx.recording.row_sums import STATISTICS
-from kfac_fx.recording.taps import LAGGED
+from kfac_fx.recording.moments import PendingMoments, flat
 from tests.runtime.fisher_cases import FORMS, register
 
 REGISTRATION = register(FORMS["linear"], "kron")
@@ -29,10 +28,14 @@ def backward(of: PendingMoments) -> None:
     total.backward()
 
 
-def test_every_statistic_has_a_power_of_the_gradient() -> None:
-    assert set(STATISTICS) | set(LAGGED) == set(POWER_OF_GRADIENT)
-    assert power_of_gradient("G/8") == power_of_gradient("G") == 2 and power_of_gradient("A/8") == 0
-    assert power_of_gradient(f"G/8{TURNED}") == 0 and power_of_gradient(f"A{TURNED}") == 2
+def test_transposed_uses_have_the_power_of_the_other_side() -> None:
+    def twin_of(statistic: Statistic) -> tuple[str, int]:
+        assert statistic.twin is not None
+        return statistic.twin.name, statistic.twin.power
+
+    assert G.in_blocks(8).power == G.power == 2 and A.in_blocks(8).power == A.power == 0
+    assert twin_of(G.in_blocks(8)) == ("G/8/turned", 0) and twin_of(A) == ("A/turned", 2)
+    assert G1.twin is None
 
 
 @pytest.mark.parametrize(("reduction", "cases", "scale"), [("sum", None, 1), ("mean", None, 5), ("mean", 20, 20)])

@@ -25,7 +25,7 @@ from kfac_fx.compiled.report import (
     rows,
     uses_of,
 )
-from kfac_fx.passes.ir import Bound, Program, Registration, Use, dense_shape
+from kfac_fx.passes.ir import Bound, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from tests.runtime.toy_reports import registration_of, small_program, traced
 
@@ -150,7 +150,6 @@ def test_a_side_in_diagonal_blocks_is_told_with_their_number(program: Program) -
     assert shown.factors == {"A": (3, 11, 11), "G": (2, 5, 5)}
     assert shown.factors_text == "A 3 blocks of 11 x 11, G 2 blocks of 5 x 5"
     assert shown.bytes == 4 * (3 * 11 * 11 + 2 * 5 * 5)
-    assert dense_shape(2, 10, 3) == (6, 4, 4)
 
 
 def test_the_factors_have_the_precision_of_the_parameters_and_float32_at_least(program: Program) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.approximations import STATISTICS, named
 from kfac_fx.recording import row_sums as statistics
-from kfac_fx.recording.row_sums import STATISTICS
+from kfac_fx.recording.row_sums import sum_of
+
+NAMES = [s.name for s in STATISTICS.values() if not (s.lagged or s.kind_of)]
 
 
 @dataclass
@@ -90,24 +94,24 @@ def defined(name: str, case: Case, kept: Tensor | None = None) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", NAMES)
 def test_statistic_is_its_definition(name: str, form: str, bias: bool) -> None:
     torch.manual_seed(0)
     case = FORMS[form](bias)
-    computed = STATISTICS[name].compute(*case.arguments)
-    assert tuple(computed.shape) == STATISTICS[name].shape(case.matrix, case.grad_rows.shape[0])
+    computed = sum_of(name, *case.arguments)
+    assert tuple(computed.shape) == named(name).shape(case.matrix, case.grad_rows.shape[0])
     torch.testing.assert_close(computed, defined(name, case))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", NAMES)
 def test_groups_with_rows_of_their_own_have_means_of_their_own(name: str, bias: bool) -> None:
     """A over all rows is the mean over the group's; the rest are sums over the group's rows, as ever."""
     torch.manual_seed(0)
     case = make(randn(4, 3, 5, 2), 5, 3, bias)
     kept = torch.rand(4, 3, 5) < 0.4
     kept[..., 0] = False
-    computed = STATISTICS[name].compute(*case.arguments, kept)
+    computed = sum_of(name, *case.arguments, kept)
     rows = kept.any(-1).sum()
     if name == "count":
         return torch.testing.assert_close(computed, rows.double())
@@ -126,23 +130,23 @@ def test_groups_with_rows_of_their_own_have_means_of_their_own(name: str, bias: 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_padding_enters_nothing(name: str, form: str, bias: bool) -> None:
     """Neither the moments nor the number of rows, whatever is in it."""
     torch.manual_seed(0)
     case = FORMS[form](bias)
     kept = torch.rand(case.grad_rows.shape[:2]) < 0.6
     kept[0] = False
-    computed = STATISTICS[name].compute(*case.arguments, kept)
-    assert tuple(computed.shape) == STATISTICS[name].shape(case.matrix, case.grad_rows.shape[0])
+    computed = sum_of(name, *case.arguments, kept)
+    assert tuple(computed.shape) == named(name).shape(case.matrix, case.grad_rows.shape[0])
     torch.testing.assert_close(computed, defined(name, case, kept))
 
 
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_layer_that_only_shifts_has_rows_without_columns(name: str) -> None:
     case = make(randn(4, 5, 6, 0), 6, 1, True)
-    computed = STATISTICS[name].compute(*case.arguments)
-    assert tuple(computed.shape) == STATISTICS[name].shape(case.matrix, 4)
+    computed = sum_of(name, *case.arguments)
+    assert tuple(computed.shape) == named(name).shape(case.matrix, 4)
     torch.testing.assert_close(computed, defined(name, case))
 
 
@@ -150,14 +154,14 @@ def test_a_layer_that_only_shifts_has_rows_without_columns(name: str) -> None:
 def test_square_in_chunks_of_one_case(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = FORMS[form](True)
     monkeypatch.setattr(statistics, "CHUNK", 1)
-    torch.testing.assert_close(STATISTICS["square"].compute(*case.arguments), defined("square", case))
+    torch.testing.assert_close(sum_of("square", *case.arguments), defined("square", case))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", NAMES)
 def test_halves_of_a_batch_add_up(name: str, form: str) -> None:
     """Additive over micro-batches; per-case gradients are listed one after the other."""
-    case, compute = FORMS[form](True), STATISTICS[name].compute
+    case, compute = FORMS[form](True), partial(sum_of, name)
     halves = []
     for part in (slice(0, 2), slice(2, 4)):
         rows = case.rows if case.rows.shape[0] == 1 else case.rows[part]
@@ -166,12 +170,12 @@ def test_halves_of_a_batch_add_up(name: str, form: str) -> None:
     torch.testing.assert_close(whole, compute(*case.arguments))
 
 
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", NAMES)
 def test_low_precision_is_accumulated_in_float32(name: str) -> None:
     """bfloat16 in, float32 out: sums of thousands of rows keep their digits, under autocast too."""
     x, d = torch.randn(64, 40, 3).bfloat16(), torch.randn(64, 40, 2).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        computed = STATISTICS[name].compute(x, d, True, (1, 2, 4))
+        computed = sum_of(name, x, d, True, (1, 2, 4))
     assert computed.dtype is torch.float32
     exact = defined(name, Case(x.double(), d.double(), True, (1, 2, 4)))
     torch.testing.assert_close(computed, exact.float(), rtol=1e-5, atol=1e-3)
@@ -190,7 +194,7 @@ def test_all_statistics_compile_into_one_graph(form: str, bias: bool) -> None:
     def everything(rows: Tensor, grad_rows: Tensor) -> list[Tensor]:
         kept = grad_rows.flatten(2)[..., 0] > 0
         given = (rows, grad_rows, case.bias, case.matrix)
-        return [s.compute(*given, mask) for s in STATISTICS.values() for mask in (None, kept)]
+        return [sum_of(name, *given, mask) for name in NAMES for mask in (None, kept)]
 
     torch.compiler.reset()
     compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)
@@ -199,13 +203,13 @@ def test_all_statistics_compile_into_one_graph(form: str, bias: bool) -> None:
 
 def test_golden_fully_connected_diagonal() -> None:
     x, d = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([[[1.0, -1.0]], [[2.0, 0.5]]])
-    square = STATISTICS["square"].compute(x, d, True, (1, 2, 3)) / 2
+    square = sum_of("square", x, d, True, (1, 2, 3)) / 2
     torch.testing.assert_close(square[0].mT, torch.tensor([[18.5, 1.625], [34.0, 4.0], [2.5, 0.625]]))
 
 
 def test_golden_pointwise_convolution() -> None:
     x, d = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.tensor([[[1.0], [-1.0]]])
-    values = {name: s.compute(x, d, False, (1, 1, 2)) for name, s in STATISTICS.items()}
+    values = {name: sum_of(name, x, d, False, (1, 1, 2)) for name in NAMES}
     torch.testing.assert_close(values["square"][0].mT, torch.tensor([[4.0], [4.0]]))
     torch.testing.assert_close(values["A"] / values["count"], torch.tensor([[[5.0, 7.0], [7.0, 10.0]]]))
     torch.testing.assert_close(values["G"] / values["count"], torch.tensor([[[1.0]]]))
@@ -214,15 +218,15 @@ def test_golden_pointwise_convolution() -> None:
 def test_golden_scale_and_shift() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).view(2, 1, 3, 1)
     d = torch.tensor([[1.0, 0.0, -1.0], [2.0, 1.0, 0.0]]).view(2, 1, 3, 1)
-    p = STATISTICS["per_case"].compute(x, d, True, (3, 1, 2)).view(2, 3, 2).mT.flatten(1)  # scales before shifts
+    p = sum_of("per_case", x, d, True, (3, 1, 2)).view(2, 3, 2).mT.flatten(1)  # scales before shifts
     torch.testing.assert_close(p, torch.tensor([[1.0, 0, -3, 1, 0, -1], [8.0, 5, 0, 2, 1, 0]]))
-    square = STATISTICS["square"].compute(x, d, True, (3, 1, 2)).view(3, 2).mT.flatten() / 2
+    square = sum_of("square", x, d, True, (3, 1, 2)).view(3, 2).mT.flatten() / 2
     torch.testing.assert_close(square, torch.tensor([32.5, 12.5, 4.5, 2.5, 0.5, 0.5]))
 
 
 def test_golden_ids() -> None:
     ids, d = torch.tensor([[0], [1], [4], [1]]), torch.ones(4, 1, 1)
-    values = {name: STATISTICS[name].compute(ids, d, False, (1, 1, 5)) for name in ("count", "A_diag")}
+    values = {name: sum_of(name, ids, d, False, (1, 1, 5)) for name in ("count", "A_diag")}
     torch.testing.assert_close(values["A_diag"] / values["count"], torch.tensor([[0.25, 0.5, 0, 0, 0.25]]))
 
 
@@ -230,6 +234,6 @@ def test_golden_ids() -> None:
 def test_without_a_row_all_sums_are_zero(bias: bool) -> None:
     x, d = randn(0, 3, 1, 2), randn(0, 3, 1, 4)
     for name in ("count", "A", "A_diag", "G", "G_diag", "gradient"):
-        found = STATISTICS[name].compute(x, d, bias, (1, 4, 2 + bias))
-        assert tuple(found.shape) == STATISTICS[name].shape((1, 4, 2 + bias), 0)
+        found = sum_of(name, x, d, bias, (1, 4, 2 + bias))
+        assert tuple(found.shape) == named(name).shape((1, 4, 2 + bias), 0)
         assert not found.any()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.approximations import named
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.recording.row_sums import STATISTICS, VARIANTS
+from kfac_fx.recording.row_sums import sum_of
 
 NAMES = ("count/reduced", "A/reduced", "G/reduced")
 MATRIX = (3, 4, 2)
@@ -23,7 +24,7 @@ def rows(cases: int = 4, positions: int = 5, shared: bool = False) -> tuple[Tens
 
 def computed(x: Tensor, d: Tensor, bias: bool = True, kept: Tensor | None = None) -> list[Tensor]:
     g, o, i = MATRIX
-    return [VARIANTS[name].compute(x, d, bias, (g, o, i + bias), kept) for name in NAMES]
+    return [sum_of(name, x, d, bias, (g, o, i + bias), kept) for name in NAMES]
 
 
 def defined(x: Tensor, d: Tensor, bias: bool, kept: Tensor) -> list[Tensor]:
@@ -50,20 +51,20 @@ def test_a_case_is_the_mean_of_its_rows_and_the_sum_of_its_gradients(bias: bool,
     found = computed(x, d, bias, KEPT if masked else None)
     torch.testing.assert_close(found, expected)
     g, o, i = MATRIX
-    shapes = [VARIANTS[name].shape((g, o, i + bias), 4) for name in NAMES]
+    shapes = [named(name).shape((g, o, i + bias), 4) for name in NAMES]
     assert [tuple(tensor.shape) for tensor in found] == shapes
 
 
 def test_with_one_position_they_are_the_statistics_of_all_rows() -> None:
     x, d = rows(positions=1)
     g, o, i = MATRIX
-    whole = [STATISTICS[name].compute(x, d, True, (g, o, i + 1)) for name in ("count", "A", "G")]
+    whole = [sum_of(name, x, d, True, (g, o, i + 1)) for name in ("count", "A", "G")]
     torch.testing.assert_close(computed(x, d), whole)
 
 
 def test_a_layer_that_only_shifts_has_a_mean_of_ones() -> None:
     d = torch.randn(4, 5, 3, 2, dtype=torch.float64)
-    ones = VARIANTS["A/reduced"].compute(d[..., :0], d, True, (3, 2, 1))
+    ones = sum_of("A/reduced", d[..., :0], d, True, (3, 2, 1))
     torch.testing.assert_close(ones, torch.full((3, 1, 1), 4.0, dtype=torch.float64))
 
 
@@ -99,7 +100,7 @@ def test_they_compile_into_one_graph(masked: bool) -> None:
 def test_ids_and_rows_of_experts_have_no_mean() -> None:
     ids, d = torch.randint(3, (4, 5)), torch.randn(4, 5, 2)
     with pytest.raises(RegistrationError, match=r"'kron_reduce' takes the mean of rows over positions, .* take 'kron'"):
-        VARIANTS["A/reduced"].compute(ids, d, False, (1, 2, 3))
+        sum_of("A/reduced", ids, d, False, (1, 2, 3))
     x, d = rows()
     with pytest.raises(RegistrationError, match="take 'kron'"):
         computed(x, d, kept=torch.ones(4, 5, 3, dtype=torch.bool))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kfac_fx.fisher.block import make_block, make_groups
-from kfac_fx.fisher.factor import Inverter
+from kfac_fx.fisher.groups import Inverter
 from kfac_fx.passes.errors import ApproximationError
 from kfac_fx.passes.matrix import MatrixForm
 from tests.runtime.fisher_cases import sequence_statistics, sequences, weight

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kfac_fx.fisher.block import make_block, make_groups
-from kfac_fx.fisher.factor import Inverter
+from kfac_fx.fisher.groups import Inverter
 from tests.runtime.fisher_cases import FORMS as FORMS_OF_ALL
 from tests.runtime.fisher_cases import draw, register
 from tests.runtime.two_blocks import FORMS, PARAMETERS, group_of, vector

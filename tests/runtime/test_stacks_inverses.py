@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher import factor as stacks
+from kfac_fx.fisher import groups as stacks
 from kfac_fx.fisher.block import make_groups
-from kfac_fx.fisher.factor import FailureWatch, Inverter
+from kfac_fx.fisher.groups import FailureWatch, Inverter
 from kfac_fx.linalg.matrices import rescued_roots
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from tests.runtime.fake_net import batch, deep, exact, noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_fx.passes.approximations import PER_CASE, STATISTICS, A, G
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import writable
-from kfac_fx.recording.row_sums import STATISTICS
-from kfac_fx.recording.taps import Tap, apart, is_tapped, make_probes, saves_time, tap_function
+from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.taps import Tap, is_tapped, make_probes, saves_time, sums_of, tap_function, without_aliases
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)
@@ -90,7 +92,7 @@ def test_probes_hold_the_statistics_of_the_rows(shape: tuple[int, ...], bias: bo
     rows, grad_rows = x.reshape(5, -1, 3), weight.reshape(5, -1, 2)
     assert list(statistics) == list(NAMES)
     for name, value in statistics.items():
-        expected = STATISTICS[name].compute(rows, grad_rows, bias, (1, 2, 3 + bias))
+        expected = sum_of(name, rows, grad_rows, bias, (1, 2, 3 + bias))
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
     grads = [model.weight.grad, *([model.bias.grad[:, None]] if bias else [])]  # type: ignore[index]
     torch.testing.assert_close(statistics["gradient"][0], torch.cat(grads, dim=1))  # type: ignore[arg-type]
@@ -101,7 +103,9 @@ def test_a_probe_without_gradient_costs_nothing(monkeypatch: pytest.MonkeyPatch)
     output = torch.randn(5, 2, requires_grad=True)
     probes = make_probes(registration, ("A", "per_case"), 5, output)
     probes["per_case"].requires_grad_(False)
-    monkeypatch.setitem(STATISTICS, "per_case", None)  # type: ignore[arg-type]
+    uncomputed = copy.copy(PER_CASE)
+    uncomputed.function = None
+    monkeypatch.setitem(STATISTICS, "per_case", uncomputed)
     tap_of(registration)(output, X[:, 0], probes).sum().backward()
     assert probes["A"].grad is not None and probes["per_case"].grad is None
 
@@ -125,7 +129,7 @@ def test_cases_in_another_dimension_come_first() -> None:
     assert registration.uses[0].batch_dim == 1
     x, weight = X.transpose(0, 1), torch.randn(7, 5, 2)
     statistics = through(registration, x @ model.w, x, weight)
-    expected = STATISTICS["per_case"].compute(X, weight.transpose(0, 1), False, (1, 2, 3))
+    expected = sum_of("per_case", X, weight.transpose(0, 1), False, (1, 2, 3))
     torch.testing.assert_close(statistics["per_case"], expected)
 
 
@@ -190,6 +194,20 @@ def test_rows_are_rounded_as_the_layer_rounds_them_under_autocast() -> None:
     torch.testing.assert_close(statistics["A"][0, :-1, :-1], rows.mT @ rows)
     torch.testing.assert_close(statistics["gradient"][0, :, :-1], weight.float().mT @ rows)
     assert not torch.equal(rows, x)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_an_output_side_in_blocks_needs_no_patches_either(blocks: int) -> None:
+    def no_rows(*_: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the rows were made")
+
+    def short(output_grad: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.eye(3)[None], output_grad
+
+    sums = sums_of(no_rows, (1, 2, 3), False, None, None, None, 0, short)
+    output_grad, name = torch.randn(5, 7, 2), G.in_blocks(blocks).name
+    value = sums(("count", "A", name), output_grad, X, ())(name)
+    torch.testing.assert_close(value, sum_of(name, output_grad, output_grad, False, (1, 2, 3)))
 
 
 def test_the_short_way_saves_time_except_for_halves_on_cuda_and_compiled_code_there(
@@ -286,8 +304,8 @@ def test_attributes_keep_their_order_whether_tensors_or_sizes() -> None:
 def test_sums_over_rows_that_cases_share_count_every_case() -> None:
     """In all their variants; in sums with gradient rows the gradient is that of all cases already."""
     of_inputs, others = (
-        ("count", "count/reduced", "A", "A/2", "A/reduced", "A_diag"),
-        ("G", "G/2", "G_diag", "gradient"),
+        ("count", "count/reduced", "A", A.in_blocks(2).name, "A/reduced", "A_diag"),
+        ("G", G.in_blocks(2).name, "G_diag", "gradient"),
     )
     names = (*of_inputs, *others)
     output, probes = torch.zeros(2, requires_grad=True), [torch.zeros((), requires_grad=True) for _ in names]
@@ -298,7 +316,7 @@ def test_sums_over_rows_that_cases_share_count_every_case() -> None:
 
 def test_a_tensor_that_comes_twice_comes_once_and_as_a_view() -> None:
     output, x, y = (torch.randn(2) for _ in range(3))
-    first, second, same, other, nothing = apart(output, x, x, output, y, None)
+    first, second, same, other, nothing = without_aliases(output, x, x, output, y, None)
     assert first is x and other is y and nothing is None
     for view, of in ((second, x), (same, output)):
         assert view is not of and view.data_ptr() == of.data_ptr()

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.approximations import LAGGED
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.recording.taps import LAGGED, Link, link_function
+from kfac_fx.recording.taps import Link, link_function
 from tests.compiler.toy import Toy, before
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -34,7 +35,7 @@ def link_of(registration: Registration, number: int, **changes: object) -> Link:
 
 def probes_of(registration: Registration) -> dict[str, Tensor]:
     assert registration.matrix is not None
-    shapes = {name: lagged.shape(registration.matrix.shape) for name, lagged in LAGGED.items()}
+    shapes = {lagged.name: lagged.shape(registration.matrix.shape) for lagged in LAGGED}
     return {name: torch.zeros(shape, requires_grad=True) for name, shape in shapes.items()}
 
 
@@ -161,7 +162,7 @@ def test_masks_that_are_not_of_rows_become_so() -> None:
     function = link_function(both, (1, D, D), False, (False, True, 1, False), ("", ""), real)
     x, earlier, output = torch.randn(N, D), torch.randn(N, D), torch.randn(N, D, requires_grad=True)
     mask, before = torch.tensor([True, True, True, False]), torch.tensor([True, True, False, True])
-    probes = [torch.zeros(LAGGED[name].shape((1, D, D)), requires_grad=True) for name in LAGGED]
+    probes = [torch.zeros(lagged.shape((1, D, D)), requires_grad=True) for lagged in LAGGED]
     carried = torch.zeros(N, D, requires_grad=True)
     result, _ = function.apply(output, x, carried, earlier, *probes, mask, before, before)  # type: ignore[no-untyped-call]
     result.sum().backward()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kfac_fx.passes.approximations import A1, PAIRS, named
 from kfac_fx.recording.row_sums import Rows
-from kfac_fx.recording.taps import LAGGED, unfolded
+from kfac_fx.recording.taps import unfolded
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -15,7 +16,7 @@ def test_lagged_rows_of_one_case_for_all() -> None:
     """Rows that all cases share, N = 1, stand for as many as there are gradient rows."""
     shared, own = torch.randn(1, 2, 1, 3), torch.randn(4, 2, 1, 3)
     d = torch.randn(4, 2, 1, 2)
-    lag = LAGGED["A1"].compute
+    lag = A1.of
     for bias in (False, True):
         matrix = (1, 2, 3 + bias)
         for later, earlier in ((shared, own), (own, shared), (shared, shared)):
@@ -31,11 +32,11 @@ def test_a_pair_counts_where_both_rows_are_real() -> None:
     d = torch.randn(3, 1, 1, 2)
     rows = Rows(torch.randn(3, 1, 1, 4), d, False, (1, 2, 4), mask)
     whole = Rows(rows.x, d, False, (1, 2, 4))
-    assert LAGGED["pairs"].compute(rows, rows) == 2
+    assert PAIRS.of(rows, rows) == 2
     other = Rows(rows.x, d, False, (1, 2, 4), torch.tensor([[False], [True], [True]]))
-    assert LAGGED["pairs"].compute(rows, other) == LAGGED["pairs"].compute(other, rows) == 1
-    assert LAGGED["pairs"].compute(whole, whole) == LAGGED["pairs"].compute(whole, rows) == 3
-    assert LAGGED["pairs"].compute(rows, whole) == 3
+    assert PAIRS.of(rows, other) == PAIRS.of(other, rows) == 1
+    assert PAIRS.of(whole, whole) == PAIRS.of(whole, rows) == 3
+    assert PAIRS.of(rows, whole) == 3
 
 
 @pytest.mark.parametrize("in_positions", [False, True])
@@ -56,4 +57,4 @@ def test_the_later_use_is_on_the_left(groups: int) -> None:
     for name, rows in (("A1", x), ("G1", d)):
         for g in range(groups):
             wanted = sum(torch.outer(rows[1, n, s, g], rows[0, n, s, g]) for n in range(4) for s in range(3))
-            torch.testing.assert_close(LAGGED[name].compute(later, earlier)[g], wanted)
+            torch.testing.assert_close(named(name).of(later, earlier)[g], wanted)

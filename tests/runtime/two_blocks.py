@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import make_groups
-from kfac_fx.fisher.factor import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.recording.moments import additive
 from tests.runtime.fisher_cases import Form as ToyForm

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils import checkpoint as recomputation
 
 import kfac_fx
-from kfac_fx.fisher.factor import Inverter
+from kfac_fx.fisher.groups import Inverter
 from kfac_fx.linalg import sharded
 from kfac_fx.linalg.sharded import ShardLayout, is_sharded
 from kfac_fx.linalg.sharded import shard as shard_of

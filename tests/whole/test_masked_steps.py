@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
+from kfac_fx.passes.approximations import named
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.graphs.labels import in_example, known_number
-from kfac_fx.recording.taps import LAGGED
 from tests.runtime.fisher_cases import sequence_statistics
 
 LENGTHS = (4, 2)
@@ -97,7 +97,7 @@ def test_the_statistics_are_those_of_every_sequence_on_its_own(name: str, approx
         for key, value in statistics(plain, *own).items():
             expected[key] = expected.get(key, 0) + value / 2
     found = statistics(net, x, MASK, targets)
-    lagged = {key for key, statistic in found if statistic in LAGGED}
+    lagged = {key for key, statistic in found if named(statistic).lagged}
     assert found.keys() == expected.keys() and bool(lagged) is (approximation == "kron_series_1")
     for key, value in expected.items():
         if key[1] == "count":

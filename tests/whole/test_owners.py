@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import kfac_fx
-from kfac_fx.fisher import factor as stacks
+from kfac_fx.fisher import groups as stacks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),  # what torch itself loads late

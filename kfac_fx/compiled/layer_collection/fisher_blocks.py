@@ -469,7 +469,7 @@ class FullyConnectedSeriesFB(KroneckerProductFB, layers=LINEAR, default="kron_se
 class ConvKFCBasicFB(KroneckerProductFB, layers=CONVOLUTIONS):
     """c A ⊗ G of patches and gradients, with c output positions (Grosse & Martens 2016, equation 23).
 
-    With "kron_sua" and its relatives A is of pixels (section 4.2 there; `kfac_fx.fisher.group_kinds`).
+    With "kron_sua" and its relatives A is of pixels (section 4.2 there; `kfac_fx.fisher.uncorrelated`).
     """
 
 
@@ -629,10 +629,8 @@ class FisherFactor:
 
 def factor_keys(registration: Registration) -> Iterator[tuple[str, bool, Hashable]]:
     """The arguments of `FisherFactor` for each factor of a block."""
-    for side in (registration.structure.left, registration.structure.right):
-        if side is not None:
-            same = registration.structure.variant, source_of(registration, side.factor)
-            yield side.factor, side.diagonal, same
+    for side in registration.structure.sides:
+        yield side.factor, side.diagonal, (side.statistic, source_of(registration, side.factor))
 
 
 def source_of(registration: Registration, factor: str) -> Hashable:

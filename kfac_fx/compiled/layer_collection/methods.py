@@ -225,7 +225,7 @@ class RegisterMethods:
         """Register a convolution over two dimensions, grouped and transposed ones included.
 
         The input factor of "kron" is of patches (KFC), that of the "kron_sua" family of pixels
-        (`kfac_fx.fisher.group_kinds`).
+        (`kfac_fx.fisher.uncorrelated`).
         """
 
     @layer_row("conv2d_multi")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.compiled.report import rows
-from kfac_fx.passes.approximations import INPUTS, OUTPUTS
-from kfac_fx.recording.row_sums import in_blocks, named
+from kfac_fx.passes.approximations import INPUTS, OUTPUTS, named
+from kfac_fx.recording.row_sums import sum_of
 
 
 def struck_out(dense: Tensor, width: int) -> Tensor:
@@ -30,7 +30,7 @@ def test_the_statistics_are_the_diagonal_blocks_of_the_dense_ones(
     kept = None if mask is None else torch.arange(math.prod(mask)).view(mask) % 5 < 3
     for name, size in (("A", 5 + bias), ("G", 7)):
         arguments = x, d, bias, (2, 7, 5 + bias), kept
-        dense, cut = (named(layout).compute(*arguments) for layout in (name, in_blocks(name, blocks)))
+        dense, cut = (sum_of(s.name, *arguments) for s in (named(name), named(name).in_blocks(blocks)))
         width = -(-size // blocks)
         assert cut.shape == named(f"{name}/{blocks}").shape((2, 7, 5 + bias), 4) == (2 * blocks, width, width)
         for matrix, parts in zip(dense, cut.unflatten(0, (2, blocks)), strict=True):
@@ -40,9 +40,9 @@ def test_the_statistics_are_the_diagonal_blocks_of_the_dense_ones(
 @pytest.mark.parametrize("name", ["A", "G"])
 def test_rows_that_all_cases_share_count_for_every_case(name: str) -> None:
     x, d = torch.randn(1, 3, 1, 5, dtype=torch.float64), torch.randn(4, 3, 1, 2, dtype=torch.float64)
-    statistic = named(in_blocks(name, 2))
+    halves = named(name).in_blocks(2).name
     every = x.expand(4, -1, -1, -1).contiguous()
-    torch.testing.assert_close(*(statistic.compute(rows, d, True, (1, 2, 6)) for rows in (x, every)))
+    torch.testing.assert_close(*(sum_of(halves, rows, d, True, (1, 2, 6)) for rows in (x, every)))
 
 
 def estimated(model: nn.Module, x: Tensor, **options: int) -> kfac_fx.FisherEstimator:

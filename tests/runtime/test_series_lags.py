@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.linalg.operators import (
+from kfac_fx.fisher.series import (
     doublings,
     fejer,
     inverse_root,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.fisher.group_kinds import DividedGroup, divided_forms
+from kfac_fx.fisher.divided import DividedGroup, divided_forms
 from kfac_fx.linalg.sharded import ShardLayout, Shards, unsharded
 from kfac_fx.passes.matrix import Layout
 

@@ -1,0 +1,577 @@
+"""Groups: Fisher blocks of one matrix shape and one kind of sides, stacked, so that one operation serves them all.
+
+A block acts on the matrix W [g, o, i] of its parameters (`passes.matrix`), group by group, as
+
+    F^p W    = c^p  G_λ^p W A_λ^p                 A_λ = A + λ_A I,  G_λ = G + λ_G I
+    L W      = c^½  L_G W L_Aᵀ                    Lᵀ W = c^½ L_Gᵀ W L_A
+    L⁻¹ W    = c^-½ L_G⁻¹ W L_A⁻ᵀ                 L⁻ᵀ W = c^-½ L_G⁻ᵀ W L_A⁻¹
+
+All of these are X_G W X_Aᵀ with roots X of the damped sides (`linalg.matrices.dense_roots`). A block that is not a
+Kronecker product has one side F, which acts on W as one column [g·o·i]. The factors A, G and F and the positions c are
+those of `kfac_fx.fisher.factor`.
+
+λ is split into λ_A = π √(λ/c) and λ_G = √(λ/c) / π with the π of every group, so that c λ_A λ_G = λ (Martens & Grosse
+2015, section 6.3); F is damped by λ. Powers other than 1 are those of the last `update_inverses`; the power 1 uses the
+present factors (sections 4.2 and 6.3 there). The factors of all groups are decomposed together, in one batch for every
+size of matrix (`Inverter`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kfac_fx.fisher.factor import Stack, batch_values, kept_elsewhere
+from kfac_fx.linalg.matrices import (
+    HERE,
+    HostCopy,
+    Place,
+    Root,
+    are_finite,
+    copy_if_,
+    damp,
+    dense_roots,
+    diagonal_root,
+    exponent,
+    full_precision,
+    mean_eigenvalue,
+    multiply_left,
+    multiply_right,
+    pi_correction,
+    renewed_eigh,
+    rescued_eigh,
+    rescued_roots,
+    unsqueeze_like,
+)
+from kfac_fx.linalg.vectors import Vector, VectorForm
+from kfac_fx.passes.approximations import PRODUCT_OF_SIDES, Side, blocks_of
+from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import AlikeForms, stacked
+
+ALL_BLOCKS = slice(None)
+WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
+Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
+
+
+class Failures(NamedTuple):
+    """The numbers of failed decompositions, after which blocks kept their inverse, and of updates that were skipped."""
+
+    decompositions: int
+    updates: int
+
+
+@blocks_of(PRODUCT_OF_SIDES)
+class BlockGroup:
+    """L blocks whose matrices are [g, o, i]. Every tensor has a leading dimension of blocks.
+
+    Attributes:
+        structure: the approximation.
+        left, right: the sides of the outputs and of the inputs; right is None if the blocks are not Kronecker products.
+        sides: the sides, or the parts that are decomposed in place of a side.
+        decomposed: the sides that `Inverter` decomposes.
+        factors: the stacks, by name.
+        skipped: the number of skipped updates of every block, [L].
+        updated: whether there are factors.
+        roots: the operators of every root that is kept.
+        failed: the number of failed decompositions of every block, [L].
+        inverted: whether there are roots.
+        extras: tensors [L, ...] that an optimizer keeps with the blocks, by name.
+        relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
+        owner: the process that keeps the factors; None: every process.
+        here: whether this process keeps them. Otherwise they are on the meta device, without memory.
+        divided: whether a process that keeps them has a part of the entries (`kfac_fx.fisher.divided`).
+    """
+
+    owner: int | None = None
+    here = True
+    divided = False
+    relative_damping: float | None = None
+
+    def __init__(
+        self,
+        registrations: Sequence[Registration],
+        forms: Sequence[VectorForm],
+        *,
+        roots: Sequence[Root],
+        damping: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.registrations, self.forms = tuple(registrations), tuple(forms)
+        self.alike = AlikeForms.of(forms)
+        self.shape = forms[0].shape
+        self.structure = registrations[0].structure
+        self.left, self.right = self.structure.left, self.structure.right
+        self.sides = [part for side in self.structure.sides for part in self.parts(side)]
+        self.decomposed = [side for side in self.sides if not side.diagonal]
+        self.damping, self.dtype, self.device = damping, dtype, device
+        self.factors = {
+            side.factor: Stack.zeros(len(self), registrations[0].factor_shape(side, self.shape), dtype, device)
+            for side in self.structure.sides
+        }
+        if self.right is not None:
+            self.factors["positions"] = Stack.zeros(len(self), (), dtype, device)
+        self.skipped = torch.zeros(len(self), dtype=torch.int64, device=device)
+        self.updated = False
+        # Zero until the first decomposition: products with the roots of a block without an inverse are zero.
+        self.roots = {
+            root: [torch.zeros_like(self.as_operator(side, self.factors[side.factor].moment)) for side in self.sides]
+            for root in roots
+        }
+        self.extras: dict[str, Tensor] = {}
+        self.failed = torch.zeros(len(self), dtype=torch.int64, device=device)
+        self.inverted = False
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        """The properties that all registrations of a group share besides matrix and sides."""
+        return None
+
+    # --- blocks of which other processes keep parts (`kfac_fx.fisher.divided`) ---------------------------------------
+
+    @property
+    def whole_shape(self) -> tuple[int, int, int]:
+        """[g, o, i] of whole blocks."""
+        return self.shape
+
+    def check_whole(self) -> None:
+        """Raises NotRegisteredError if this process keeps a part."""
+
+    def agreed(self, flags: Tensor) -> Tensor:
+        """Whether flags of blocks are true of all their parts."""
+        return flags
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sums over all parts of blocks, from those over the part that is here."""
+        return values
+
+    def in_state(self, entry: Tensor) -> Tensor:
+        """A tensor of one block as the state has it, sharing memory: a diagonal F in the shape of the matrix."""
+        diagonal = self.right is None and self.left.diagonal and entry.dim()
+        return entry.view(self.shape) if diagonal else entry
+
+    # --- sides ------------------------------------------------------------------------------------------------------
+
+    def parts(self, side: Side) -> tuple[Side, ...]:
+        """The parts that are decomposed in place of a side."""
+        return (side,)
+
+    def size(self, side: Side) -> int:
+        """The width d of the matrices [d, d] of a side."""
+        return side.size(self.shape)
+
+    def as_operator(self, side: Side, factor: Tensor) -> Tensor:
+        """The factor as [L, groups, d, d], or as [L, groups, d] if diagonal; F has one group of all parameters."""
+        if side.factor != "F":
+            return factor
+        return factor.flatten(1).unsqueeze(1) if side.diagonal else factor.unsqueeze(1)
+
+    # --- vectors ----------------------------------------------------------------------------------------------------
+
+    def pack(self, vector: Vector, members: slice = ALL_BLOCKS) -> Tensor:
+        """From tensors of the shapes of the parameters to [L, g, o, i] in the precision of the factors."""
+        if self.alike is not None:
+            return self.alike[members].pack(vector).to(self.dtype)
+        return stacked([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
+
+    def by_name(self, matrices: Tensor, members: slice = ALL_BLOCKS) -> dict[str, Tensor]:
+        """The parameters in matrices [L, g, o, i], in the precision of these; views where the layouts have views."""
+        if self.alike is not None:
+            return self.alike[members].unpack(matrices)
+        pairs = zip(self.forms[members], matrices.unbind(), strict=True)
+        return {name: tensor for form, matrix in pairs for name, tensor in form.unpack(matrix).items()}
+
+    def unpack(self, matrices: Tensor, vector: Vector, members: slice = ALL_BLOCKS) -> dict[str, Tensor]:
+        """The inverse of `pack`, in the precision of `vector`."""
+        unpacked = self.by_name(matrices, members)
+        dtypes = {name: vector[name].dtype for name in unpacked}
+        return {n: tensor if tensor.dtype is dtypes[n] else tensor.to(dtypes[n]) for n, tensor in unpacked.items()}
+
+    # --- factors ----------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        sums: Sequence[Mapping[str, Tensor]],
+        cases: int | Tensor,
+        *,
+        decay: float,
+        weight: float = 1.0,
+        accept: Tensor | None = None,
+        members: slice = ALL_BLOCKS,
+    ) -> None:
+        """Average the sums of one batch into the factors of some of the blocks, without waiting for the device.
+
+        Sums that are not finite are skipped and counted. sums: of each block (`additive`), over `cases`
+        cases. accept: a 0-d bool tensor; if it is False, nothing changes.
+        """
+        total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
+        batch = self.batch_values(total, cases)
+        finite = self.agreed(torch.stack([are_finite(value) for value in batch.values()]).all(0))
+        accepted = finite if accept is None else finite & accept
+        averaged, anew = accepted, None
+        if "count" in total:  # a batch without rows has no mean over rows; before the first rows the mean is zero
+            anew = self.factors["positions"][members].moment * decay == 0
+            averaged = accepted & ((total["count"] > 0) | anew)
+        for name, stack in self.factors.items():
+            part = stack[members]
+            value = batch[name].view(part.moment.shape)
+            if stack.per_case:
+                part.update(value, accepted, decay, weight)
+            else:
+                part.update(value, averaged, decay, weight, anew)
+        self.skipped[members] += ~finite
+        self.updated = True
+
+    def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+        """The factors of one batch, from sums [L, ...] of some of the blocks."""
+        return batch_values(self.structure, sums, cases)
+
+    def value(self, side: Side) -> Tensor:
+        return self.as_operator(side, self.factors[side.factor].value)
+
+    def mean_eigenvalue(self, side: Side) -> Tensor:
+        """tr C / dim C of every matrix, [L, groups], without a copy of the factor."""
+        stack = self.factors[side.factor]
+        means = mean_eigenvalue(self.as_operator(side, stack.moment), side.diagonal)
+        return means / stack.total_weight.unsqueeze(-1)
+
+    def positions(self) -> Tensor:
+        """c of every block, [L]. It is 1 for blocks without rows, whose A and G are zero, so that F + λ I is λ I."""
+        if self.right is None:
+            return torch.ones(len(self), dtype=self.dtype, device=self.device)
+        c = self.factors["positions"].value
+        return torch.where(c == 0, 1, c)
+
+    def split_damping(self) -> dict[Side, Tensor]:
+        """The damping of every matrix of every side, [L, groups] each."""
+        damping = self.damping.to(self.device, self.dtype)
+        if self.relative_damping is not None:
+            by_side = {side: self.mean_eigenvalue(side) for side in self.structure.sides}
+            each = {s: torch.where(mean > 0, self.relative_damping * mean, 1) for s, mean in by_side.items()}
+            inputs_too = {} if self.right is None else dict.fromkeys(self.sides[1:], each[self.right])
+            return {**inputs_too, self.left: each[self.left]}
+        if self.right is None:
+            return {self.left: damping.expand(len(self), 1)}
+        inputs, outputs = (self.mean_eigenvalue(side) for side in (self.right, self.left))
+        pi, root = pi_correction(inputs, outputs), (damping / self.positions()).sqrt().unsqueeze(-1)
+        return {**dict.fromkeys(self.sides[1:], pi * root), self.left: root / pi}
+
+    @property
+    def cost(self) -> int:
+        """Σ d³ over all matrices [d, d] that are decomposed: the operations, up to a constant."""
+        operators = [(self.as_operator(side, self.factors[side.factor].moment), side) for side in self.decomposed]
+        return sum(operator.numel() * self.size(side) for operator, side in operators)
+
+    def check_updated(self) -> None:
+        """Raises FactorNotReady before the first update, NotRegisteredError if another process keeps the factors."""
+        if not self.updated:
+            raise FactorNotReady(
+                f"factors of {self.registrations[0]} read before their first update: "
+                "call estimator.update_covariances(inputs) first."
+            )
+        if not self.here:
+            raise NotRegisteredError(kept_elsewhere(str(self.registrations[0]), self.owner))
+
+    @property
+    def separable(self) -> bool:
+        """Whether Qᵀ turns outputs and inputs of W apart, with one operator each."""
+        return self.right is not None
+
+    @property
+    def multiplies_whole(self) -> bool:
+        """Whether products with W [g, o, i] take one matrix for every side. Zeros around both change nothing then."""
+        return self.right is not None
+
+    def operands(self, root: Root) -> list[str]:
+        """The names of the operators of a root."""
+        return [str(side) for side in self.sides]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all factors, roots and extras."""
+        tensors = {id(tensor): tensor for operators in self.roots.values() for tensor in operators}
+        others = (*self.extras.values(), *(stack.moment for stack in self.factors.values()))
+        return sum(tensor.numel() for tensor in (*tensors.values(), *others))
+
+    def failures(self, members: slice = ALL_BLOCKS) -> Failures:
+        """The failures of some of the blocks, as far as this process keeps them; waits for the device."""
+        if not self.here:
+            return Failures(0, 0)
+        return Failures(int(self.failed[members].sum()), int(self.skipped[members].sum()))
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def multiply(self, matrix: Tensor, root: Root, transpose: bool = False, members: slice = ALL_BLOCKS) -> Tensor:
+        """A root, or its transpose, times W [L, g, o, i] of some of the blocks. Raises as `operators`."""
+        return self.applied(matrix, [operator[members] for operator in self.operators(root)], transpose)
+
+    def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
+        """X_G W X_Aᵀ, or X_Gᵀ W X_A, of one W [L, g, o, i] or of B of them, [B, L, g, o, i]."""
+        left, *right = operators
+        rows = matrix if right else matrix.flatten(-3).unsqueeze(-1).unsqueeze(-3)
+        rows = self.turn_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
+        if right:
+            as_is = [transpose or side.diagonal for side in self.sides[1:]]
+            rows = self.turn_inputs(rows, [x if plain else x.mT for x, plain in zip(right, as_is, strict=True)])
+        return rows.reshape(matrix.shape)
+
+    def turn_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
+        """X W of one vector, or of B vectors, which are more columns for X."""
+        if rows.dim() == 4:
+            return self.multiply_outputs(rows, operator)
+        columns = rows.movedim(0, -1)
+        return self.multiply_outputs(columns.flatten(-2), operator).view(columns.shape).movedim(-1, 0)
+
+    def turn_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X of one vector, or of B vectors, which are more rows for X."""
+        if rows.dim() == 4:
+            return self.multiply_inputs(rows, operators)
+        turned = self.multiply_inputs(rows.movedim(0, 2).flatten(2, 3), operators)
+        return turned.view(*turned.shape[:2], len(rows), -1, turned.shape[-1]).movedim(2, 0)
+
+    def multiply_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
+        """X W: [L, g, o, i] -> the same."""
+        return multiply_left(operator, rows, self.left.diagonal)
+
+    def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X with the X of all parts of the input side: [L, g, o, i] -> the same."""
+        (operator,), (_, side) = operators, self.sides
+        return multiply_right(rows, operator, side.diagonal)
+
+    def operators(self, root: Root) -> list[Tensor]:
+        """The roots of all sides; the left one contains c.
+
+        Raises NotRegisteredError for a root that is not kept, FactorNotReady before the first update.
+        """
+        self.check_updated()
+        if root == 1:
+            dampings = self.split_damping()
+            return self.scaled([damp(self.value(s), dampings[s], s.diagonal) for s in self.sides], root)
+        if root not in self.roots:
+            raise NotRegisteredError(unknown_root(root, self.roots))
+        if not self.inverted:
+            raise FactorNotReady(
+                f"inverse of {self.registrations[0]} read before its first update: "
+                "call estimator.update_inverses() first."
+            )
+        return self.roots[root]
+
+    def scaled(self, operators: list[Tensor], root: Root) -> list[Tensor]:
+        """The operators with c^p in the left one."""
+        left, *right = operators
+        return [left * unsqueeze_like(self.positions() ** exponent(root), left), *right]
+
+    def dense(self, index: int) -> Tensor:
+        """The undamped block c G ⊗ A as one matrix [g·o·i, g·o·i], in the order of the flattened [g, o, i]."""
+        self.check_updated()
+        values = [(side, self.value(side)[index]) for side in self.sides]
+        left, *right = (torch.diag_embed(value) if side.diagonal else value for side, value in values)
+        left = self.joined_outputs(left)
+        a = self.joined(right) if right else torch.ones_like(left[:, :1, :1])
+        same_group = torch.eye(left.shape[0], dtype=self.dtype, device=self.device)
+        block = torch.einsum("gop,gij,gh->goihpj", left, a, same_group).flatten(0, 2).flatten(1)
+        return block * self.positions()[index]
+
+    def joined_outputs(self, operator: Tensor) -> Tensor:
+        """The output side of one block, dense: [groups, o, o]."""
+        return operator
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The input side of one block from its parts, dense: [groups, i, i]."""
+        (a,) = parts
+        return a
+
+    # --- eigenvectors: F = Q Λ Qᵀ, undamped -------------------------------------------------------------------------
+
+    def eigensystem(self, place: Place = HERE) -> tuple[Tensor, list[Tensor]]:
+        """(Λ of all blocks [L, g, o, i], the operators that Q consists of).
+
+        Λ is NaN for blocks whose factors are not finite. Raises FactorNotReady before the first update.
+        """
+        values, vectors = self.side_eigensystems(place)
+        left = values[0] * unsqueeze_like(self.positions(), values[0])
+        if self.right is None:
+            return left.view(len(self), *self.shape), vectors
+        return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
+
+    def side_eigensystems(
+        self, place: Place = HERE, last: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Eigenvalues and eigenvectors of every side, as of `side_eigensystem`. last: the eigenvectors of every side to
+        iterate from."""
+        self.check_updated()
+        with full_precision():
+            systems = [
+                self.side_eigensystem(side, place, None if last is None else last[n])
+                for n, side in enumerate(self.sides)
+            ]
+        return [values for values, _ in systems], [vectors for _, vectors in systems]
+
+    def side_eigensystem(self, side: Side, place: Place = HERE, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, d], or ones if diagonal.
+
+        last: the eigenvectors to iterate from, zero for blocks without any; None: decompose.
+        """
+        value = self.value(side)
+        if side.diagonal:
+            return value.clamp(min=0), torch.ones_like(value)
+        matrices = value.flatten(0, 1)
+        values, vectors = rescued_eigh(matrices, place) if last is None else renewed_eigh(matrices, last.flatten(0, 1))
+        return values.clamp(min=0).view(value.shape[:-1]), vectors.view(value.shape)
+
+    def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
+        """The eigenvalues of the input side, [L, g, i], from those of its parts."""
+        (a,) = values
+        return a
+
+    def to_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """Qᵀ W of one W [L, g, o, i] or of B of them, [B, L, g, o, i]."""
+        return self.applied(matrix, operators, transpose=True)
+
+    def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """Q W. Every entry of Q is a product of one entry of each operator, so squared operators make Q squared."""
+        return self.applied(matrix, operators)
+
+    def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
+        """The operators whose product is the Q of one block."""
+        return [operator[index : index + 1] for operator in operators]
+
+    def stack_operators(self, each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The inverse of `operators_of`, from all blocks."""
+        return list(map(torch.cat, zip(*each, strict=True)))
+
+    def without_factors(self, members: Sequence[int]) -> Self:
+        """A group of some of the blocks that turns their vectors, and holds neither factors nor roots."""
+        group = copy.copy(self)
+        group.registrations = tuple(self.registrations[index] for index in members)
+        group.forms = tuple(self.forms[index] for index in members)
+        group.alike = AlikeForms.of(group.forms)
+        group.factors, group.roots, group.extras = {}, {}, {}
+        return group
+
+    # --- roots ------------------------------------------------------------------------------------------------------
+
+    def store(self, decomposed: Mapping[Side, Roots], dampings: Mapping[Side, Tensor]) -> None:
+        """Take new roots of the dense sides, and compute those of the diagonal sides.
+
+        A block with an invalid root on any side keeps all its last valid roots and is counted.
+        """
+        valid = [side_valid.view(len(self), -1).all(1) for _, side_valid in decomposed.values()]
+        new: dict[Root, list[Tensor]] = {}
+        for root, last in self.roots.items():
+            operators = [
+                decomposed[side][0][root].view(like.shape) if side in decomposed
+                else diagonal_root(self.value(side), dampings[side], root)
+                for side, like in zip(self.sides, last, strict=True)
+            ]  # fmt: skip
+            new[root] = self.scaled(operators, root)
+            valid += [are_finite(operator) for operator in new[root]]
+        good = self.agreed(torch.stack(valid).all(0))
+        for root, operators in new.items():
+            for last_operator, operator in zip(self.roots[root], operators, strict=True):
+                copy_if_(unsqueeze_like(good, operator), last_operator, operator)
+        self.failed += ~good
+        self.inverted = True
+
+
+class FailureWatch:
+    """The failed matrices of a batch; deferred: known one call late, except at the first call, without waiting."""
+
+    def __init__(self, deferred: bool) -> None:
+        self.deferred = deferred
+        self.failed: HostCopy | None = None  # of the last call
+
+    def known_failures(self, valid: Tensor) -> Tensor:
+        """The indices of the matrices to decompose again now. valid: [m], of the present attempt."""
+        if not self.deferred:
+            return (~valid).nonzero().squeeze(-1)
+        last, self.failed = self.failed, HostCopy(~valid)
+        if last is None:
+            return self.failed.wait().nonzero().squeeze(-1)
+        return (last.value if last.arrived else torch.zeros_like(last.value)).nonzero().squeeze(-1)
+
+
+class BatchKey(NamedTuple):
+    """The properties that the matrices of a batch have in common."""
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    alone: tuple[int, Side] | None  # the only side in the batch, by the place of its group
+
+
+class Inverter:
+    """Updates the roots of the damped factors of all groups. deferred: see `FailureWatch`; None: except on a CPU.
+
+    A failed decomposition is repeated with more damping and then in float64. If a block still fails, it keeps its last
+    valid inverse. The host would have to wait for the device to learn of a failure. Except on a CPU, it therefore waits
+    only at the first update, when there is no earlier inverse. Later it learns of a failure at the next update and
+    repeats the decomposition then.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root], deferred: bool | None = None) -> None:
+        self.groups, self.roots = groups, roots
+        self.batches: defaultdict[BatchKey, list[tuple[int, Side]]] = defaultdict(list)
+        for g, group in enumerate(groups):
+            for side in group.decomposed:
+                alone = group.device.type == "cpu" and group.size(side) >= WORTH_DECOMPOSING_ALONE
+                key = BatchKey(group.size(side), group.dtype, group.device, (g, side) if alone else None)
+                self.batches[key].append((g, side))
+        self.watches = {
+            key: FailureWatch(key.device.type != "cpu" if deferred is None else deferred) for key in self.batches
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if not self.roots:
+            return
+        with full_precision():
+            dampings = [group.split_damping() for group in self.groups]
+            decomposed: list[dict[Side, Roots]] = [{} for _ in self.groups]
+            for g, group in enumerate(self.groups):
+                if not group.decomposed:
+                    group.store({}, dampings[g])
+            for key, members in self.batches.items():
+                stacks = [self.groups[g].value(side).flatten(0, 1) for g, side in members]
+                sizes, matrices = [len(stack) for stack in stacks], torch.cat(stacks) if len(stacks) > 1 else stacks[0]
+                del stacks
+                roots, valid = self.decompose(
+                    matrices, torch.cat([dampings[g][side].flatten() for g, side in members]), self.watches[key]
+                )
+                for part, (g, side) in enumerate(members):
+                    of_side = {root: torch.split(of_all, sizes)[part] for root, of_all in roots.items()}
+                    decomposed[g][side] = of_side, torch.split(valid, sizes)[part]
+                del matrices, roots, of_side
+                for g in dict.fromkeys(g for g, _ in members):
+                    if len(decomposed[g]) == len(self.groups[g].decomposed):  # now, to free memory for the next batch
+                        self.groups[g].store(decomposed[g], dampings[g])
+                        decomposed[g] = {}
+
+    def decompose(self, matrices: Tensor, damping: Tensor, watch: FailureWatch) -> tuple[dict[Root, Tensor], Tensor]:
+        """From matrices [m, d, d] and damping [m]: the roots [m, d, d], and which of them are valid [m]."""
+        roots, valid = dense_roots(matrices, damping, self.roots)
+        again = watch.known_failures(valid)
+        if len(again):
+            again = again.to(valid.device)
+            rescued, rescued_valid = rescued_roots(matrices[again], damping[again], self.roots)
+            use = rescued_valid & ~valid[again]
+            for root, better in rescued.items():
+                roots[root][again] = torch.where(unsqueeze_like(use, better), better, roots[root][again])
+            valid[again] |= rescued_valid
+        return roots, valid
+
+
+def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
+    if isinstance(root, str):
+        return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
+    exps = tuple(sorted({exp for exp in roots if not isinstance(exp, str)} | {root}))
+    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
