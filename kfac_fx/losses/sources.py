@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.matrices import pulled
 from kfac_fx.losses.distributions import LossFunction
-from kfac_fx.passes.errors import TargetsMissing, nearest, table
+from kfac_fx.passes.errors import TargetsMissing, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")
 LossPairs = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
@@ -36,9 +38,7 @@ Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is s
 
 def check_mode(mode: object) -> None:
     """Raises ValueError for a mode that does not exist."""
-    if mode not in MODES:
-        modes = ", ".join(map(repr, MODES))
-        raise ValueError(f"unknown estimation_mode {mode!r}; known are {modes}.{nearest(mode, MODES)}")
+    choice("estimation_mode", mode, MODES)
 
 
 def is_exact(mode: str) -> bool:
@@ -47,7 +47,7 @@ def is_exact(mode: str) -> bool:
 
 def one_source(mode: str, losses: LossPairs, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
     """The only source of a mode that is not exact; leaves: the outputs of the model. Raises TargetsMissing."""
-    return pulled_back([loss.inputs for _, loss in losses], source_of_losses(mode, losses, generator), leaves)
+    return pulled([loss.inputs for _, loss in losses], source_of_losses(mode, losses, generator), leaves, keep=True)
 
 
 def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | None) -> list[Tensor]:
@@ -113,7 +113,7 @@ def exact_sources(
             rows.diagonal(start).fill_(1.0)
             one_hot = rows.view(stop - start, *[1] * axis, *shape[axis:]).expand(stop - start, *shape)
             vector = c**0.5 * multiply_factor(mode, loss, one_hot)
-            yield stop - start, pulled_back([loss.inputs], [vector], leaves, batched=True)
+            yield stop - start, pulled([loss.inputs], [vector], leaves, keep=True, batched=True)
 
 
 def cases_axis(loss: LossFunction) -> int:
@@ -137,24 +137,6 @@ def random_signs(shape: torch.Size, loss: LossFunction, generator: torch.Generat
         generator = torch.Generator(loss.inputs.device).manual_seed(loss.seed)
     half = torch.full(shape, 0.5, dtype=loss.inputs.dtype, device=loss.inputs.device)
     return 2 * torch.bernoulli(half, generator=generator) - 1
-
-
-def pulled_back(
-    tensors: Sequence[Tensor], vectors: Sequence[Tensor], leaves: Sequence[Tensor], batched: bool = False
-) -> Cotangents:
-    """Cotangents of the leaves, from the cotangents `vectors` of tensors that are computed from the leaves."""
-    pairs = [(tensor, vector) for tensor, vector in zip(tensors, vectors, strict=True) if tensor.requires_grad]
-    grads = iter(
-        torch.autograd.grad(
-            [tensor for tensor, _ in pairs],
-            [leaf for leaf in leaves if leaf.requires_grad],
-            [vector.to(tensor.dtype) for tensor, vector in pairs],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
-    )
-    return [next(grads) if leaf.requires_grad else None for leaf in leaves]
 
 
 # --- the sources of single cases --------------------------------------------------------------------------------------
@@ -181,7 +163,7 @@ class CaseSource:
         vectors = self.vectors
         if example is not None:
             vectors = [v * (owner == example) for v, owner in zip(vectors, self.owners(), strict=True)]
-        return pulled_back(self.tensors, vectors, self.leaves)
+        return pulled(self.tensors, vectors, self.leaves, keep=True)
 
 
 def measurement_source(

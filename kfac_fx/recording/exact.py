@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import dense, pulled
 from kfac_fx.linalg.vectors import split
-from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources, pulled_back
+from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
@@ -87,7 +87,7 @@ class Pullback:
         outputs, batched = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
 
         def grad(*vectors: Tensor) -> tuple[Tensor, ...]:
-            grads = torch.autograd.grad(outputs, self.leaves, vectors, retain_graph=True, allow_unused=True)
+            grads = pulled(outputs, vectors, self.leaves, keep=True)
             return tuple(
                 torch.zeros_like(leaf) if grad is None else dense(grad)
                 for leaf, grad in zip(self.leaves, grads, strict=True)
@@ -214,7 +214,7 @@ class ExactPass:
     def of_inputs(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """One source through all losses: statistics of inputs are recorded wherever any loss reaches."""
         inputs = [loss.inputs for _, loss in self.losses]
-        cotangents = pulled_back(inputs, [torch.ones_like(value) for value in inputs], self.leaves)
+        cotangents = pulled(inputs, [torch.ones_like(value) for value in inputs], self.leaves, keep=True)
         batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
         return [grad[0] for grad in self.pullback(leaves)(batched)] if leaves else []
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.matrices import pulled
 from kfac_fx.linalg.sharded import unsharded
-from kfac_fx.losses.sources import Cotangents, pulled_back
+from kfac_fx.losses.sources import Cotangents
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.emitted import EmittedModel
@@ -48,7 +49,7 @@ class LossRows:
             row = torch.arange(len(tensor), device=tensor.device).view(-1, *[1] * (tensor.dim() - 1))
             for bit in range(max(0, len(tensor) - 1).bit_length()):
                 upper = (row >> bit) % 2 == 1
-                low, high = (pulled_back([tensor], [vector * half], self.leaves) for half in (~upper, upper))
+                low, high = (pulled([tensor], [vector * half], self.leaves, keep=True) for half in (~upper, upper))
                 yield low, high
 
 
@@ -142,17 +143,6 @@ def keys_that_meet(
             low, high = map(cases_of, halves)
             meeting |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
     return frozenset(meeting)
-
-
-def pulled(
-    outputs: Sequence[Tensor], cotangents: Cotangents, leaves: Sequence[Tensor], keep: bool
-) -> Sequence[Tensor | None]:
-    """The gradients of the leaves; None where the cotangents do not reach them. keep: another backward comes."""
-    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
-    if not pairs or not leaves:
-        return [None] * len(leaves)
-    roots, vectors = zip(*pairs, strict=True)
-    return torch.autograd.grad(roots, leaves, vectors, retain_graph=keep, allow_unused=True)
 
 
 def revealing(value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
-from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.matrices import dense, full_precision, pulled
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
@@ -274,8 +274,7 @@ class Recorder:
                 return Moments(statistics, cases, gradients, self.frozen)
             cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]
-            pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
-            grads = pulled_to(leaves, pairs)
+            grads = pulled(fisher, cotangents, leaves)
         grads_or_zeros = [
             torch.zeros_like(leaf) if grad is None else lasting(dense(grad), self.emitted.backend)
             for leaf, grad in zip(leaves, grads, strict=True)
@@ -374,14 +373,6 @@ def recorded(
     """The registrations that are recorded, and their probes."""
     pairs = [(r, of_r) for r, of_r in zip(registrations, probes, strict=True) if of_r is not None]
     return tuple(registration for registration, _ in pairs), [of_registration for _, of_registration in pairs]
-
-
-def pulled_to(leaves: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor | None]:
-    """Gradients of all leaves from (output, cotangent) pairs."""
-    if not pairs or not leaves:
-        return [None] * len(leaves)
-    outputs, cotangents = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
 
 
 def is_among(registration: Registration, parameters: Collection[str] | None) -> bool:
