@@ -22,7 +22,7 @@ from kfac_fx.compiled.replaced_call import (
 from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import refuse_other_parameters
 from kfac_fx.linalg.matrices import products_are_full
-from kfac_fx.losses.registered import LossSpec
+from kfac_fx.losses.spec import LossSpec, replaced
 from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
@@ -31,7 +31,6 @@ from kfac_fx.recording.backends import compiled_model
 from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
-from kfac_fx.recording.masks import replaced
 from kfac_fx.recording.moments import Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.unchanged import averages_gradients, unwrapped

@@ -19,7 +19,7 @@ from kfac_fx.linalg.arguments import (
     refuse_other_models,
     refuse_unfit_names,
 )
-from kfac_fx.losses.registered import loss_from
+from kfac_fx.losses.spec import loss_from
 from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
@@ -59,10 +59,10 @@ def compile(
             module inside, and stay the same objects. Or a LayerCollection, whose registrations and losses are used.
         example_inputs, example_kwargs: inputs to capture with. Without them torch.fx traces the model at once or, if it
             cannot trace all of it, the model is captured at its first training forward.
-        loss: "cross_entropy", "mse" or "bce_with_logits", which are torch's functions with their means, for the last
-            two over all elements; "categorical", "normal" (variance 0.5) or "multi_bernoulli", distributions whose
-            loss is a sum over the elements of a case; a class of `kfac_fx.losses`; or a function of the model's outputs
-            that returns a loss. None: the loss is found in the graph of forward.
+        loss: the name of a loss of torch with its mean, such as "cross_entropy", "mse" or "bce_with_logits"; the name
+            of a distribution whose loss is a sum over the elements of a case, such as "categorical", "normal"
+            (variance 0.5) or "multi_bernoulli"; a class of `kfac_fx.losses`; or a function of the model's outputs that
+            returns a loss. None: the loss is found in the graph of forward.
         linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
         approximations: {parameter or module name, with *; layer name; module class: approximation}. The table
             `kfac_fx.passes.approximations` lists them: "kron" and its variants with diagonal sides; "kron_reduce", with

@@ -1,12 +1,3 @@
-"""Loss functions: predictive distributions, their registration, and the gradients that are sent back from them."""
+"""Loss functions: predictive distributions, their declaration, and the gradients that are sent back from them."""
 
-from kfac_fx.losses.distributions import (
-    Categorical,
-    LossFunction,
-    MultiBernoulli,
-    Normal,
-    NormalMeanVariance,
-    OnehotCategorical,
-)
-
-__all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
+from kfac_fx.losses.distributions import *  # noqa: F403  # its __all__, which has every class

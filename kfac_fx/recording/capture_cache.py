@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from kfac_fx.linalg.sharded import drop_gathered
-from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.losses.declared import RegisteredLosses
+from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import (

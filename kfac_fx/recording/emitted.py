@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from kfac_fx.linalg.sharded import SavedShards, averaged_unsharded, is_divided, unsharded
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.losses.declared import ObservedLoss
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
@@ -90,17 +91,6 @@ def run_on_shards(
 
 Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
 RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
-
-
-@dataclass(frozen=True)
-class ObservedLoss:
-    """A loss that Python computed in a run; see `LossSite`, which is one in a graph."""
-
-    kind: str
-    reduction: str
-    inputs: Tensor
-    targets: Any
-    ignored: Any = None
 
 
 class EmittedModel(Protocol):

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.losses.declared import ObservedLoss
 from kfac_fx.passes.divide import CapturedSubmodule, Division, key_of_read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
@@ -44,7 +45,6 @@ from kfac_fx.passes.tracing.effects import untouched
 from kfac_fx.passes.tracing.signature import call_key, python_random
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
-    ObservedLoss,
     RunOutputs,
     Taps,
     attributes_read,
@@ -64,7 +64,7 @@ from kfac_fx.recording.masks import (
 )
 from kfac_fx.recording.taps import Tap, is_tapped
 
-DISTRIBUTION_OF = {loss.function: loss.distribution for loss in TORCH_LOSSES}
+LOSS_NAMES = {loss.function: loss.name for loss in TORCH_LOSSES}
 
 
 class UncapturedCall(BaseException):
@@ -93,12 +93,12 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and func in DISTRIBUTION_OF and torch.is_grad_enabled():
+        if not self.paused and func in LOSS_NAMES and torch.is_grad_enabled():
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
             ignored = bound.arguments.get("ignore_index")
-            self.losses.append(ObservedLoss(DISTRIBUTION_OF[func], reduction, inputs, targets, ignored))
+            self.losses.append(ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, ignored))
         return result
 
 

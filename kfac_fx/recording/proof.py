@@ -177,7 +177,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             differs[registration.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
     if not conclusive:
         return Verdict(recorder.program, {}, conclusive=False)
-    taps, towers = proof_taps(prover), prover.losses.tower_cases(gradients.fisher)
+    taps, towers = proof_taps(prover), prover.losses.declared.tower_cases(gradients.fisher)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
     changed: dict[Key, tuple[str, str]] = {}
     for registration in recorder.registrations:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from kfac_fx import LossError
 from kfac_fx.losses import Normal
-from kfac_fx.losses.registered import likelihood
-from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
-from kfac_fx.recording.masks import OutputLosses
+from kfac_fx.losses.declared import likelihood
+from kfac_fx.passes.torch_losses import BY_NAME
+from kfac_fx.recording.output_losses import OutputLosses
 from tests.runtime.collections_of_toys import towers
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 
@@ -57,7 +57,7 @@ def test_a_loss_in_forward_has_its_own_targets_and_scale(kind: str, reduction: s
 
 
 def test_coefficients_of_losses_found_in_forward() -> None:
-    out, normal, categorical = torch.randn(6, 3), BY_DISTRIBUTION["normal"], BY_DISTRIBUTION["categorical"]
+    out, normal, categorical = torch.randn(6, 3), BY_NAME["mse_loss"], BY_NAME["cross_entropy"]
     assert likelihood(normal, "mean", out)[0] == 1 / 3
     assert likelihood(normal, "sum", out)[0] == likelihood(categorical, "mean", out)[0] == 1
     assert likelihood(categorical, "mean", torch.randn(6, 3, 5))[1].cases == 30
@@ -108,7 +108,7 @@ def test_without_a_loss_there_is_no_fisher() -> None:
 
 
 def unattached(**emitted: Any) -> OutputLosses:
-    return OutputLosses(cast(Any, SimpleNamespace(**emitted)), None)
+    return OutputLosses(cast(Any, SimpleNamespace(loss_sites=(), **emitted)), None)
 
 
 def test_every_loss_is_a_mean_over_its_own_cases() -> None:
@@ -130,5 +130,5 @@ def test_of_two_losses_on_the_same_towers_every_tower_counts_once() -> None:
     for name in ("first", "second"):
         for tower, output in enumerate(("add", "add_1")):
             lc.register_categorical_predictive_distribution(output, name=name, reuse=tower > 0)
-    losses = OutputLosses(cast(Any, None), lc.registered_losses)
+    losses = lc.registered_losses
     assert losses.tower_cases((torch.randn(6, 4), torch.randn(2, 4)) * 2) == [6, 2]
