@@ -31,9 +31,9 @@ from kfac_fx.recording.backends import compiled_model
 from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
+from kfac_fx.recording.model_checks import averages_gradients, unwrapped
 from kfac_fx.recording.moments import Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.unchanged import averages_gradients, unwrapped
 
 
 class CompiledModule(nn.Module):

@@ -26,8 +26,8 @@ from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
 from kfac_fx.recording.capture_cache import CompileArguments
 from kfac_fx.recording.masks import PaddingMask
+from kfac_fx.recording.model_checks import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.recording.taps import read_sampling
-from kfac_fx.recording.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 
 DENSE_LIMIT = 4096
 

@@ -45,10 +45,11 @@ from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.recording.moments import Key, PendingMoments, statistics_of
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
+from kfac_fx.recording.unchanged import Structure, Trained
 
 # --- agreement of captures --------------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ def keys_that_meet_in_outputs(
     """
     examples, dims = emitted.examples(values), emitted.case_dims or [0] * len(fisher)
 
-    def outputs_by_case(interleaved: bool, fisher: tuple[Tensor, ...]) -> LossRows:
+    def outputs_by_case(interleaved: bool, _: Any, fisher: tuple[Tensor, ...]) -> LossRows:
         leaves = [output.detach().requires_grad_(output.requires_grad) for output in fisher]
         rows = [leaf.movedim(dim, 0) for leaf, dim in zip(leaves, dims, strict=True) if leaf.dim()]
         pooled = [] if towers else [tensor for tensor in rows if 0 < len(tensor) < examples]
@@ -199,10 +199,8 @@ def keys_that_meet_in_outputs(
     several = any(output.dim() and output.shape[dim] > examples for output, dim in zip(fisher, dims, strict=True))
     meeting = frozenset(only)
     for interleaved in (False, True) if several else (False,):
-        keys = keys_that_meet(
-            emitted, parameters, buffers, values, lambda _, outputs, i=interleaved: outputs_by_case(i, outputs), meeting
-        )
-        meeting = keys or frozenset()
+        rows = partial(outputs_by_case, interleaved)
+        meeting = keys_that_meet(emitted, parameters, buffers, values, rows, meeting) or frozenset()
     return meeting
 
 
@@ -210,7 +208,8 @@ def by_example(tensor: Tensor, examples: int, interleaved: bool) -> Tensor:
     """The tensor with one row for every example, if it has several."""
     if examples == 0 or len(tensor) <= examples or len(tensor) % examples:
         return tensor
-    return tensor.unflatten(0, (-1, examples)).movedim(1, 0) if interleaved else tensor.unflatten(0, (examples, -1))
+    rows = tensor.shape[1:]
+    return tensor.view(-1, examples, *rows).movedim(1, 0) if interleaved else tensor.view(examples, -1, *rows)
 
 
 def revealing(value: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents, refuse_guess
+from kfac_fx.recording.case_axis import refuse_guess
+from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents
 from kfac_fx.recording.meeting_cases import collecting, keys_that_meet_in_outputs, revealing, with_all_rows
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
