@@ -28,7 +28,7 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
-from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
+from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
 from kfac_fx.recording.model_checks import averages_gradients, unwrapped

@@ -24,7 +24,7 @@ from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
-from kfac_fx.recording.capture_cache import CompileArguments
+from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.recording.taps import read_sampling

@@ -1,15 +1,12 @@
 """A model of which only submodules are captured, emitted: the model itself runs, and they run as their graphs.
 
 Between the submodules the model's own Python runs: branches, loops and random numbers happen as they do without us. It
-works on copies and leaves no trace, as all recordings do; only a file that it writes is written.
+works on copies and leaves no trace, as all recordings do; only a file that it writes is written. Python may read any
+parameter at any time, so those of a sharded model are all gathered before it runs.
 
-Python may read any parameter at any time, so those of a sharded model are all gathered before it runs.
-
-A forward of the model in which captured submodules, and operations of Python on parameters, run as their graphs.
-
-A `Frames` replaces the forward of every captured submodule for the time of one forward of the model. `ServedReads` does
-the same for operations between the submodules that read parameters; see `passes.following`. `LossWatch` notes the
-losses that Python computes there.
+`EmittedSubmodules` is the emitted model. In one forward, `Frames` replaces the forward of every captured submodule,
+`ServedReads` replaces operations between the submodules that read parameters (see `passes.following`), and `LossWatch`
+notes the losses that Python computes there.
 """
 
 from __future__ import annotations
@@ -303,9 +300,7 @@ def reached(roots: tuple[Tensor, ...], tensors: Mapping[str, Tensor]) -> list[st
     ]  # fmt: skip
 
 
-# --- the emitted module -----------------------------------------------------------------------------------------------
-
-# --- the examples in its inputs, of any structure ---------------------------------------------------
+# --- the examples in inputs of any structure --------------------------------------------------------------------------
 
 
 def examples_in(value: Any) -> int | None:
@@ -336,7 +331,7 @@ def first_examples(value: Any, total: int, wanted: int) -> Any:
     return pytree.tree_map(shortened, value)
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the emitted model --------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -1,20 +1,17 @@
-"""Whether a graph computes the same as the model: one batch through both, with the same random numbers.
+"""Whether a graph computes the same as the model: at its capture, and later in its recordings.
 
-Outputs and gradients must agree, because statistics of another function would be wrong. The effects of forward on
-buffers and attributes may be missing in a recording, which leaves no trace; they rule out recording during training.
+**At its capture** (`check_equivalence`) one batch goes through both, with the same random numbers. Outputs and gradients
+must agree, because statistics of another function would be wrong. The effects of forward on buffers and attributes may
+be missing in a recording, which leaves no trace; they rule out recording during training.
 
-Checks of the outputs of a graph: are they those of the model, and do those of one case depend on other cases?
-
-The graph of a capture is the model as it was traced. Should the model compute something else now, because forward reads
-what nothing watches (a file, a clock, the state of a library), its statistics are those of another function. So the
-outputs of a recording are compared with those of the model's own forward on the same inputs, parameters, buffers and
-random numbers, on the device. Where recordings have no such forward beside them, `OutputWatch.due` says which of them
-are compared.
-
-Both compute the same operations, so they are equal bit for bit but for recurrent layers, whose graph is one of steps.
-Outputs agree if no difference is above √ε of the largest element, with the ε of the coarsest precision that takes part:
-half of the digits. Rounding in a forward stays far below, and a function that is as close has statistics that are as
-close. A change that is smaller is found once it has grown. Fillings such as masked logits are no largest elements.
+**Later** (`OutputWatch`) the model may compute something else, because forward reads what nothing watches: a file, a
+clock, the state of a library. So the outputs of a recording are compared with those of the model's own forward on the
+same inputs, parameters, buffers and random numbers, on the device. Where recordings have no such forward beside them,
+`OutputWatch.due` says which of them are compared. Both compute the same operations, so they are equal bit for bit but
+for recurrent layers, whose graph is one of steps. Outputs agree if no difference is above √ε of the largest element,
+with the ε of the coarsest precision that takes part: half of the digits. Rounding in a forward stays far below, and a
+function that is as close has statistics that are as close. A smaller difference is not reported until it grows past
+this bound. Fillings such as masked logits are no largest elements.
 """
 
 from __future__ import annotations
@@ -41,6 +38,9 @@ from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.recorder import Recorder
 
 GRADIENT_TOLERANCE = 1e-3  # relative
+COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
+MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
+EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
 
 
@@ -341,12 +341,7 @@ def close(value: Tensor | None, other: Tensor | None, relative: float, absolute:
     return float((value - other).norm()) <= relative * float(value.norm()) + absolute
 
 
-# --- outputs ----------------------------------------------------------------------------------------------------------
-
-
-COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
-MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
-EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
+# --- later, by outputs alone ----------------------------------------------------------------------------------------------------------
 
 
 def sampled_elements(leaves: Sequence[Any]) -> list[Tensor]:

@@ -35,6 +35,8 @@ from kfac_fx.recording.row_sums import named
 from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_grad_rows
 
 PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
+ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
+MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 
 
 # --- its taps, which keep what it compares ----------------------------------------------------------------------------
@@ -103,10 +105,6 @@ def moments_apart(by_rows: Tensor, declared: Tensor) -> str | None:
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
-
-
-ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
-MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 
 
 @dataclass(frozen=True)

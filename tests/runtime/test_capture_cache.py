@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from kfac_fx import ModelChangedError, UntraceableError
 from kfac_fx.compiled.compiler import compile
-from kfac_fx.recording import capture_cache
-from kfac_fx.recording.capture_cache import MAX_KINDS
+from kfac_fx.recording import captures
+from kfac_fx.recording.captures import MAX_KINDS
 from tests.runtime.compiled import X, count, mlp, net_of
 
 
@@ -154,7 +154,7 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
 
 
 def test_of_too_many_captures_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "MAX_CAPTURES", 1)
+    monkeypatch.setattr(captures, "MAX_CAPTURES", 1)
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
     small, large = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 6, 7)
     first = net.recorder((small,), {})
