@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sized
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -184,13 +185,8 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.recorder.Recorder.record`; `args` and `kwargs` are those of forward.
         """
-
-        def recorded(recorder: Recorder, values: tuple[Any, ...]) -> Moments:
-            return recorder.record(
-                values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
-            )
-
-        return self.captures.run(args, kwargs, recorded)
+        record = partial(Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options)
+        return self.captures.run(args, kwargs, record)
 
     @runs_the_model
     def record_cases(

@@ -156,7 +156,8 @@ class CaseRecorder:
                 sources, rows = iter([source]), examples
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
-                backward.outputs, rows, sums = fisher, int(losses_of.cases(losses)), losses_of.summed(losses)
+                cases, sums = losses_of.summed(losses)
+                backward.outputs, rows = fisher, int(cases)
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:

@@ -331,7 +331,7 @@ def first_examples(value: Any, total: int, wanted: int) -> Any:
     return pytree.tree_map(shortened, value)
 
 
-# --- the emitted model --------------------------------------------------------------------------------------------------
+# --- the emitted model ------------------------------------------------------------------------------------------------
 
 
 @dataclass

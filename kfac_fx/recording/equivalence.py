@@ -1,8 +1,8 @@
 """Whether a graph computes the same as the model: at its capture, and later in its recordings.
 
-**At its capture** (`check_equivalence`) one batch goes through both, with the same random numbers. Outputs and gradients
-must agree, because statistics of another function would be wrong. The effects of forward on buffers and attributes may
-be missing in a recording, which leaves no trace; they rule out recording during training.
+**At its capture** (`check_equivalence`) one batch goes through both, with the same random numbers. Outputs and
+gradients must agree, because statistics of another function would be wrong. The effects of forward on buffers and
+attributes may be missing in a recording, which leaves no trace; they rule out recording during training.
 
 **Later** (`OutputWatch`) the model may compute something else, because forward reads what nothing watches: a file, a
 clock, the state of a library. So the outputs of a recording are compared with those of the model's own forward on the
@@ -341,7 +341,7 @@ def close(value: Tensor | None, other: Tensor | None, relative: float, absolute:
     return float((value - other).norm()) <= relative * float(value.norm()) + absolute
 
 
-# --- later, by outputs alone ----------------------------------------------------------------------------------------------------------
+# --- later, by outputs alone ------------------------------------------------------------------------------------------
 
 
 def sampled_elements(leaves: Sequence[Any]) -> list[Tensor]:

@@ -105,11 +105,11 @@ class OutputLosses:
         """The number of terms in the mean of the first loss, which is the number of cases of the batch."""
         return self.declared.cases_by_loss(losses)[0]
 
-    def summed(self, losses: WeightedLosses) -> WeightedLosses:
-        """Coefficients with which the sum over cases is `cases` times the mean loss, where every loss is a mean over
-        its own cases. Losses of equally many cases keep theirs."""
+    def summed(self, losses: WeightedLosses) -> tuple[int | Tensor, WeightedLosses]:
+        """(`cases`, the losses with coefficients with which the sum over cases is `cases` times the mean loss), where
+        every loss is a mean over its own cases. Losses of equally many cases keep theirs."""
         each = self.declared.cases_by_loss(losses)
-        return [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
+        return each[0], [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     def averaged(self, losses: WeightedLosses) -> WeightedLosses:
         """Coefficients of means over the cases of all towers: a tower has the weight of its cases."""

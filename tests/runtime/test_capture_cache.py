@@ -37,9 +37,9 @@ class Switching(nn.Module):
 
 def test_a_guard_that_fails_captures_again() -> None:
     net = net_of(Switching(), torch.randn(6, 4, 4))
-    for size, captures in ((3, 1), (7, 2), (9, 2), (2, 2)):
+    for size, number in ((3, 1), (7, 2), (9, 2), (2, 2)):
         net.record((torch.randn(6, size, 4),), {})
-        assert count(net) == captures
+        assert count(net) == number
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_an_option_that_needs_sizes_waits_for_a_batch(option: dict[str, Any]) ->
 
 def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
-    for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
+    for (batch, height, width), number in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
         net.record((torch.randn(batch, 3, height, width),), {})
-        assert count(net) == captures
+        assert count(net) == number
 
 
 @pytest.mark.parametrize(
