@@ -17,7 +17,6 @@ of the rows of an example do not add up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
@@ -60,7 +59,7 @@ def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | 
     """
     if mode.startswith("curvature_prop"):
         return [
-            sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
+            root(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
             for c, loss in losses
         ]
     if mode == "empirical":
@@ -68,7 +67,7 @@ def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | 
     assert losses, "bug in kfac_fx: a Fisher without losses"
     vectors: list[Tensor] = []
     for c, loss in losses:
-        value = c * loss.evaluate() if mode == "empirical" else sqrt(c) * loss.evaluate_on_sample(generator)
+        value = c * loss.evaluate() if mode == "empirical" else root(c) * loss.evaluate_on_sample(generator)
         if loss.inputs.requires_grad:
             vectors += torch.autograd.grad(value, loss.inputs, retain_graph=True)
         else:
@@ -93,7 +92,7 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
 
 
 def number_of_sources(losses: LossPairs, mode: str, by_case: bool = False) -> int:
-    return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
+    return sum(prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
 
 
 def exact_sources(
@@ -106,14 +105,19 @@ def exact_sources(
     for c, loss in losses:
         shape = inner_shape(mode, loss)
         axis = 0 if by_case else cases_axis(loss)
-        size = math.prod(shape[axis:])
+        size = prod(shape[axis:])
         for start in range(0, size, chunk):
             stop = min(start + chunk, size)
             rows = torch.zeros(stop - start, size, dtype=loss.inputs.dtype, device=loss.inputs.device)
             rows.diagonal(start).fill_(1.0)
             one_hot = rows.view(stop - start, *[1] * axis, *shape[axis:]).expand(stop - start, *shape)
-            vector = c**0.5 * multiply_factor(mode, loss, one_hot)
+            vector = root(c) * multiply_factor(mode, loss, one_hot)
             yield stop - start, pulled([loss.inputs], [vector], leaves, keep=True, batched=True)
+
+
+def root(coefficient: float | Tensor) -> Any:
+    """√c. A coefficient is a tensor where only the device knows the numbers of cases."""
+    return coefficient.sqrt() if isinstance(coefficient, Tensor) else sqrt(coefficient)
 
 
 def cases_axis(loss: LossFunction) -> int:
@@ -189,7 +193,7 @@ def source_vectors(
             for coordinate in range(prod(shape[rows:])):
                 one_hot = torch.zeros(prod(shape[rows:]), dtype=loss.inputs.dtype, device=loss.inputs.device)
                 one_hot[coordinate] = 1
-                vector = sqrt(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
+                vector = root(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
                 yield from only_slots(losses, slots(), number, vector)
         return
     vectors = source_of_losses(mode, losses, generator)

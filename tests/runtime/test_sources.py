@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,14 @@ def test_the_weight_of_a_loss_enters_gradients_of_samples_by_its_root(mode: str,
         source_of_losses(mode, [(weight, loss)], torch.Generator().manual_seed(0))[0] for weight in (1.0, 9.0)
     )
     torch.testing.assert_close(weighted, 9**power * plain)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "curvature_prop"])
+def test_a_coefficient_that_only_the_device_knows_is_not_read(mode: str) -> None:
+    """As of two losses in forward that ignore some targets: on the meta device a read is an error."""
+    loss = Normal(torch.zeros(5, 3, device="meta", requires_grad=True))
+    coefficient: Any = torch.ones((), device="meta")
+    assert source_of_losses(mode, [(coefficient, loss)], None)[0].is_meta
 
 
 # --- equal losses -----------------------------------------------------------------------------------------------------
