@@ -270,7 +270,7 @@ class Submodule:
 class LossSite:
     """A loss that forward itself computes: its distribution's parameters are a node of the graph."""
 
-    kind: str  # "categorical" | "normal" | "multi_bernoulli"
+    loss: str  # the name of torch's function, see `torch_losses.BY_NAME`
     inputs: fx.Node
     targets: fx.Node
     reduction: str  # "mean", "sum" or "none", as forward wrote it

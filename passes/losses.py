@@ -71,7 +71,7 @@ def loss_site(node: fx.Node) -> LossSite:
     reduction = next(arg for arg in node.args if arg in ("mean", "sum", "none"))
     loss = BY_NAME[op_name(node)]
     ignored = dict(zip(loss.arguments, node.args, strict=False)).get("ignore_index")
-    return LossSite(loss.distribution, inputs, targets, str(reduction), node, ignored)
+    return LossSite(loss.name, inputs, targets, str(reduction), node, ignored)
 
 
 def before_broadcast(node: Any) -> fx.Node:

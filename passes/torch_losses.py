@@ -3,7 +3,7 @@
     logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, inputs = logits, targets = y
 
 `DISTRIBUTIONS` in `kfac_fx/losses/distributions.py` has the class of each distribution. To add a loss of torch, write
-its row here. A new distribution also needs a class and a name there, and an export in `kfac_fx/losses/__init__.py`.
+its row here, and the class of its distribution there, if it is a new one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class TorchLoss:
         distribution: the name of the distribution, as in `compile(..., loss="categorical")`.
         short: the name of this loss with its reduction, as in `compile(..., loss="mse")`; so is `name`.
         aten: the name of ATen's operation, before `normalize`.
+        synonyms: names that users try in place of `short`, in small letters and without "loss" at their end.
         outside: arguments that change the loss and do not belong to the distribution.
         classes_second: the inputs have the classes on dimension 1, and not on the last.
         averages_elements: the reduction "mean" also averages over the elements of a case.
@@ -37,6 +38,7 @@ class TorchLoss:
     distribution: str
     short: str
     aten: str
+    synonyms: tuple[str, ...] = ()
     outside: tuple[str, ...] = ("weight",)
     classes_second: bool = False
     averages_elements: bool = True
@@ -58,21 +60,22 @@ TORCH_LOSSES = (
         "categorical",
         "cross_entropy",
         "cross_entropy_loss",
+        synonyms=("ce", "nll"),
         outside=("weight", "label_smoothing"),
         classes_second=True,
         averages_elements=False,
     ),
-    TorchLoss(F.mse_loss, nn.MSELoss, "normal", "mse", "mse_loss"),
+    TorchLoss(F.mse_loss, nn.MSELoss, "normal", "mse", "mse_loss", synonyms=("l2", "squared_error")),
     TorchLoss(
         F.binary_cross_entropy_with_logits,
         nn.BCEWithLogitsLoss,
         "multi_bernoulli",
         "bce_with_logits",
         "binary_cross_entropy_with_logits",
+        synonyms=("bce",),
         outside=("weight", "pos_weight"),
     ),
 )
 BY_NAME: Mapping[str, TorchLoss] = {loss.name: loss for loss in TORCH_LOSSES}
-BY_DISTRIBUTION: Mapping[str, TorchLoss] = {loss.distribution: loss for loss in TORCH_LOSSES}
 SHORT: Mapping[str, TorchLoss] = {name: loss for loss in TORCH_LOSSES for name in (loss.short, loss.name)}
 EVERY_NAME = {name for loss in TORCH_LOSSES for name in (loss.name, loss.aten)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sized
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -22,19 +23,18 @@ from kfac_fx.compiled.replaced_call import (
 from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import refuse_other_parameters
 from kfac_fx.linalg.matrices import products_are_full
-from kfac_fx.losses.registered import LossSpec
+from kfac_fx.losses.spec import LossSpec, replaced
 from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
-from kfac_fx.recording.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
+from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
-from kfac_fx.recording.masks import replaced
+from kfac_fx.recording.model_checks import averages_gradients, unwrapped
 from kfac_fx.recording.moments import Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.unchanged import averages_gradients, unwrapped
 
 
 class CompiledModule(nn.Module):
@@ -185,13 +185,8 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.recorder.Recorder.record`; `args` and `kwargs` are those of forward.
         """
-
-        def recorded(recorder: Recorder, values: tuple[Any, ...]) -> Moments:
-            return recorder.record(
-                values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
-            )
-
-        return self.captures.run(args, kwargs, recorded)
+        record = partial(Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options)
+        return self.captures.run(args, kwargs, record)
 
     @runs_the_model
     def record_cases(

@@ -19,15 +19,15 @@ from kfac_fx.linalg.arguments import (
     refuse_other_models,
     refuse_unfit_names,
 )
-from kfac_fx.losses.registered import loss_from
+from kfac_fx.losses.spec import loss_from
 from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
-from kfac_fx.recording.capture_cache import CompileArguments
+from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.masks import PaddingMask
+from kfac_fx.recording.model_checks import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.recording.taps import read_sampling
-from kfac_fx.recording.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 
 DENSE_LIMIT = 4096
 
@@ -59,10 +59,10 @@ def compile(
             module inside, and stay the same objects. Or a LayerCollection, whose registrations and losses are used.
         example_inputs, example_kwargs: inputs to capture with. Without them torch.fx traces the model at once or, if it
             cannot trace all of it, the model is captured at its first training forward.
-        loss: "cross_entropy", "mse" or "bce_with_logits", which are torch's functions with their means, for the last
-            two over all elements; "categorical", "normal" (variance 0.5) or "multi_bernoulli", distributions whose
-            loss is a sum over the elements of a case; a class of `kfac_fx.losses`; or a function of the model's outputs
-            that returns a loss. None: the loss is found in the graph of forward.
+        loss: the name of a loss of torch with its mean, such as "cross_entropy", "mse" or "bce_with_logits"; the name
+            of a distribution whose loss is a sum over the elements of a case, such as "categorical", "normal"
+            (variance 0.5) or "multi_bernoulli"; a class of `kfac_fx.losses`; or a function of the model's outputs that
+            returns a loss. None: the loss is found in the graph of forward.
         linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
         approximations: {parameter or module name, with *; layer name; module class: approximation}. The table
             `kfac_fx.passes.approximations` lists them: "kron" and its variants with diagonal sides; "kron_reduce", with
@@ -73,7 +73,8 @@ def compile(
         verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
             gradient. This takes about the time of three training steps and at most the memory of one, one more gradient
             of all parameters, three times the largest matrix and twice the patches of the largest convolution: 1.5
-            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. False: nothing is run or proved.
+            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. Where `approximations` has "diagonal" or
+            "full", there are two more backwards for every bit of the number of cases. False: nothing is run or proved.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
         dense_limit: the width of the largest dense factor. A wider side keeps diagonal blocks or, if it makes the
             Fisher's outputs, its diagonal, which take no more memory; the report says so.

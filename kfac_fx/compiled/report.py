@@ -30,7 +30,7 @@ from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.users_code import source_line, where
-from kfac_fx.recording.capture_cache import CompileArguments
+from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.case_recorder import CaseRecorder
 from kfac_fx.recording.recorder import Recorder
 

@@ -47,8 +47,13 @@ from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.equivalence import OutputWatch
+from kfac_fx.recording.model_checks import (
+    refuse_inference_mode,
+    refuse_untrained,
+    refuse_without_blocks,
+    refuse_wrapped,
+)
 from kfac_fx.recording.moments import Key, Moments, additive
-from kfac_fx.recording.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
 
 
 @dataclass

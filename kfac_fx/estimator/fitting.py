@@ -31,7 +31,7 @@ from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
 from kfac_fx.linalg.arguments import check_variables
 from kfac_fx.linalg.vectors import connected
-from kfac_fx.losses.registered import LossSpec
+from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of

@@ -27,8 +27,8 @@ from kfac_fx.passes.errors import nearest
 from kfac_fx.recording import case_gradients
 from kfac_fx.recording.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.recording.case_recorder import Consumer, Counts
-from kfac_fx.recording.exact import tracked
 from kfac_fx.recording.moments import Key
+from kfac_fx.recording.progress import tracked
 
 
 class Batch:

@@ -77,11 +77,28 @@ a_weight = number_that("be between 0 and 1", lambda value: 0 <= value <= 1)
 a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
+def choice(
+    name: str, value: object, known: Iterable[str], error: type[ValueError] = ValueError, meant: str | None = None
+) -> str:
+    """The value, if it is one of the names that are known.
+
+    meant: the name that somebody who writes this value means; None: the nearest one.
+
+    Raises `error` for anything else, with the name that is meant and with all of them.
+    """
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return value
+    hint = f" Did you mean {meant!r}?" if meant else nearest(value, names)
+    raise error(f"{name} {value!r} is none of {', '.join(map(repr, names))}.{hint}")
+
+
 def one_of(choices: Sequence[str]) -> Callable[[str, Any], None]:
+    """A check of a name, in capitals or not."""
+
     def check(name: str, value: Any) -> None:
         if str(value).lower() not in choices:
-            names = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), choices)}")
+            choice(name, value, choices)
 
     return check
 

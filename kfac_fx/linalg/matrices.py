@@ -25,6 +25,32 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
+def pulled(
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    *,
+    keep: bool = False,
+    batched: bool = False,
+) -> list[Tensor | None]:
+    """The vector-Jacobian product of the outputs with the leaves; None for a leaf that no cotangent reaches.
+
+    Args:
+        cotangents: of every output; None: nothing is sent back from it.
+        keep: another backward comes.
+        batched: cotangents are [k, *output.shape], and so are the results.
+    """
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(leaves)
+    roots, vectors = [o for o, _ in pairs], [c.to(o.dtype) for o, c in pairs]
+    grads = iter(
+        torch.autograd.grad(roots, wanted, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=batched)
+    )
+    return [next(grads) if leaf.requires_grad else None for leaf in leaves]
+
+
 def is_differentiable(value: Any) -> TypeGuard[Tensor]:
     """Whether a value is a tensor that may have a gradient: of real or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -10,13 +10,4 @@ cases. The Fisher is a mean over the same cases, so it is that of a mean loss.
 - Several losses are means over their own cases each. The towers of one loss are one mean, over the cases of all.
 """
 
-from kfac_fx.losses.distributions import (
-    Categorical,
-    LossFunction,
-    MultiBernoulli,
-    Normal,
-    NormalMeanVariance,
-    OnehotCategorical,
-)
-
-__all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
+from kfac_fx.losses.distributions import *  # noqa: F403  # its __all__, which has every class

@@ -1,15 +1,12 @@
-"""The predictive distributions of the library.
+"""Predictive distributions: negative log-likelihoods, each with a factor of its Fisher and all that messages say of it.
 
-All formulas are per case. The Fisher factors are those of TF K-FAC; see `LossFunction` for the common interface.
-
-The base class of loss functions: a negative log-likelihood, and a factor of its Fisher.
-
-A loss holds the parameters of the distribution in one tensor, `inputs`, whose last axis is the event: logits, a mean,
-or a mean and a variance side by side. The Fisher of one case is B Bᵀ with B = `multiply_fisher_factor` (Martens &
-Grosse 2015, section 2; the factors are those of TF K-FAC). Losses are summed over cases; divide by `cases` for the
-mean.
+A distribution holds its parameters in one tensor, `inputs`, whose last axis is the event: logits, a mean, or a mean and
+a variance side by side. The Fisher of one case is B Bᵀ with B = `multiply_fisher_factor` (Martens & Grosse 2015,
+section 2; the factors are those of TF K-FAC). Losses are summed over cases; divide by `cases` for the mean.
 
 Everything is computed in float32 at least. Products have the dtype of the vector.
+
+To add a distribution, write its class, and name it in `__all__` and in `DISTRIBUTIONS` at the end.
 """
 
 from __future__ import annotations
@@ -27,6 +24,9 @@ from torch.nn import functional as F
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from kfac_fx.passes.matrix import precise
 
+__all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
+IGNORE_INDEX = -100  # the class number of a target that is left out, as in `F.cross_entropy`
+
 
 class LossFunction(ABC):
     """-log p(targets | inputs), summed over cases.
@@ -38,15 +38,25 @@ class LossFunction(ABC):
         seed: of the samples that are drawn without a generator; None: torch's own generator.
 
     Attributes:
+        name: as in `compile(..., loss="categorical")`; empty: it has no name there.
+        synonyms: names that users try, in small letters and without "loss" at their end.
         targets_like: the form of the targets, for messages.
+        written: the code that makes it of a model's outputs, for messages; empty: it is made of one output.
         natural: whether the inputs are natural parameters, so that the generalized Gauss-Newton matrix is the Fisher.
+        of_classes: whether the event is one of several classes, so that a single number is no event.
+        ignored: the target of a case that is left out; None: every case has a target.
         kept: [cases...], the cases that have a target that is not ignored; None: all.
         real_cases: the number of cases that are neither padding nor ignored, a tensor if only the device knows it;
             None: all.
     """
 
+    name: ClassVar[str] = ""
+    synonyms: ClassVar[Sequence[str]] = ()
     targets_like: ClassVar[str]
+    written: ClassVar[str] = ""
     natural: ClassVar[bool] = True
+    of_classes: ClassVar[bool] = False
+    ignored: ClassVar[int | None] = None
 
     def __init__(self, inputs: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
         self.check_outputs(inputs)
@@ -86,6 +96,15 @@ class LossFunction(ABC):
         """Set the true targets; returns the loss itself."""
         self.targets = targets
         return self
+
+    def not_ignored(self) -> Tensor | None:
+        """[cases...], whether a case has a target; None: all have, or the targets do not tell."""
+        targets = self.targets
+        if self.ignored is None or not isinstance(targets, Tensor) or targets.is_floating_point():
+            return None
+        if targets.shape != self._target_shape() or targets.device != self.inputs.device:  # `evaluate` raises
+            return None
+        return targets.ne(self.ignored)
 
     def keeping(self, kept: Tensor) -> Self:
         """Leave out the cases whose target is ignored: constants, and none of `cases`; returns the loss itself."""
@@ -267,14 +286,6 @@ class LossFunction(ABC):
         return one_hot
 
 
-# --- the distributions ------------------------------------------------------------------------------------------------
-
-__all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
-
-
-IGNORE_INDEX = -100  # the class number of a target that is left out, as in `F.cross_entropy`
-
-
 class Categorical(LossFunction):
     """A categorical distribution with logits on the last axis; every element of the other axes is a case.
 
@@ -284,7 +295,11 @@ class Categorical(LossFunction):
         LossError: there is only one class.
     """
 
+    name = "categorical"
+    synonyms = ("softmax",)
     targets_like = "class numbers, one for each distribution"
+    of_classes = True
+    ignored: ClassVar[int | None] = IGNORE_INDEX
 
     def __init__(self, logits: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
         self.check_outputs(logits)
@@ -350,7 +365,9 @@ class Categorical(LossFunction):
 class OnehotCategorical(Categorical):
     """`Categorical` with one-hot targets."""
 
+    name = ""
     targets_like = "one-hot vectors, of the shape of the logits"
+    ignored = None
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
         classes = F.one_hot(gradient.argmin(-1), self.inputs.shape[-1]).to(self.inputs.dtype)
@@ -379,6 +396,8 @@ class Normal(LossFunction):
         LossError: `var` is not a positive float.
     """
 
+    name = "normal"
+    synonyms = ("gaussian",)
     targets_like = "values, of the shape of the mean"
 
     def __init__(self, mean: Tensor, var: float = 0.5, targets: Tensor | None = None, seed: int | None = None) -> None:
@@ -420,6 +439,7 @@ class NormalMeanVariance(LossFunction):
     """
 
     targets_like = "values, of the shape of the mean"
+    written = "kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1].exp())"
     natural = False
 
     def __init__(self, mean: Tensor, variance: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
@@ -465,6 +485,8 @@ class NormalMeanVariance(LossFunction):
 class MultiBernoulli(LossFunction):
     """Independent binary events with logits; targets are 0, 1 or probabilities."""
 
+    name = "multi_bernoulli"
+    synonyms = ("bernoulli", "sigmoid")
     targets_like = "zeros and ones, of the shape of the logits"
 
     def __init__(self, logits: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
@@ -497,9 +519,4 @@ class MultiBernoulli(LossFunction):
         return (torch.empty_like(p).uniform_(generator=generator) < p).to(p.dtype)
 
 
-# The names that users write, as in `compile(..., loss="categorical")`.
-DISTRIBUTIONS: Mapping[str, type[LossFunction]] = {
-    "categorical": Categorical,
-    "normal": Normal,
-    "multi_bernoulli": MultiBernoulli,
-}
+DISTRIBUTIONS: Mapping[str, type[LossFunction]] = {kind.name: kind for kind in (Categorical, Normal, MultiBernoulli)}

@@ -17,7 +17,6 @@ of the rows of an example do not add up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
@@ -26,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.matrices import pulled
 from kfac_fx.losses.distributions import LossFunction
-from kfac_fx.passes.errors import TargetsMissing, nearest, table
+from kfac_fx.passes.errors import TargetsMissing, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")
 LossPairs = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
@@ -36,9 +37,7 @@ Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is s
 
 def check_mode(mode: object) -> None:
     """Raises ValueError for a mode that does not exist."""
-    if mode not in MODES:
-        modes = ", ".join(map(repr, MODES))
-        raise ValueError(f"unknown estimation_mode {mode!r}; known are {modes}.{nearest(mode, MODES)}")
+    choice("estimation_mode", mode, MODES)
 
 
 def is_exact(mode: str) -> bool:
@@ -47,7 +46,7 @@ def is_exact(mode: str) -> bool:
 
 def one_source(mode: str, losses: LossPairs, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
     """The only source of a mode that is not exact; leaves: the outputs of the model. Raises TargetsMissing."""
-    return pulled_back([loss.inputs for _, loss in losses], source_of_losses(mode, losses, generator), leaves)
+    return pulled([loss.inputs for _, loss in losses], source_of_losses(mode, losses, generator), leaves, keep=True)
 
 
 def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | None) -> list[Tensor]:
@@ -60,7 +59,7 @@ def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | 
     """
     if mode.startswith("curvature_prop"):
         return [
-            sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
+            root(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
             for c, loss in losses
         ]
     if mode == "empirical":
@@ -68,7 +67,7 @@ def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | 
     assert losses, "bug in kfac_fx: a Fisher without losses"
     vectors: list[Tensor] = []
     for c, loss in losses:
-        value = c * loss.evaluate() if mode == "empirical" else sqrt(c) * loss.evaluate_on_sample(generator)
+        value = c * loss.evaluate() if mode == "empirical" else root(c) * loss.evaluate_on_sample(generator)
         if loss.inputs.requires_grad:
             vectors += torch.autograd.grad(value, loss.inputs, retain_graph=True)
         else:
@@ -93,7 +92,7 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
 
 
 def number_of_sources(losses: LossPairs, mode: str, by_case: bool = False) -> int:
-    return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
+    return sum(prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
 
 
 def exact_sources(
@@ -106,14 +105,19 @@ def exact_sources(
     for c, loss in losses:
         shape = inner_shape(mode, loss)
         axis = 0 if by_case else cases_axis(loss)
-        size = math.prod(shape[axis:])
+        size = prod(shape[axis:])
         for start in range(0, size, chunk):
             stop = min(start + chunk, size)
             rows = torch.zeros(stop - start, size, dtype=loss.inputs.dtype, device=loss.inputs.device)
             rows.diagonal(start).fill_(1.0)
             one_hot = rows.view(stop - start, *[1] * axis, *shape[axis:]).expand(stop - start, *shape)
-            vector = c**0.5 * multiply_factor(mode, loss, one_hot)
-            yield stop - start, pulled_back([loss.inputs], [vector], leaves, batched=True)
+            vector = root(c) * multiply_factor(mode, loss, one_hot)
+            yield stop - start, pulled([loss.inputs], [vector], leaves, keep=True, batched=True)
+
+
+def root(coefficient: float | Tensor) -> Any:
+    """√c. A coefficient is a tensor where only the device knows the numbers of cases."""
+    return coefficient.sqrt() if isinstance(coefficient, Tensor) else sqrt(coefficient)
 
 
 def cases_axis(loss: LossFunction) -> int:
@@ -137,24 +141,6 @@ def random_signs(shape: torch.Size, loss: LossFunction, generator: torch.Generat
         generator = torch.Generator(loss.inputs.device).manual_seed(loss.seed)
     half = torch.full(shape, 0.5, dtype=loss.inputs.dtype, device=loss.inputs.device)
     return 2 * torch.bernoulli(half, generator=generator) - 1
-
-
-def pulled_back(
-    tensors: Sequence[Tensor], vectors: Sequence[Tensor], leaves: Sequence[Tensor], batched: bool = False
-) -> Cotangents:
-    """Cotangents of the leaves, from the cotangents `vectors` of tensors that are computed from the leaves."""
-    pairs = [(tensor, vector) for tensor, vector in zip(tensors, vectors, strict=True) if tensor.requires_grad]
-    grads = iter(
-        torch.autograd.grad(
-            [tensor for tensor, _ in pairs],
-            [leaf for leaf in leaves if leaf.requires_grad],
-            [vector.to(tensor.dtype) for tensor, vector in pairs],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
-    )
-    return [next(grads) if leaf.requires_grad else None for leaf in leaves]
 
 
 # --- the sources of single cases --------------------------------------------------------------------------------------
@@ -181,7 +167,7 @@ class CaseSource:
         vectors = self.vectors
         if example is not None:
             vectors = [v * (owner == example) for v, owner in zip(vectors, self.owners(), strict=True)]
-        return pulled_back(self.tensors, vectors, self.leaves)
+        return pulled(self.tensors, vectors, self.leaves, keep=True)
 
 
 def measurement_source(
@@ -207,7 +193,7 @@ def source_vectors(
             for coordinate in range(prod(shape[rows:])):
                 one_hot = torch.zeros(prod(shape[rows:]), dtype=loss.inputs.dtype, device=loss.inputs.device)
                 one_hot[coordinate] = 1
-                vector = sqrt(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
+                vector = root(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
                 yield from only_slots(losses, slots(), number, vector)
         return
     vectors = source_of_losses(mode, losses, generator)

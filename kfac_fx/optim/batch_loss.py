@@ -43,6 +43,7 @@ from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
+from kfac_fx.losses.spec import replaced
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves
 from kfac_fx.passes.errors import fatal, first_line
@@ -51,7 +52,6 @@ from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements
-from kfac_fx.recording.masks import replaced
 from kfac_fx.recording.recorder import Recorder
 
 NamedTensors = Mapping[str, Tensor]

@@ -24,7 +24,7 @@ from kfac_fx.passes.tracing.effects import closure_undone
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.tracing.signature import autocast
 from kfac_fx.passes.users_code import warn_user
-from kfac_fx.recording.capture_cache import drop_gathered
+from kfac_fx.recording.captures import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.moments import Key, Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder

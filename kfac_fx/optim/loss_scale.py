@@ -28,8 +28,8 @@ from kfac_fx.compiled.replaced_call import callers
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORE_INDEX, LossFunction
-from kfac_fx.losses.registered import LossSpec
+from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree
@@ -316,9 +316,8 @@ def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None
 
 def part_with_targets(loss: LossFunction) -> float:
     """The part of the cases that has a target."""
-    if not isinstance(loss, Categorical) or loss.targets is None or loss.targets.is_floating_point():
-        return 1.0
-    return max(1, int((loss.targets != IGNORE_INDEX).sum())) / loss.all_cases
+    kept = loss.not_ignored()
+    return 1.0 if kept is None else max(1, int(kept.sum())) / loss.all_cases
 
 
 def factor_of_value(

@@ -30,7 +30,7 @@ from kfac_fx.optim.step_state import PhaseSeconds, StepState
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
-from kfac_fx.recording.unchanged import refuse_inference_mode, refuse_without_blocks, refuse_without_values
+from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 
 
 class KFAC(Optimizer, Joinable):

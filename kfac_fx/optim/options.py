@@ -28,7 +28,7 @@ from kfac_fx.linalg.arguments import (
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.rules import NEW_STATES, DampingRule, FirstOrder, new_velocity
-from kfac_fx.recording.unchanged import compiled
+from kfac_fx.recording.model_checks import compiled
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")

@@ -20,11 +20,17 @@ CODE_NUMBERS = itertools.count(1)
 def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """`function` under a backend: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of
     torch.compile's."""
-    if backend == "eager":
-        return function
-    if backend == "cudagraphs":
-        return torch.compile(with_own_code(function), fullgraph=True, mode="reduce-overhead")
-    return torch.compile(with_own_code(function), fullgraph=True, backend=backend)
+    return function if backend == "eager" else torch.compile(with_own_code(function), fullgraph=True, **how(backend))
+
+
+def compiled_model(model: nn.Module | Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The training forward under torch.compile, with graph breaks; recordings have none."""
+    return torch.compile(model, **how(backend))
+
+
+def how(backend: str) -> dict[str, Any]:
+    """The arguments of torch.compile for a backend."""
+    return {"mode": "reduce-overhead"} if backend == "cudagraphs" else {"backend": backend}
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +111,3 @@ class CudaGraph:
 def lasting(result: Tensor, backend: str) -> Tensor:
     """A copy under "cudagraphs", because the next run of a CUDA graph overwrites the results of this one."""
     return result.clone() if backend == "cudagraphs" else result
-
-
-def compiled_model(model: nn.Module | Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The training forward under torch.compile, with graph breaks; recordings have none."""
-    if backend == "cudagraphs":
-        return torch.compile(model, mode="reduce-overhead")
-    return torch.compile(model, backend=backend)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
+from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable, pulled
 from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import split, vector_form
 from kfac_fx.losses.sources import (
@@ -29,7 +29,6 @@ from kfac_fx.losses.sources import (
     Measurement,
     check_mode,
     measurement_source,
-    pulled_back,
     source_vectors,
 )
 from kfac_fx.passes.choose import cases_apart
@@ -45,7 +44,6 @@ from kfac_fx.recording.meeting_cases import (
     collecting,
     collecting_taps,
     keys_that_meet,
-    pulled,
     row_probes,
 )
 from kfac_fx.recording.moments import Key
@@ -159,7 +157,8 @@ class CaseRecorder:
                 sources, rows = iter([source]), examples
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
-                backward.outputs, rows, sums = fisher, int(losses_of.cases(losses)), losses_of.summed(losses)
+                cases, sums = losses_of.summed(losses)
+                backward.outputs, rows = fisher, int(cases)
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:
@@ -214,7 +213,7 @@ class CaseRecorder:
         orders = {IN_ORDER: place < per_example, INTERLEAVED: place % backward.examples == 0}
         for order, first in orders.items():
             vector = torch.randn_like(inputs) * first.view(-1, *[1] * (inputs.dim() - 1))
-            if backward.reaches_first_only(pulled_back([inputs], [vector], leaves)):
+            if backward.reaches_first_only(pulled([inputs], [vector], leaves, keep=True)):
                 return order
         raise LossError(
             f"the loss has {per_example} rows for every example, and their order is not known: neither the rows of an "
@@ -324,7 +323,7 @@ class Backward:
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""
-        grads = pulled(self.outputs, cotangents, leaves, keep)
+        grads = pulled(self.outputs, cotangents, leaves, keep=keep)
         return [torch.zeros_like(leaf) if g is None else dense(g) for leaf, g in zip(leaves, grads, strict=True)]
 
 

@@ -10,10 +10,11 @@ of which only submodules are captured is a `kfac_fx.recording.emitted_submodules
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,10 +23,11 @@ from torch.func import functional_call
 
 from kfac_fx.linalg.sharded import SavedShards, averaged_unsharded, is_divided, unsharded
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.losses.declared import FoundLoss
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
-from kfac_fx.passes.ir import Dims, LossSite, Program, Registration, Use
+from kfac_fx.passes.ir import Dims, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.torch_private import pytree
@@ -92,18 +94,8 @@ Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of i
 RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
 
 
-@dataclass(frozen=True)
-class ObservedLoss:
-    """A loss that Python computed in a run; see `LossSite`, which is one in a graph."""
-
-    kind: str
-    reduction: str
-    inputs: Tensor
-    targets: Any
-    ignored: Any = None
-
-
-class EmittedModel(Protocol):
+@dataclass
+class EmittedModel(ABC):
     """A captured model with taps in it.
 
     A run changes nothing of the model: it works on the parameters and buffers that it is given.
@@ -113,37 +105,45 @@ class EmittedModel(Protocol):
         program: the graph and its registrations.
         model: the original module.
         backend: of `run`; see `compiled_function`.
+        make_tap: the kind of taps.
         taps: those of the emitted module.
         parameter_names, buffer_names: those that a run reads.
+        whole: whether one graph is the whole model, so that none of its Python code runs.
+        case_dims: the dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all.
+        loss_sites: the losses that forward computes; of a divided model, those of the last run.
     """
 
     capture: Capture
     program: Program
     model: nn.Module
-    backend: str
-    taps: Taps
-    parameter_names: list[str]
-    buffer_names: list[str]
+    backend: str = "eager"
+    make_tap: type[Tap] = Tap
+    taps: Taps = field(default_factory=dict, init=False)
+    parameter_names: list[str] = field(init=False)
+    buffer_names: list[str] = field(init=False)
+    case_dims: tuple[int, ...] = field(default=(), init=False)
+
+    whole: ClassVar[bool]
 
     @property
-    def whole(self) -> bool:
-        """Whether one graph is the whole model, so that none of its Python code runs."""
+    @abstractmethod
+    def loss_sites(self) -> Sequence[FoundLoss]: ...
 
     @property
-    def case_dims(self) -> tuple[int, ...]:
-        """The dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all."""
+    @abstractmethod
+    def graphs(self) -> Sequence[Callable[..., Any]]:
+        """The functions that run the graphs under `backend`."""
 
     @property
     def plain_reason(self) -> str | None:
         """Why a graph runs without `backend`; None if none does."""
+        return next((reason for graph in self.graphs if (reason := getattr(graph, "reason", None))), None)
 
-    @property
-    def loss_sites(self) -> Sequence[LossSite | ObservedLoss]:
-        """The losses that forward computes; of a divided model, those of the last run."""
-
-    def but(self, **changes: Any) -> EmittedModel:
+    def but(self, **changes: Any) -> Self:
         """The same capture emitted again, with another program, backend or kind of tap (`make_tap`)."""
+        return replace(self, **changes)
 
+    @abstractmethod
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
     ) -> RunOutputs:
@@ -153,39 +153,48 @@ class EmittedModel(Protocol):
         compiled: whether to run under `backend`.
         """
 
+    @abstractmethod
     def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
         """As `run`, in the place of the model's own forward."""
 
+    @abstractmethod
     def isolated(self) -> AbstractContextManager[None]:
         """Gradients on; the random streams are restored afterwards."""
 
     def autocast_dtypes(self) -> set[torch.dtype]:
         """The dtypes that autocast inside of forward casts to, as far as the captures tell."""
+        return set()
 
+    @abstractmethod
     def examples(self, values: Any) -> int:
         """The number of examples in a batch."""
 
     def part(self, values: Any, fraction: float) -> Any:
         """The first `fraction` of the examples of every input that has them, rounded up."""
+        if fraction >= 1.0:
+            return values
+        total = self.examples(values)
+        return self.first_examples(values, total, math.ceil(total * fraction))
 
+    @abstractmethod
+    def first_examples(self, values: Any, total: int, wanted: int) -> Any:
+        """The first `wanted` of `total` examples of every input that has them."""
+
+    @abstractmethod
     def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
         """The padding mask [cases, positions], and where its two dimensions are in each of the Fisher's outputs. None
         if nothing is padding."""
 
     def target_values(self, targets: Any, values: Any) -> Any:
         """The targets of a loss site on these inputs. Raises LossError if they are computed from parameters."""
+        return targets
 
 
 @dataclass
-class EmittedGraph:
-    """One graph of the whole model; see `EmittedModel`."""
+class EmittedGraph(EmittedModel):
+    """One graph of the whole model."""
 
-    capture: Capture
-    program: Program
-    model: nn.Module
-    backend: str = "eager"
-    make_tap: type[Tap] = Tap
-    taps: Taps = field(default_factory=dict, init=False)
+    whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         layers = self.program.layers
@@ -200,26 +209,16 @@ class EmittedGraph:
         self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
         self.random = any(is_random(node) for node in self.module.graph.nodes)
         self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
 
     @property
-    def whole(self) -> bool:
-        return True
-
-    @property
-    def case_dims(self) -> tuple[int, ...]:
-        return self.program.case_dims if any(self.program.case_dims) else ()
-
-    @property
-    def plain_reason(self) -> str | None:
-        return getattr(self.compiled, "reason", None)
-
-    @property
-    def loss_sites(self) -> Sequence[LossSite | ObservedLoss]:
+    def loss_sites(self) -> Sequence[FoundLoss]:
         return self.program.losses
 
-    def but(self, **changes: Any) -> EmittedGraph:
-        return replace(self, **changes)
+    @property
+    def graphs(self) -> Sequence[Callable[..., Any]]:
+        return (self.compiled,)
 
     def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
         results: RunOutputs = functional_call(
@@ -249,9 +248,6 @@ class EmittedGraph:
     def isolated(self) -> AbstractContextManager[None]:
         return isolated(self.model, self.random)
 
-    def autocast_dtypes(self) -> set[torch.dtype]:
-        return set()
-
     # --- the batch --------------------------------------------------------------------------------------------------
 
     def case_axis(self, position: int, value: Any) -> int | None:
@@ -270,12 +266,7 @@ class EmittedGraph:
             numbers = [leaf.shape[0] for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
         return numbers[0] if numbers else 1
 
-    def part(self, values: Any, fraction: float) -> Any:
-        if fraction >= 1.0:
-            return values
-        total = self.examples(values)
-        wanted = math.ceil(total * fraction)
-
+    def first_examples(self, values: Any, total: int, wanted: int) -> Any:
         def shortened(position: int, value: Any) -> Any:
             axis = self.case_axis(position, value)
             return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, wanted)

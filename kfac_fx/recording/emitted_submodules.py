@@ -1,26 +1,22 @@
 """A model of which only submodules are captured, emitted: the model itself runs, and they run as their graphs.
 
 Between the submodules the model's own Python runs: branches, loops and random numbers happen as they do without us. It
-works on copies and leaves no trace, as all recordings do; only a file that it writes is written.
+works on copies and leaves no trace, as all recordings do; only a file that it writes is written. Python may read any
+parameter at any time, so those of a sharded model are all gathered before it runs.
 
-Python may read any parameter at any time, so those of a sharded model are all gathered before it runs.
-
-A forward of the model in which captured submodules, and operations of Python on parameters, run as their graphs.
-
-A `Frames` replaces the forward of every captured submodule for the time of one forward of the model. `ServedReads` does
-the same for operations between the submodules that read parameters; see `passes.following`. `LossWatch` notes the
-losses that Python computes there.
+`EmittedSubmodules` is the emitted model. In one forward, `Frames` replaces the forward of every captured submodule,
+`ServedReads` replaces operations between the submodules that read parameters (see `passes.following`), and `LossWatch`
+notes the losses that Python computes there.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.losses.declared import ObservedLoss
 from kfac_fx.passes.divide import CapturedSubmodule, Division, key_of_read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
@@ -45,9 +42,8 @@ from kfac_fx.passes.tracing.random_streams import python_random
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
-    ObservedLoss,
+    EmittedModel,
     RunOutputs,
-    Taps,
     attributes_read,
     compiled_graph,
     isolated,
@@ -63,9 +59,9 @@ from kfac_fx.recording.masks import (
     refuse_unfit_mask,
     with_masks,
 )
-from kfac_fx.recording.taps import Tap, is_tapped
+from kfac_fx.recording.taps import is_tapped
 
-DISTRIBUTION_OF = {loss.function: loss.distribution for loss in TORCH_LOSSES}
+LOSS_NAMES = {loss.function: loss.name for loss in TORCH_LOSSES}
 
 
 class UncapturedCall(BaseException):
@@ -94,12 +90,12 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and func in DISTRIBUTION_OF and torch.is_grad_enabled():
+        if not self.paused and func in LOSS_NAMES and torch.is_grad_enabled():
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
             ignored = bound.arguments.get("ignore_index")
-            self.losses.append(ObservedLoss(DISTRIBUTION_OF[func], reduction, inputs, targets, ignored))
+            self.losses.append(ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, ignored))
         return result
 
 
@@ -305,9 +301,7 @@ def reached(roots: tuple[Tensor, ...], tensors: Mapping[str, Tensor]) -> list[st
     ]  # fmt: skip
 
 
-# --- the emitted module -----------------------------------------------------------------------------------------------
-
-# --- the examples in its inputs, of any structure ---------------------------------------------------
+# --- the examples in inputs of any structure --------------------------------------------------------------------------
 
 
 def examples_in(value: Any) -> int | None:
@@ -338,38 +332,33 @@ def first_examples(value: Any, total: int, wanted: int) -> Any:
     return pytree.tree_map(shortened, value)
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the emitted model ------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class EmittedSubmodules:
-    """The captured submodules of a model; see `kfac_fx.recording.emitted.EmittedModel`.
+class EmittedSubmodules(EmittedModel):
+    """The captured submodules of a model, whose programs are joined in `program`.
 
     Attributes:
-        program: that of all submodules, joined, with registrations.
         division: what was captured, and what is left to Python.
         returns_loss: whether the losses are on what the model returns; else on what Python hands to torch's losses.
         padding_mask: the user's, of a call of the model.
         mask_sizes: the shape of the mask when each submodule was captured.
         checked: the submodules that were proved, by their places in the division; None: all may run.
         ran: the submodules that did run, in this or in another emission of this capture.
-        loss_sites: the losses that Python computed in the last run.
+        observed: the losses that Python computed in the last run.
         uncaptured: the first call of the last training forward that no graph serves.
     """
 
-    capture: Capture
-    program: Program
-    model: nn.Module
-    division: Division
-    backend: str = "eager"
-    make_tap: type[Tap] = Tap
+    whole: ClassVar[bool] = False
+
+    division: Division = field(kw_only=True)
     returns_loss: bool = False
     padding_mask: PaddingMask | None = None
     mask_sizes: tuple[MaskSizes | None, ...] = ()
     checked: set[int] | None = None
     ran: set[int] = field(default_factory=set)
-    taps: Taps = field(default_factory=dict, init=False)
-    loss_sites: list[ObservedLoss] = field(default_factory=list, init=False)
+    observed: list[ObservedLoss] = field(default_factory=list, init=False)
     uncaptured: UncapturedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -400,22 +389,15 @@ class EmittedSubmodules:
         return self.division.captured
 
     @property
-    def whole(self) -> bool:
-        return False
+    def loss_sites(self) -> Sequence[ObservedLoss]:
+        return self.observed
 
     @property
-    def case_dims(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def plain_reason(self) -> str | None:
-        return next((reason for function in self.compiled if (reason := getattr(function, "reason", None))), None)
+    def graphs(self) -> Sequence[Callable[..., Any]]:
+        return self.compiled
 
     def autocast_dtypes(self) -> set[torch.dtype]:
         return {dtype for captured in self.captured for _, dtype in captured.autocast}
-
-    def but(self, **changes: Any) -> EmittedSubmodules:
-        return replace(self, **changes)
 
     def extends(self, earlier: EmittedSubmodules) -> None:
         """Take over which submodules were proved in `earlier`."""
@@ -494,9 +476,9 @@ class EmittedSubmodules:
         cut = TangentsCut() if transforms() else nullcontext()
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
-        self.loss_sites = watch.losses
+        self.observed = watch.losses
         if not self.returns_loss:
-            return output, tuple(loss.inputs for loss in self.loss_sites)
+            return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, pytree.tree_leaves(output)))
 
     @contextmanager
@@ -510,12 +492,8 @@ class EmittedSubmodules:
         args, kwargs = values
         return number_of_examples(args, kwargs)
 
-    def part(self, values: Any, fraction: float) -> Any:
-        if fraction >= 1.0:
-            return values
+    def first_examples(self, values: Any, total: int, wanted: int) -> Any:
         args, kwargs = values
-        total = self.examples(values)
-        wanted = math.ceil(total * fraction)
         shortened = {name: first_examples(value, total, wanted) for name, value in kwargs.items()}
         return tuple(first_examples(value, total, wanted) for value in args), shortened
 
@@ -526,9 +504,6 @@ class EmittedSubmodules:
     def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
         mask = self.mask(values)
         return None if mask is None else (mask, [dims_in(output, mask) for output in fisher])
-
-    def target_values(self, targets: Any, values: Any) -> Any:
-        return targets
 
 
 def emitted_division(
@@ -559,8 +534,8 @@ def emitted_division(
         capture,
         program,
         model,
-        division,
         backend,
+        division=division,
         returns_loss=returns_loss,
         padding_mask=padding_mask,
         mask_sizes=sizes,

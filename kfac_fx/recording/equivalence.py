@@ -1,28 +1,17 @@
-"""Whether a graph computes the same as the model: one batch through both, with the same random numbers.
+"""Whether a graph computes the same as the model: at its capture, and later in its recordings.
 
-Outputs and gradients must agree, because statistics of another function would be wrong. The effects of forward on
-buffers and attributes may be missing in a recording, which leaves no trace; they rule out recording during training.
+**At its capture** (`check_equivalence`) one batch goes through both, with the same random numbers. Outputs and
+gradients must agree, because statistics of another function would be wrong. The effects of forward on buffers and
+attributes may be missing in a recording, which leaves no trace; they rule out recording during training.
 
-Checks of the outputs of a graph: are they those of the model, and do those of one case depend on other cases?
-
-The graph of a capture is the model as it was traced. Should the model compute something else now, because forward reads
-what nothing watches (a file, a clock, the state of a library), its statistics are those of another function. So the
-outputs of a recording are compared with those of the model's own forward on the same inputs, parameters, buffers and
-random numbers, on the device. Where recordings have no such forward beside them, `OutputWatch.due` says which of them
-are compared.
-
-Both compute the same operations, so they are equal bit for bit but for recurrent layers, whose graph is one of steps.
-Outputs agree if no difference is above √ε of the largest element, with the ε of the coarsest precision that takes part:
-half of the digits. Rounding in a forward stays far below, and a function that is as close has statistics that are as
-close. A change that is smaller is found once it has grown. Fillings such as masked logits are no largest elements.
-
-The dimension that is taken for the cases cannot be it if outputs mix along it.
-
-    x [T, N, C] -> attention over T -> y [T, N, V]      y[0] changes with x[1], and y[:, 0] does not change with x[:, 1]
-
-A batch of sequences with the time first looks like one with the cases first. If no layer and no user says which it is,
-the model is run with one place of a dimension changed. If the outputs mix along the conventional dimension and not
-along another, the cases would be a guess, which is refused. Batch normalization mixes along all, and is no evidence.
+**Later** (`OutputWatch`) the model may compute something else, because forward reads what nothing watches: a file, a
+clock, the state of a library. So the outputs of a recording are compared with those of the model's own forward on the
+same inputs, parameters, buffers and random numbers, on the device. Where recordings have no such forward beside them,
+`OutputWatch.due` says which of them are compared. Both compute the same operations, so they are equal bit for bit but
+for recurrent layers, whose graph is one of steps. Outputs agree if no difference is above √ε of the largest element,
+with the ε of the coarsest precision that takes part: half of the digits. Rounding in a forward stays far below, and a
+function that is as close has statistics that are as close. A smaller difference is not reported until it grows past
+this bound. Fillings such as masked logits are no largest elements.
 """
 
 from __future__ import annotations
@@ -32,16 +21,13 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable, without_cudnn
-from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, fatal, first_line
-from kfac_fx.passes.graphs.labels import sizes_of, symbolic_sizes
+from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
@@ -60,6 +46,9 @@ from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.recorder import Recorder
 
 GRADIENT_TOLERANCE = 1e-3  # relative
+COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
+MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
+EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
 
 
@@ -352,12 +341,7 @@ def close(value: Tensor | None, other: Tensor | None, relative: float, absolute:
     return float((value - other).norm()) <= relative * float(value.norm()) + absolute
 
 
-# --- outputs ----------------------------------------------------------------------------------------------------------
-
-
-COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
-MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
-EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
+# --- later, by outputs alone ------------------------------------------------------------------------------------------
 
 
 def sampled_elements(leaves: Sequence[Any]) -> list[Tensor]:
@@ -466,87 +450,3 @@ def refuse_changed_model(differs: Tensor, model: str) -> None:
             "a file, a clock, another process or the state of a library. Pass it to forward as an argument, or keep it "
             "in a buffer or an attribute of the model; or compile the model again after every change."
         )
-
-
-AXIS_TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
-TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One size of a batch: the dimensions that have it, of the inputs and of the Fisher's outputs."""
-
-    inputs: TensorDimensions
-    outputs: TensorDimensions
-
-
-def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
-    """Run the model on changed inputs, if its cases are those of the convention and another dimension may be it.
-
-    Raises RegistrationError if the model mixes along the first dimension and not along another; UntraceableError
-    instead for a graph without sizes, in which the other dimension cannot be followed.
-    """
-    program = recorder.program
-    if not recorder.whole or (program.cases is not None and program.cases_reason != CONVENTION):
-        return
-    _, outputs = recorder.outputs({}, values)
-    axes = with_sizes(recorder) if program.cases is not None else without_sizes(values, outputs)
-    if axes is None or not mixes_cases(recorder, values, outputs, axes[0]):
-        return
-    for other in axes[1:]:
-        if not mixes_cases(recorder, values, outputs, other):
-            number, dim = other.inputs[0]
-            name = program.graph.find_nodes(op="placeholder")[number].target
-            if program.cases is None:
-                raise UntraceableError(f"dimension {dim} of {name} may count the cases, and the graph has no sizes")
-            raise RegistrationError(
-                f"which dimension of {name} counts the cases would be a guess: the outputs mix its values along the "
-                f"first dimension, as they do with positions, and not along dimension {dim}.\n{ANSWER}"
-            )
-
-
-def with_sizes(recorder: Recorder) -> list[Axis] | None:
-    """The axis of the cases and those that may be it instead, by their symbolic sizes."""
-    program = recorder.program
-    inputs = program.graph.find_nodes(op="placeholder")
-    axes = []
-    for size in dict.fromkeys((program.cases, *free_sizes(inputs))):
-        its_inputs = [
-            (n, symbolic_sizes(node).index(size)) for n, node in enumerate(inputs) if size in symbolic_sizes(node)
-        ]
-        shapes = [sizes_of(node) for node in program.outputs]  # where a size that was met as a number is one
-        its_outputs = [(n, sizes.index(size)) for n, sizes in enumerate(shapes) if size in sizes]
-        if size is not None and its_inputs and its_outputs:
-            axes.append(Axis(its_inputs, its_outputs))
-    return axes if len(axes) > 1 and axes[0].inputs[0][1] == 0 else None
-
-
-def without_sizes(values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis] | None:
-    """The first two dimensions of the first input, if an output has two of these sizes."""
-    first = next((n for n, value in enumerate(values) if isinstance(value, Tensor) and value.dim() > 1), None)
-    if first is None:
-        return None
-    shape = values[first].shape
-    both = [n for n, out in enumerate(outputs) if out.shape[:2] == shape[:2]]
-    return [Axis([(first, dim)], [(n, dim) for n in both]) for dim in (0, 1)] if both else None
-
-
-@torch.no_grad()
-def mixes_cases(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
-    """Whether outputs at other places of the axis change with the first or with the last place of the inputs."""
-    number, dim = axis.inputs[0]
-    size = values[number].shape[dim]
-    if size < 2:
-        return False
-    for place, other in ((0, 1), (size - 1, size - 2)):
-        changed = list(values)
-        for number, dim in axis.inputs:
-            changed[number] = changed[number].clone()
-            changed[number].select(dim, place).copy_(values[number].select(dim, other))
-        _, after = recorder.outputs({}, tuple(changed))
-        for number, dim in axis.outputs:
-            apart = (after[number] - before[number]).abs()
-            apart.select(dim, place).zero_()
-            if bool(apart.max() > AXIS_TOLERANCE * before[number].abs().max()):
-                return True
-    return False

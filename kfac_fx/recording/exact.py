@@ -10,31 +10,25 @@ The cotangents of a chunk go through the graph together by vmap where that is po
 from __future__ import annotations
 
 import math
-import sys
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import dense, pulled
 from kfac_fx.linalg.vectors import split
-from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources, pulled_back
+from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources
 from kfac_fx.passes.approximations import Approximation, named
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.moments import Key, additive, without_twins
+from kfac_fx.recording.progress import tracked
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
 VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst
-PATIENCE = 2.0  # seconds before a progress bar is shown
-Item = TypeVar("Item")
 Statistics = dict[str, Tensor]  # of one registration, by name
 
 
@@ -87,7 +81,7 @@ class Pullback:
         outputs, batched = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
 
         def grad(*vectors: Tensor) -> tuple[Tensor, ...]:
-            grads = torch.autograd.grad(outputs, self.leaves, vectors, retain_graph=True, allow_unused=True)
+            grads = pulled(outputs, vectors, self.leaves, keep=True)
             return tuple(
                 torch.zeros_like(leaf) if grad is None else dense(grad)
                 for leaf, grad in zip(self.leaves, grads, strict=True)
@@ -214,7 +208,7 @@ class ExactPass:
     def of_inputs(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """One source through all losses: statistics of inputs are recorded wherever any loss reaches."""
         inputs = [loss.inputs for _, loss in self.losses]
-        cotangents = pulled_back(inputs, [torch.ones_like(value) for value in inputs], self.leaves)
+        cotangents = pulled(inputs, [torch.ones_like(value) for value in inputs], self.leaves, keep=True)
         batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
         return [grad[0] for grad in self.pullback(leaves)(batched)] if leaves else []
 
@@ -280,28 +274,3 @@ def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, T
 
 def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:
     total[key] = {name: value + sums[name] for name, value in total[key].items()} if key in total else sums
-
-
-def tracked(
-    items: Iterable[tuple[int, Item]], total: int, what: str, console: Console | None = None, after: float = PATIENCE
-) -> Iterator[Item]:
-    """Yield the item of every (amount, item), with a progress bar if there is more to do `after` some seconds.
-
-    total: the sum of the amounts. console: where the bar is shown, if it is a terminal; None: stderr.
-    """
-    console = console or Console(file=sys.stderr)
-    start, done = time.monotonic(), 0
-    bar: Progress | None = None
-    try:
-        for amount, item in items:
-            yield item
-            done += amount
-            if bar is None and console.is_terminal and done < total and time.monotonic() - start >= after:
-                bar = Progress(console=console, transient=True)
-                bar.start()
-                task = bar.add_task(what, total=total)
-            if bar is not None:
-                bar.update(task, completed=done)
-    finally:
-        if bar is not None:
-            bar.stop()

@@ -4,6 +4,9 @@
 
 The gradient rows of a case are then sums over the loss rows of several cases. Where all cases are sent back at once,
 the exact modes would keep products of two cases, and the gradient of a single example would contain those of others.
+
+`keys_that_meet` finds the registrations of which this is true, for three who ask: an exact recording and a recording of
+single examples between the parameters and the loss, and the proof between the parameters and the outputs.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.matrices import pulled
 from kfac_fx.linalg.sharded import unsharded
-from kfac_fx.losses.sources import Cotangents, pulled_back
+from kfac_fx.losses.sources import Cotangents
 from kfac_fx.passes.approximations import KRON
+from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.row_sums import Rows
-from kfac_fx.recording.taps import ROWS, CollectingTap
+from kfac_fx.recording.taps import ROWS, CollectingTap, Tap
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,13 @@ class LossRows:
     out.
 
     outputs: those that gradients are sent to. leaves: the same as constants. tensors: what is computed from these.
+    pooled: more of these, with fewer rows than there are cases, of which a row may be of several cases.
     """
 
     outputs: Sequence[Tensor]
     leaves: Sequence[Tensor]
     tensors: Sequence[Tensor]
+    pooled: Sequence[Tensor] = ()
 
     def halves(self) -> Iterator[tuple[Cotangents, Cotangents]]:
         """Random cotangents of the outputs, from one half of the rows and from the other. Any two rows are in different
@@ -48,20 +55,35 @@ class LossRows:
             row = torch.arange(len(tensor), device=tensor.device).view(-1, *[1] * (tensor.dim() - 1))
             for bit in range(max(0, len(tensor) - 1).bit_length()):
                 upper = (row >> bit) % 2 == 1
-                low, high = (pulled_back([tensor], [vector * half], self.leaves) for half in (~upper, upper))
+                low, high = (pulled([tensor], [vector * half], self.leaves, keep=True) for half in (~upper, upper))
                 yield low, high
+
+    def first_rows(self) -> Iterator[Cotangents]:
+        """Random cotangents of the outputs, from the first row of each of the pooled tensors."""
+        generator = torch.Generator().manual_seed(0)
+        for tensor in self.pooled:
+            vector = torch.zeros_like(tensor)
+            vector[:1] = torch.randn(tensor[:1].shape, generator=generator, dtype=torch.float32).to(tensor)
+            yield pulled([tensor], [vector], self.leaves, keep=True)
 
 
 def collecting(emitted: EmittedModel) -> EmittedModel:
     """The same capture with collecting taps, without a compiler."""
-    program = emitted.program.but(registrations=tuple(map(with_own_rows, emitted.program.registrations)))
-    return emitted.but(program=program, backend="eager", make_tap=CollectingTap)
+    return with_all_rows(emitted, CollectingTap)
 
 
-def with_own_rows(registration: Registration) -> Registration:
-    """A registration with the rows of its matrix: patches in place of pixels, no sample of them, and no mask."""
-    approximation = KRON.name if registration.structure.kronecker else registration.approximation
-    return replace(registration, approximation=approximation, sampling=None, patch_mask=None)
+def with_all_rows(emitted: EmittedModel, make_tap: type[Tap]) -> EmittedModel:
+    """The same capture with other taps, which get all rows of every matrix, without a compiler: patches in place of
+    pixels, no sample of them, and no mask, which autograd does not know."""
+    registrations = []
+    for registration in emitted.program.registrations:
+        uses = tuple(without_mask(use) if use.mask_dims else use for use in registration.uses)
+        approximation = KRON.name if registration.structure.kronecker else registration.approximation
+        registrations.append(
+            replace(registration, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
+        )
+    program = emitted.program.but(registrations=tuple(registrations))
+    return emitted.but(program=program, backend="eager", make_tap=make_tap)
 
 
 def row_probes(registrations: Sequence[Registration], wanted: Collection[Key], like: Tensor) -> list[dict[str, Tensor]]:
@@ -98,6 +120,7 @@ def keys_that_meet(
     buffers: dict[str, Tensor],
     values: Any,
     loss_rows: Callable[[Any, tuple[Tensor, ...]], LossRows],
+    only: Collection[Key] | None = None,
 ) -> frozenset[Key] | None:
     """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
@@ -108,11 +131,14 @@ def keys_that_meet(
         emitted: with collecting taps.
         parameters, buffers: of the run; zero parameters get other values, because they would hide what is before them.
         loss_rows: from (what the model returns, the Fisher's outputs).
+        only: the registrations that are looked at; None: all.
     """
     taps = {
         registration.parameters: collecting_taps(emitted, registration.parameters)
         for registration in emitted.program.registrations
-        if not registration.generic and not any(use.batch_independent for use in registration.uses)
+        if (only is None or registration.parameters in only)
+        and not registration.generic
+        and not any(use.batch_independent for use in registration.uses)
     }
     meeting: set[Key] = set()
     if not taps:
@@ -141,18 +167,49 @@ def keys_that_meet(
         for halves in of_loss.halves():
             low, high = map(cases_of, halves)
             meeting |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
+        for cotangents in of_loss.first_rows():
+            meeting |= {key for (key, _), cases in cases_of(cotangents).items() if int(cases.sum()) > 1}
     return frozenset(meeting)
 
 
-def pulled(
-    outputs: Sequence[Tensor], cotangents: Cotangents, leaves: Sequence[Tensor], keep: bool
-) -> Sequence[Tensor | None]:
-    """The gradients of the leaves; None where the cotangents do not reach them. keep: another backward comes."""
-    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
-    if not pairs or not leaves:
-        return [None] * len(leaves)
-    roots, vectors = zip(*pairs, strict=True)
-    return torch.autograd.grad(roots, leaves, vectors, retain_graph=keep, allow_unused=True)
+def keys_that_meet_in_outputs(
+    emitted: EmittedModel,
+    parameters: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
+    values: Any,
+    fisher: Sequence[Tensor],
+    only: Collection[Key],
+    towers: bool = False,
+) -> frozenset[Key]:
+    """`keys_that_meet` without a loss: the registrations with cases that the outputs of several examples reach.
+
+    An output with several rows for each example does not tell in which order they are. No cases meet if they do not in
+    one of the two orders, rows of one example or rows of one position side by side.
+
+    fisher: the Fisher's outputs of any run. towers: whether they are those of several mini-batches.
+    """
+    examples, dims = emitted.examples(values), emitted.case_dims or [0] * len(fisher)
+
+    def outputs_by_case(interleaved: bool, _: Any, fisher: tuple[Tensor, ...]) -> LossRows:
+        leaves = [output.detach().requires_grad_(output.requires_grad) for output in fisher]
+        rows = [leaf.movedim(dim, 0) for leaf, dim in zip(leaves, dims, strict=True) if leaf.dim()]
+        pooled = [] if towers else [tensor for tensor in rows if 0 < len(tensor) < examples]
+        return LossRows(fisher, leaves, [by_example(tensor, examples, interleaved) for tensor in rows], pooled)
+
+    several = any(output.dim() and output.shape[dim] > examples for output, dim in zip(fisher, dims, strict=True))
+    meeting = frozenset(only)
+    for interleaved in (False, True) if several else (False,):
+        rows = partial(outputs_by_case, interleaved)
+        meeting = keys_that_meet(emitted, parameters, buffers, values, rows, meeting) or frozenset()
+    return meeting
+
+
+def by_example(tensor: Tensor, examples: int, interleaved: bool) -> Tensor:
+    """The tensor with one row for every example, if it has several."""
+    if examples == 0 or len(tensor) <= examples or len(tensor) % examples:
+        return tensor
+    rows = tensor.shape[1:]
+    return tensor.view(-1, examples, *rows).movedim(1, 0) if interleaved else tensor.view(examples, -1, *rows)
 
 
 def revealing(value: Tensor) -> Tensor:

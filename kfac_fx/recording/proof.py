@@ -20,21 +20,23 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
-from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents, refuse_guess
-from kfac_fx.recording.meeting_cases import revealing
+from kfac_fx.recording.case_axis import refuse_guess
+from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents
+from kfac_fx.recording.meeting_cases import collecting, keys_that_meet_in_outputs, revealing, with_all_rows
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.row_sums import sum_of
 from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_grad_rows
 
 PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
+ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
+MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 
 
 # --- its taps, which keep what it compares ----------------------------------------------------------------------------
@@ -47,14 +49,12 @@ class ProofTap(Tap):
         failure: the error that the rows raised.
         remainders: of every use, the numbers whose gradients the rows leave out.
         kind: of the rows: whether they are ids, and their numbers of cases and positions.
-        reached: whether the last backward sent a gradient to any case but the first.
         cases: the numbers of cases of all calls.
     """
 
     failure: str | None = None
     remainders: list[Tensor]
     kind: tuple[Any, ...] = ()
-    reached: bool = False
     cases: set[int]
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
@@ -73,7 +73,6 @@ class ProofTap(Tap):
                 rows, grad_rows = both(output_grad, input, *tensors)
                 check_row_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases.add(grad_rows.shape[0])
-                self.reached = self.reached or reaches_others(rows, grad_rows)
                 if some:
                     summed = sum_of("gradient", rows, grad_rows, bias, self.matrix, None)
                     (gradient,) = matrix.unpack(summed).values()
@@ -105,18 +104,7 @@ def moments_apart(by_rows: Tensor, declared: Tensor) -> str | None:
     return f"its second_moment is not that of its rows ({f'{error / size:.0%} apart' if size else 'theirs is zero'})"
 
 
-def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
-    """Whether any case but the first has a gradient. The gradient of a transposed use is in its rows."""
-    sides = [grad_rows] + ([rows] if rows.is_floating_point() and rows.shape[0] == grad_rows.shape[0] else [])
-    both = torch.stack([side.detach()[1:].flatten(1).any(1) for side in sides])
-    return bool(both.all(0).any())
-
-
 # --- the proof --------------------------------------------------------------------------------------------------------
-
-
-ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
-MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 
 
 @dataclass(frozen=True)
@@ -145,14 +133,12 @@ class Gradients:
             norms. One registration at a time is in memory.
         fisher: the Fisher's outputs.
         missed: the parameters that are registered as unused and have a gradient.
-        mixing: the registrations with a per-case block whose cases meet between them and the outputs.
         misfits: see `OutputLosses.misfits`.
     """
 
     pairs: Iterator[tuple[Registration, Tensor, Tensor, Tensor]]
     fisher: tuple[Tensor, ...]
     missed: list[str]
-    mixing: set[Key]
     misfits: list[str]
 
 
@@ -175,9 +161,10 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         for registration, wanted, computed, bound in gradients.pairs:
             conclusive = conclusive and bool(wanted.isfinite().all())
             differs[registration.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
+        mixing = mixing_cases(prover, values, gradients.fisher) if conclusive else frozenset()
     if not conclusive:
         return Verdict(recorder.program, {}, conclusive=False)
-    taps, towers = proof_taps(prover), prover.losses.tower_cases(gradients.fisher)
+    taps, towers = proof_taps(prover), prover.losses.declared.tower_cases(gradients.fisher)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
     changed: dict[Key, tuple[str, str]] = {}
     for registration in recorder.registrations:
@@ -188,7 +175,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         failure = next((tap.failure for tap in taps[key] if tap.failure), None)
         if reason := failure or differs[key]:
             failed[key] = reason
-        elif other := fitting_approximation(registration, taps[key], cases, key in gradients.mixing):
+        elif other := fitting_approximation(registration, taps[key], cases, key in mixing):
             changed[key] = other
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
@@ -215,7 +202,7 @@ def fitting_approximation(
 ) -> tuple[str, str] | None:
     """The approximation that fits the rows, and why; None if that of the registration does.
 
-    cases: the number of cases of every tap. mixing: see `Gradients`.
+    cases: the number of cases of every tap. mixing: whether its cases meet between it and the outputs.
     """
     name = registration.approximation
     if registration.structure.needs_cases and any(tap.cases - {n} for tap, n in zip(taps, cases, strict=True)):
@@ -249,16 +236,7 @@ def with_proof_taps(recorder: Recorder) -> Recorder:
         for registration in recorder.registrations
         if not registration.generic
     }
-    program = recorder.program.but(registrations=tuple(map(with_all_rows, recorder.registrations)))
-    emitted = recorder.emitted.but(program=program, backend="eager", make_tap=ProofTap)
-    return replace(recorder, emitted=emitted, statistics=statistics)
-
-
-def with_all_rows(registration: Registration) -> Registration:
-    """A registration with all rows of its matrix: no sample of them, and no mask, which autograd does not know."""
-    uses = tuple(without_mask(use) if use.mask_dims else use for use in registration.uses)
-    approximation = KRON.name if registration.structure.kronecker else registration.approximation
-    return replace(registration, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
+    return replace(recorder, emitted=with_all_rows(recorder.emitted, ProofTap), statistics=statistics)
 
 
 def proof_taps(prover: Recorder) -> dict[Key, list[ProofTap]]:
@@ -293,9 +271,8 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             for registration in registrations
             if any(step.left_out for use in registration.uses for step in use.through)
         ]
-        asked = [registration for registration in registrations if by_case(prover.program, registration)]
         grads = (
-            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(inexact or asked))
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(inexact))
             if outputs and leaves
             else [None] * len(leaves)
         )
@@ -303,9 +280,6 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             registration.parameters: gradient_left_out(live[registration.parameters[0]], taps[registration.parameters])
             for registration in inexact
         }
-        dims = prover.emitted.case_dims or [0] * len(fisher)
-        learned_dims = [dim for out, dim in zip(fisher, dims, strict=True) if out.requires_grad]
-        mixing = meeting_cases(taps, asked, outputs, learned_dims, cotangents, leaves[len(names) :]) if asked else set()
     gradients = [
         torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)
     ]
@@ -324,7 +298,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             yield registration, registration.matrix.pack(split(by_name, [registration])), computed, bound
 
     missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
-    return Gradients(pairs(), fisher, missed, mixing, misfits)
+    return Gradients(pairs(), fisher, missed, misfits)
 
 
 def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
@@ -333,39 +307,22 @@ def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
     return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
 
 
+def mixing_cases(prover: Recorder, values: Any, fisher: Sequence[Tensor]) -> frozenset[Key]:
+    """The registrations with a block of gradients of cases that the user asked for, whose cases meet between them and
+    the outputs. fisher: the Fisher's outputs."""
+    structured = (registration for registration in prover.registrations if not registration.generic)
+    asked = {registration.parameters for registration in structured if by_case(prover.program, registration)}
+    if not asked or prover.emitted.examples(values) < 2:
+        return frozenset()
+    parameters, buffers = prover.live_parameters(), prover.copied_buffers()
+    towers = len(prover.losses.declared.tower_cases(fisher)) > 1
+    return keys_that_meet_in_outputs(collecting(prover.emitted), parameters, buffers, values, fisher, asked, towers)
+
+
 def by_case(program: Program, registration: Registration) -> bool:
     """Whether the user asked for a block made of gradients of cases."""
     asked = requested(program, registration.parameters, registration.layer) & APPROXIMATIONS.keys()
     return not registration.structure.kronecker and any(not APPROXIMATIONS[name].kronecker for name in asked)
-
-
-def meeting_cases(
-    taps: Mapping[Key, Sequence[ProofTap]],
-    asked: Sequence[Registration],
-    outputs: Sequence[Tensor],
-    case_dims: Sequence[int],
-    cotangents: Sequence[Tensor],
-    probes: Sequence[Tensor],
-) -> set[Key]:
-    """Those where the first case's outputs have a gradient for rows of others: batch normalization, contrasts.
-
-    case_dims: the dimension of the cases in every output.
-    """
-    for registration in asked:
-        for tap in taps[registration.parameters]:
-            tap.reached = False
-    first = [of_first_case(c, dim) if c.dim() else c for c, dim in zip(cotangents, case_dims, strict=True)]
-    torch.autograd.grad(outputs, probes, first, allow_unused=True, retain_graph=True)
-    return {
-        registration.parameters for registration in asked if any(tap.reached for tap in taps[registration.parameters])
-    }
-
-
-def of_first_case(cotangent: Tensor, dim: int) -> Tensor:
-    """The cotangent, zero for all cases but the first."""
-    single_case = torch.zeros_like(cotangent)
-    single_case.select(dim, 0).copy_(cotangent.select(dim, 0))
-    return single_case
 
 
 def demoted(

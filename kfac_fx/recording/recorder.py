@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
-from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.matrices import dense, full_precision, pulled
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
-from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.losses.declared import RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
+from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -29,10 +30,12 @@ from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
-from kfac_fx.recording.masks import OutputLosses
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from kfac_fx.recording.moments import Key, Moments, PendingMoments, flat, with_twins, without_twins
+from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
+
+some_bytes = whole_number(1, "bytes")
 
 
 @dataclass
@@ -125,18 +128,22 @@ class Recorder:
         """Zeros for the statistics of one batch, on the device of `parameters`; None for registrations that pause, and
         for those of other parameters than `only`."""
         examples, like = self.emitted.examples(values), next(iter(parameters.values()), torch.empty(()))
-        frozen = self.frozen
+        frozen, names = self.frozen, self.names_of_blocks if self.statistics is None else self.statistics
         return [
             None if pauses(registration, frozen) or not is_among(registration, only)
             else {} if registration.generic
-            else make_probes(registration, self.names_of(registration), examples, like)
+            else make_probes(registration, names[registration.parameters], examples, like)
             for registration in self.registrations
         ]  # fmt: skip
 
-    def names_of(self, registration: Registration) -> Sequence[str]:
-        if self.statistics is not None:
-            return self.statistics[registration.parameters]
-        return [statistic.name for statistic in with_twins(registration, registration.statistics)]
+    @cached_property
+    def names_of_blocks(self) -> dict[Key, Sequence[str]]:
+        """The names of the statistics that the block of each registration needs."""
+        return {
+            r.parameters: [statistic.name for statistic in with_twins(r, r.statistics)]
+            for r in self.registrations
+            if not r.generic
+        }
 
     def generic_parameters(
         self, only: Collection[str] | None = None, meeting: Collection[Key] = frozenset()
@@ -184,17 +191,20 @@ class Recorder:
         of_part: tuple[tuple[Any, ...], dict[str, Any]] = call
         return of_part
 
-    def part_of_targets(self, targets: Any, values: Any, fraction: float) -> Any:
-        """The targets of `emitted.part(values, fraction)`: their cases are on the dimension of the first output's."""
+    def part(self, values: Any, targets: Any, fraction: float) -> tuple[Any, Any]:
+        """The first `fraction` of the examples, rounded up: the inputs and the targets, whose cases are on the
+        dimension of the first output's."""
+        if fraction >= 1.0:
+            return values, targets
         dim = next(iter(self.emitted.case_dims), 0)
-        total = self.emitted.examples(values)
-        wanted = self.emitted.examples(self.emitted.part(values, fraction))
+        total, part = self.emitted.examples(values), self.emitted.part(values, fraction)
+        wanted = self.emitted.examples(part)
 
         def shortened(value: Any) -> Any:
             has_all = isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == total
             return value.narrow(dim, 0, wanted) if has_all else value
 
-        return targets if wanted == total else pytree.tree_map(shortened, targets)
+        return part, targets if wanted == total else pytree.tree_map(shortened, targets)
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -230,30 +240,30 @@ class Recorder:
         """
         check_mode(mode)
         a_share("fraction", fraction)
-        whole_number(1, "bytes")("memory", memory)
+        some_bytes("memory", memory)
         if only is not None:
             several_names("only", only, self.program.parameters)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise ValueError(f"generator is {generator!r}; it must be a torch.Generator")
         self.sample_anew(generator)
-        targets = self.part_of_targets(targets, values, fraction)
-        values, saved, losses_of = self.emitted.part(values, fraction), SavedBytes(), self.losses
-        meeting = self.meeting_cases(values, targets) if is_exact(mode) else frozenset()
+        values, targets = self.part(values, targets, fraction)
+        losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
+        meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
         with self.emitted.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
             summed_over = self.program.parameters if params_stats else self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
-            with saved.watched() if is_exact(mode) else nullcontext():
+            with nullcontext() if saved is None else saved.watched():
                 output, fisher = self.emitted.run(
-                    live | learned, self.copied_buffers(), values, probes_or_none, compiled=not is_exact(mode)
+                    live | learned, self.copied_buffers(), values, probes_or_none, compiled=saved is None
                 )
             if on_outputs is not None:
                 on_outputs(pytree.tree_leaves(self.capture.unflatten(output)))
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
-            cases, sums = losses_of.cases(losses), losses_of.summed(losses)
-            if is_exact(mode):
+            cases, sums = losses_of.summed(losses)
+            if saved is not None:
                 exact = ExactPass(
                     mode,
                     registrations,
@@ -274,8 +284,7 @@ class Recorder:
                 return Moments(statistics, cases, gradients, self.frozen)
             cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]
-            pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
-            grads = pulled_to(leaves, pairs)
+            grads = pulled(fisher, cotangents, leaves)
         grads_or_zeros = [
             torch.zeros_like(leaf) if grad is None else lasting(dense(grad), self.emitted.backend)
             for leaf, grad in zip(leaves, grads, strict=True)
@@ -374,14 +383,6 @@ def recorded(
     """The registrations that are recorded, and their probes."""
     pairs = [(r, of_r) for r, of_r in zip(registrations, probes, strict=True) if of_r is not None]
     return tuple(registration for registration, _ in pairs), [of_registration for _, of_registration in pairs]
-
-
-def pulled_to(leaves: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor | None]:
-    """Gradients of all leaves from (output, cotangent) pairs."""
-    if not pairs or not leaves:
-        return [None] * len(leaves)
-    outputs, cotangents = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
 
 
 def is_among(registration: Registration, parameters: Collection[str] | None) -> bool:

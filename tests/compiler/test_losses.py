@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before
 
@@ -57,7 +58,7 @@ def test_a_loss_inside_forward_is_found(
 ) -> None:
     found = program(function, x, y, exported=exported)
     (site,) = found.losses
-    assert (site.kind, site.reduction) == (kind, reduction)
+    assert (BY_NAME[site.loss].distribution, site.reduction) == (kind, reduction)
     assert found.outputs == (site.inputs,)
     assert site.targets.name in ("y", "expand")
     assert site.inputs.name in ("matmul", "getattr_1", "m_t")

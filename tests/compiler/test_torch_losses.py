@@ -4,18 +4,20 @@ import inspect
 
 import pytest
 import torch
+from torch import Tensor
 
+from kfac_fx.losses.declared import likelihood
 from kfac_fx.losses.distributions import DISTRIBUTIONS
-from kfac_fx.losses.registered import likelihood, loss_from
+from kfac_fx.losses.spec import loss_from
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
 from kfac_fx.passes.trace import trace_model
 
 rows = pytest.mark.parametrize("loss", TORCH_LOSSES, ids=lambda loss: loss.name)
-TARGETS = {
-    "categorical": lambda: torch.randint(4, (6,)),
-    "normal": lambda: torch.randn(6, 4),
-    "multi_bernoulli": lambda: torch.rand(6, 4).round(),
-}
+
+
+def targets_of(loss: TorchLoss, inputs: Tensor) -> Tensor:
+    """Drawn from the distribution behind the loss."""
+    return DISTRIBUTIONS[loss.distribution](inputs.detach()).sample()
 
 
 @rows
@@ -27,14 +29,16 @@ def test_the_function_takes_inputs_targets_and_a_reduction(loss: TorchLoss) -> N
 
 @rows
 def test_the_module_computes_the_function(loss: TorchLoss) -> None:
-    inputs, targets = torch.randn(6, 4), TARGETS[loss.distribution]()
+    inputs = torch.randn(6, 4)
+    targets = targets_of(loss, inputs)
     assert torch.equal(loss.module()(inputs, targets), loss.function(inputs, targets))
 
 
 @rows
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_gradient_is_a_multiple_of_that_of_the_distribution(loss: TorchLoss, reduction: str) -> None:
-    inputs, targets = torch.randn(6, 4, requires_grad=True), TARGETS[loss.distribution]()
+    inputs = torch.randn(6, 4, requires_grad=True)
+    targets = targets_of(loss, inputs)
     weight, behind = likelihood(loss, reduction, inputs, targets)
     assert type(behind) is DISTRIBUTIONS[loss.distribution]
     cases = behind.cases if reduction == "mean" else 1
@@ -56,10 +60,11 @@ def test_aten_has_the_operation_under_the_name_of_the_row(loss: TorchLoss) -> No
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return loss.function(x, y)
 
-    inputs = torch.randn(6, 4), TARGETS[loss.distribution]()
-    targets = {
+    x = torch.randn(6, 4)
+    inputs = x, targets_of(loss, x)
+    operations = {
         str(node.target).split(".")[1]
         for node in trace_model(Model(), inputs).program.graph.nodes
         if "aten" in str(node.target)
     }
-    assert loss.aten in targets
+    assert loss.aten in operations

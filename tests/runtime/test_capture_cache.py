@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from kfac_fx import ModelChangedError, UntraceableError
 from kfac_fx.compiled.compiler import compile
-from kfac_fx.recording import capture_cache
-from kfac_fx.recording.capture_cache import MAX_KINDS
+from kfac_fx.recording import captures
+from kfac_fx.recording.captures import MAX_KINDS
 from tests.runtime.compiled import X, count, mlp, net_of
 
 
@@ -37,9 +37,9 @@ class Switching(nn.Module):
 
 def test_a_guard_that_fails_captures_again() -> None:
     net = net_of(Switching(), torch.randn(6, 4, 4))
-    for size, captures in ((3, 1), (7, 2), (9, 2), (2, 2)):
+    for size, number in ((3, 1), (7, 2), (9, 2), (2, 2)):
         net.record((torch.randn(6, size, 4),), {})
-        assert count(net) == captures
+        assert count(net) == number
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_an_option_that_needs_sizes_waits_for_a_batch(option: dict[str, Any]) ->
 
 def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
-    for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
+    for (batch, height, width), number in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
         net.record((torch.randn(batch, 3, height, width),), {})
-        assert count(net) == captures
+        assert count(net) == number
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
 
 
 def test_of_too_many_captures_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "MAX_CAPTURES", 1)
+    monkeypatch.setattr(captures, "MAX_CAPTURES", 1)
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
     small, large = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 6, 7)
     first = net.recorder((small,), {})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import RegistrationError, UntraceableError
-from kfac_fx.recording import capture_cache as capturing_module
-from kfac_fx.recording.capture_cache import Capturing
+from kfac_fx.recording import captures as capturing_module
+from kfac_fx.recording.captures import Capturing
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from tests.runtime.compiled import X, mlp, net_of
 

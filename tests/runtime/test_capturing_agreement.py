@@ -17,7 +17,7 @@ from kfac_fx import (
     ModelChangedError,
 )
 from kfac_fx.passes.approximations import LONGEST
-from kfac_fx.recording.capture_cache import other_masks, other_path, with_generic
+from kfac_fx.recording.captures import other_masks, other_path, with_generic
 from tests.runtime.compiled import X, mlp, net_of
 
 

@@ -262,7 +262,7 @@ def test_state_resumes_bit_for_bit(make: Callable[[], FakeNet]) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"estimation_mode": "exakt"}, r"unknown estimation_mode 'exakt'; known are 'gradients', .*'exact_GGN'\."),
+        ({"estimation_mode": "exakt"}, r"estimation_mode 'exakt' is none of 'gradients', .*'exact_GGN'\."),
         ({"cov_ema_decay": 1.5}, r"cov_ema_decay is 1\.5; it must be between 0 and 1"),
         ({"fraction": 0}, r"fraction is 0; it must be above 0 and at most 1"),
         ({"damping": -1.0}, r"damping is .*-1\.0?\)?; it must not be negative"),

@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.recording.exact import Pullback, tracked
+from kfac_fx.recording.exact import Pullback
+from kfac_fx.recording.progress import tracked
 from tests.compiler.toy import Toy
 
 

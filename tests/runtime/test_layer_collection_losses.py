@@ -121,9 +121,9 @@ def test_coefficients_multiply_losses_as_asked() -> None:
     for mode, factor in (("regular", 4.0), ("sqrt", 2.0), ("off", 1.0)):
         torch.testing.assert_close(lc.total_loss(coeff_mode=mode), factor * plain)
     assert lc.loss_coeffs == {loss: 4.0} and lc.loss_colocation_ops == {loss: (lc.node("mul"),)}
-    with pytest.raises(ValueError, match="coeff_mode='half' is none of regular, sqrt, off"):
+    with pytest.raises(ValueError, match="coeff_mode 'half' is none of 'regular', 'sqrt', 'off'"):
         lc.eval_losses(coeff_mode="half")
-    with pytest.raises(ValueError, match="target_mode='none' is none of data, sample"):
+    with pytest.raises(ValueError, match="target_mode 'none' is none of 'data', 'sample'"):
         lc.eval_losses(target_mode="none")
 
 

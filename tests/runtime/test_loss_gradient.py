@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.registered import LossSpec, loss_from
+from kfac_fx.losses import Categorical, Normal, OnehotCategorical
+from kfac_fx.losses.spec import LossSpec, loss_from
 from kfac_fx.optim import loss_scale
 from kfac_fx.optim.loss_scale import (
     LossFactor,
@@ -161,6 +161,8 @@ def test_cases_without_a_target_are_told() -> None:
     assert part_with_targets(loss) == 1.0
     loss.with_targets(torch.tensor([0, -100, 1, -100, 2, 0]))
     assert part_with_targets(loss) == pytest.approx(4 / 6)
+    classes = torch.nn.functional.one_hot(torch.arange(6) % 3, 3)  # whole numbers, and none of them a class
+    assert part_with_targets(OnehotCategorical(torch.randn(6, 3), classes)) == 1.0
 
 
 # --- what a factor means --------------------------------------------------------------------------------------------

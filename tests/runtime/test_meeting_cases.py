@@ -136,6 +136,47 @@ def test_cases_that_meet_are_looked_for_in_one_batch_without_nan(monkeypatch: py
     assert known == [False, True]
 
 
+@pytest.mark.parametrize(("build", "logits_of", "meet"), [of for n, of in MODELS.items() if "loss" not in n], ids=str)
+def test_the_proof_and_an_exact_recording_agree_where_outputs_are_rows_of_the_loss(
+    build: Callable[[], nn.Module], logits_of: Logits, meet: bool
+) -> None:
+    x = torch.randn(6, 4)
+    net = kfac_fx.compile(build(), (x,), loss="categorical", approximations={"*": "full"})
+    told = {r.parameters for r in net.registrations if "cases meet between it and the outputs" in (r.reason or "")}
+    net.record((x,), {}, mode="exact")
+    assert told == net.recorder((x,), {}).meeting
+    assert bool(told) is meet
+
+
+class Averaged(nn.Module):
+    """Its outputs depend on padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.first(x).tanh().mean(1))
+        return logits
+
+
+def test_gradients_of_single_examples_are_those_of_autograd_whatever_is_padding() -> None:
+    model, x, y = Averaged(), torch.randn(5, 7, 4), torch.randint(3, (5,))
+    real = torch.arange(7) < torch.tensor([7, 3, 5, 2, 6])[:, None]
+    net = kfac_fx.compile(model, (x, real), loss="categorical", padding_mask="real")
+    gathered: dict[str, Tensor] = {}
+
+    def consume(key: tuple[str, ...], cases: kfac_fx.recording.case_gradients.Cases) -> None:
+        gathered[key[0]] = cases.gradients()
+
+    net.record_cases((x, real), {}, consume, targets=y)
+    for name, layer in (("first.weight", model.first), ("head.weight", model.head)):
+        for n, loss in enumerate(nn.functional.cross_entropy(model(x, real), y, reduction="none")):
+            grads = torch.autograd.grad(loss, [layer.weight, layer.bias], retain_graph=True)
+            wanted = torch.cat([grads[0], grads[1].unsqueeze(-1)], dim=-1)
+            torch.testing.assert_close(gathered[name][n].squeeze(0), wanted, **TOLERANCE)
+
+
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("name", ["a contrastive loss", "pairs", "nowhere"])
 def test_gradients_of_single_examples_are_apart_where_cases_meet(name: str, measured: bool) -> None:

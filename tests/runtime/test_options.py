@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"estimation_mode": "empirical", "fraction": 0.5},
         r"'empirical' records in the whole training backward: leave fraction at 1\.0",
     ),
-    "unknown mode": ({"estimation_mode": "gradient"}, r"unknown estimation_mode 'gradient'; known are 'gradients', "),
+    "unknown mode": ({"estimation_mode": "gradient"}, r"estimation_mode 'gradient' is none of 'gradients', "),
     "part of a step": (
         {"cov_update_every": 0},
         r"cov_update_every is 0; it must be a whole number of steps, at least 1",

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from kfac_fx import LossError
 from kfac_fx.losses import Normal
-from kfac_fx.losses.registered import likelihood
-from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
-from kfac_fx.recording.masks import OutputLosses
+from kfac_fx.losses.declared import likelihood
+from kfac_fx.losses.distributions import DISTRIBUTIONS
+from kfac_fx.passes.torch_losses import BY_NAME
+from kfac_fx.recording.output_losses import OutputLosses
 from tests.runtime.collections_of_toys import towers
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 
@@ -57,7 +58,7 @@ def test_a_loss_in_forward_has_its_own_targets_and_scale(kind: str, reduction: s
 
 
 def test_coefficients_of_losses_found_in_forward() -> None:
-    out, normal, categorical = torch.randn(6, 3), BY_DISTRIBUTION["normal"], BY_DISTRIBUTION["categorical"]
+    out, normal, categorical = torch.randn(6, 3), BY_NAME["mse_loss"], BY_NAME["cross_entropy"]
     assert likelihood(normal, "mean", out)[0] == 1 / 3
     assert likelihood(normal, "sum", out)[0] == likelihood(categorical, "mean", out)[0] == 1
     assert likelihood(categorical, "mean", torch.randn(6, 3, 5))[1].cases == 30
@@ -100,21 +101,21 @@ def test_without_a_loss_there_is_no_fisher() -> None:
     x = torch.randn(6, 4)
     with pytest.raises(LossError) as failure:
         recorder(mlp(), x).record((x,))
-    assert str(failure.value).splitlines() == [
-        "no loss is known: the Fisher is that of an output distribution.",
-        'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the model\'s '
-        "outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits.",
-    ]
+    reason, remedy = str(failure.value).splitlines()
+    assert reason == "no loss is known: the Fisher is that of an output distribution."
+    assert remedy.startswith('Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli"')
+    assert " or a function of the model's outputs, or let forward compute cross_entropy, mse_loss" in remedy
+    assert all(f'"{name}"' in remedy for name in DISTRIBUTIONS) and all(name in remedy for name in BY_NAME)
 
 
 def unattached(**emitted: Any) -> OutputLosses:
-    return OutputLosses(cast(Any, SimpleNamespace(**emitted)), None)
+    return OutputLosses(cast(Any, SimpleNamespace(loss_sites=(), **emitted)), None)
 
 
 def test_every_loss_is_a_mean_over_its_own_cases() -> None:
     """So that the sum over the cases of the first one is that many times the mean loss."""
     losses = [(1.0, Normal(torch.zeros(6, 2))), (0.5, Normal(torch.zeros(2, 2))), (3.0, Normal(torch.zeros(6, 1)))]
-    assert [coefficient for coefficient, _ in unattached().summed(losses)] == [1.0, 1.5, 3.0]
+    assert [coefficient for coefficient, _ in unattached().summed(losses)[1]] == [1.0, 1.5, 3.0]
 
 
 def test_probabilities_of_classes_are_no_targets_that_are_ignored() -> None:
@@ -130,5 +131,5 @@ def test_of_two_losses_on_the_same_towers_every_tower_counts_once() -> None:
     for name in ("first", "second"):
         for tower, output in enumerate(("add", "add_1")):
             lc.register_categorical_predictive_distribution(output, name=name, reuse=tower > 0)
-    losses = OutputLosses(cast(Any, None), lc.registered_losses)
+    losses = lc.registered_losses
     assert losses.tower_cases((torch.randn(6, 4), torch.randn(2, 4)) * 2) == [6, 2]

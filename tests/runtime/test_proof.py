@@ -232,6 +232,34 @@ class Contrast(Tied):
         return y @ y.mT
 
 
+class AllButTheFirst(Tied):
+    """The first case is on its own; the others are centered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return torch.cat([y[:1], y[1:] - y[1:].mean(0)])
+
+
+class InRows(nn.Module):
+    """Outputs with two rows for every example, which are centered over the batch or not."""
+
+    def __init__(self, interleaved: bool, centered: bool) -> None:
+        super().__init__()
+        self.first, self.interleaved, self.centered = nn.Linear(4, 6), interleaved, centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).unflatten(1, (2, 3))
+        y = y - y.mean(0) if self.centered else y
+        return (y.movedim(1, 0) if self.interleaved else y).flatten(0, 1)
+
+
+class Pooled(Tied):
+    """Two examples make one row of the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).unflatten(0, (-1, 2)).sum(1)  # type: ignore[no-any-return]
+
+
 MEETING: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "in a norm of the batch": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "0.weight", "2.weight"
@@ -240,6 +268,12 @@ MEETING: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)), "", "0.weight"
     ),
     "in a contrast": (Contrast, "first.weight", ""),
+    "all but the first": (AllButTheFirst, "first.weight", ""),
+    "in rows side by side": (lambda: InRows(interleaved=False, centered=True), "first.weight", ""),
+    "in rows by position": (lambda: InRows(interleaved=True, centered=True), "first.weight", ""),
+    "in rows of no others": (lambda: InRows(interleaved=False, centered=False), "", "first.weight"),
+    "in rows of no others by position": (lambda: InRows(interleaved=True, centered=False), "", "first.weight"),
+    "in a sum of two": (Pooled, "first.weight", ""),
     "nowhere, with a weight turned round": (Tied, "", "first.weight"),
 }  # fmt: skip
 

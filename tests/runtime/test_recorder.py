@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
-from kfac_fx.losses.registered import loss_from
+from kfac_fx.losses.spec import loss_from
 from tests.runtime.recorded_by_hand import Words, by_hand, generator, mlp, recorder, same
 
 
@@ -271,10 +271,10 @@ def test_a_part_of_the_targets_is_that_of_tensors_with_all_cases() -> None:
     of = recorder(mlp(), x)
     values = of.capture.flatten((x,), {})
     targets = {"classes": torch.arange(6), "weights": torch.arange(4.0), "scale": torch.ones(()), "name": "all"}
-    part = of.part_of_targets(targets, values, 0.5)
+    part = of.part(values, targets, 0.5)[1]
     assert part["classes"].tolist() == [0, 1, 2] and part["weights"].tolist() == [0, 1, 2, 3]
     assert part["scale"] is targets["scale"] and part["name"] == "all"
-    assert of.part_of_targets(targets, values, 1.0) is targets
+    assert of.part(values, targets, 1.0)[1] is targets
 
 
 @pytest.mark.parametrize("memory", [0, 1.5])

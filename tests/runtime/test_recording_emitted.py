@@ -103,7 +103,7 @@ def test_the_losses_of_python_are_those_of_the_last_run() -> None:
     emitted_model = emitted(Inside(), loss=None)
     emitted_model.run(*state(emitted_model.model), ((X,), {}), without_probes(emitted_model))
     (site,) = emitted_model.loss_sites
-    assert (site.kind, site.reduction) == ("normal", "mean")
+    assert (site.loss, site.reduction) == ("mse_loss", "mean")
     assert torch.equal(emitted_model.target_values(site.targets, ((X,), {})), X[:, :3])
 
 

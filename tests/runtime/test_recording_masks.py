@@ -19,10 +19,9 @@ from kfac_fx.recording.masks import (
     dims_in,
     listed_notes,
     mask_of_call,
-    perturbed,
     program_with_mask,
-    real_losses,
 )
+from kfac_fx.recording.output_losses import perturbed, real_losses
 
 X, MASK = torch.randn(5, 7, 3), torch.arange(7) < torch.tensor([7, 3, 5, 2, 6])[:, None]
 

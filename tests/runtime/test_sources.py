@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,7 @@ def test_the_empirical_fisher_names_the_losses_without_targets() -> None:
 
 
 def test_a_mode_that_does_not_exist_shows_the_one_that_was_meant() -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown estimation_mode 'exct'; known are 'gradients', .* Did you mean 'exact'"
-    ):
+    with pytest.raises(ValueError, match=r"estimation_mode 'exct' is none of 'gradients', .* Did you mean 'exact'"):
         check_mode("exct")
 
 
@@ -115,6 +114,14 @@ def test_the_weight_of_a_loss_enters_gradients_of_samples_by_its_root(mode: str,
         source_of_losses(mode, [(weight, loss)], torch.Generator().manual_seed(0))[0] for weight in (1.0, 9.0)
     )
     torch.testing.assert_close(weighted, 9**power * plain)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "curvature_prop"])
+def test_a_coefficient_that_only_the_device_knows_is_not_read(mode: str) -> None:
+    """As of two losses in forward that ignore some targets: on the meta device a read is an error."""
+    loss = Normal(torch.zeros(5, 3, device="meta", requires_grad=True))
+    coefficient: Any = torch.ones((), device="meta")
+    assert source_of_losses(mode, [(coefficient, loss)], None)[0].is_meta
 
 
 # --- equal losses -----------------------------------------------------------------------------------------------------

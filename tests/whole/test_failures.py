@@ -23,7 +23,7 @@ from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.tables import LinearMaps, constant
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
-from kfac_fx.recording import capture_cache, equivalence
+from kfac_fx.recording import captures, equivalence
 from kfac_fx.recording.exact import Pullback
 
 TOO_MUCH = 1 << 50  # bytes
@@ -267,7 +267,7 @@ def test_a_bug_of_ours_that_shows_in_a_trace_is_not_taken_for_something_else(tra
 
 
 def test_a_bug_of_ours_in_a_division_is_not_taken_for_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "divide", bug)
+    monkeypatch.setattr(captures, "divide", bug)
     with pytest.raises(AssertionError, match=OURS):
         kfac_fx.compile(Model(lambda x: x if x.sum().item() > 0 else -x), (X,), loss="normal")
 

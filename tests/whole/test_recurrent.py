@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.unroll import CELLS
-from kfac_fx.recording import capture_cache as captures
+from kfac_fx.recording import captures
 from tests.whole.training import apart, step
 from tests.zoo.recurrent import Last
 

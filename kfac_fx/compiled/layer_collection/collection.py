@@ -29,7 +29,8 @@ from kfac_fx.compiled.layer_collection.names import (
 )
 from kfac_fx.compiled.layer_collection.scan import Scan, block_of, misplaced
 from kfac_fx.linalg.arguments import optional, whole_number
-from kfac_fx.losses.registered import LossSpec, RegisteredLoss, RegisteredLosses
+from kfac_fx.losses.declared import RegisteredLoss, RegisteredLosses
+from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.cases import size_of_cases
 from kfac_fx.passes.check import check_registration, uses_in_graph
 from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError

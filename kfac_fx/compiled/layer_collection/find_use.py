@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import fx, nn
 
 from kfac_fx.compiled.layer_collection.names import CapturedModel, LayerParametersDict
-from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
+from kfac_fx.losses.declared import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.cases import with_batch_dim, with_mask
 from kfac_fx.passes.choose import declared_by_user, lacking

@@ -30,8 +30,8 @@ from kfac_fx.compiled.layer_collection.registering import (
     register_layer,
     register_separable,
 )
+from kfac_fx.losses.declared import RegisteredLoss
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
-from kfac_fx.losses.registered import RegisteredLoss
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Approx = str | None

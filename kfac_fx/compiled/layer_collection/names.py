@@ -20,8 +20,8 @@ from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.signature import PREFIX
+from kfac_fx.recording.model_checks import refuse_compiled, refuse_inference_mode, refuse_unfit
 from kfac_fx.recording.moments import Key
-from kfac_fx.recording.unchanged import refuse_compiled, refuse_inference_mode, refuse_unfit
 
 Entry = TypeVar("Entry")
 Reuse = bool | str | None

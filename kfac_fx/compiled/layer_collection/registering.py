@@ -15,14 +15,14 @@ from kfac_fx.compiled.layer_collection.find_use import Collection, listed
 from kfac_fx.compiled.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, FisherBlock, block_class
 from kfac_fx.compiled.layer_collection.names import AUTO_REUSE, VARIABLE_SCOPE, Reuse, resolved
 from kfac_fx.linalg.arguments import optional, whole_number
+from kfac_fx.losses.declared import RegisteredLoss, evaluated, likelihood
 from kfac_fx.losses.distributions import LossFunction, Normal, check_variance
-from kfac_fx.losses.registered import RegisteredLoss, evaluated, likelihood
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
 from kfac_fx.passes.graphs.labels import in_example
 from kfac_fx.passes.ir import GENERIC, LossSite, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
-from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
+from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
@@ -297,13 +297,14 @@ def unique(base: str, taken: dict[str, Any]) -> str:
 def loss_of_site(site: LossSite) -> RegisteredLoss:
     """A loss that forward computes; a mean over elements shows in the coefficient, where the graph knows the sizes."""
     value = site.inputs.meta.get("val")
-    mean = site.kind != "categorical" and site.reduction == "mean" and value is not None
+    of_torch = BY_NAME[site.loss]
+    mean = of_torch.averages_elements and site.reduction == "mean" and value is not None
     coefficient = 1.0 / prod(in_example(size) for size in value.shape[1:]) if mean and value is not None else 1.0
 
     def make(inputs: Tensor) -> LossFunction:
-        return likelihood(BY_DISTRIBUTION[site.kind], site.reduction, inputs)[1]
+        return likelihood(of_torch, site.reduction, inputs)[1]
 
-    return RegisteredLoss(site.node.name, site.kind, (site.inputs,), make, site.targets, coefficient, None)
+    return RegisteredLoss(site.node.name, of_torch.distribution, (site.inputs,), make, site.targets, coefficient, None)
 
 
 # --- losses on a batch ------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""The captures of one model: one for every kind of call, made and proved at the first such call, all for one set of
-blocks.
+"""The captures of one model: one for every kind of call, made and proved at the first such call.
 
-One capture of a model: one graph, or one for each of the largest submodules that have one, and its proof.
-
-The captures of one model must have registrations of which the same blocks can be made.
+A capture is one graph, or one for each of the largest submodules that have one, and its proof; `Capturing` makes it.
+`CaptureCache` keeps the captures and chooses among them. All captures of one model must give the same Fisher blocks,
+which `agreeing` sees to.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.losses.declared import RegisteredLosses
+from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import (
@@ -44,112 +44,17 @@ from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.recording.moments import Key, PendingMoments
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
+from kfac_fx.recording.unchanged import Structure, Trained
 
-# --- agreement of captures --------------------------------------------------------------------------------------------
+MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
+MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
+MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
 
-
-def with_generic(program: Program, earlier: Program) -> Program:
-    """`program` with all parameters generic that were generic in the capture from earlier inputs."""
-    reasons = {
-        name: registration.reason
-        for registration in earlier.registrations
-        if registration.generic
-        for name in registration.parameters
-    }
-    registrations: list[Registration] = []
-    for registration in program.registrations:
-        if any(name in reasons for name in registration.parameters):
-            registrations += [program.generic(name, reasons.get(name)) for name in registration.parameters]
-        else:
-            registrations.append(registration)
-    return program.but(registrations=tuple(registrations))
-
-
-def agreeing(recorder: Recorder, known: Sequence[Registration], masked: bool = False) -> Recorder:
-    """`recorder` with the approximations of the known registrations, and without those that differ from them.
-
-    Only registrations of which all parameters are frozen may differ: adapters that are switched off.
-
-    known: the registrations of which there are blocks. masked: whether these were captured with a padding mask.
-
-    Raises ModelChangedError if other registrations differ.
-    """
-    frozen = recorder.frozen
-    before = {registration.parameters: registration for registration in known}
-    now = {registration.parameters: registration for registration in recorder.registrations}
-    rows = {key: other_path(before.get(key), now.get(key)) for key in dict.fromkeys((*before, *now))}
-    if recorder.program.mask is not None and masked:
-        rows |= {key: rows[key] or other_masks(before[key], now[key]) for key in before if key in now}
-    owners = {key: set((before.get(key) or now[key]).owners) for key in rows}
-    if differing := [(", ".join(key), text) for key, text in rows.items() if text and not owners[key] <= frozen]:
-        name = class_of(recorder.model).__name__
-        raise ModelChangedError(
-            f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
-            f"{table(differing)}\nCompile the model once per control-flow path."
-        )
-    recorder = with_approximations(recorder, {key: before[key] for key in before if key in now and not rows[key]})
-    recorder.absent = frozenset(name for key, text in rows.items() if text for name in owners[key])
-    return recorder
-
-
-def continuing(recorder: Recorder, known: Sequence[Registration]) -> Recorder:
-    """A first capture in which more parameters are trained than in those that `known` comes from, with the
-    approximations of the blocks that go on."""
-    before = {registration.parameters: registration for registration in known}
-    same = {
-        registration.parameters: before[registration.parameters]
-        for registration in recorder.registrations
-        if registration.parameters in before and not other_path(before[registration.parameters], registration)
-    }
-    recorder = with_approximations(recorder, same)
-    used = {name for registration in recorder.registrations for name in registration.owners}
-    recorder.absent = frozenset(name for registration in known for name in registration.owners) - used
-    return recorder
-
-
-def with_approximations(recorder: Recorder, known: Mapping[Key, Registration]) -> Recorder:
-    """The recorder with the approximations of `known`, by the parameters of its registrations."""
-    adopted = tuple(
-        replace(registration, approximation=known[registration.parameters].approximation)
-        if registration.parameters in known
-        else registration
-        for registration in recorder.registrations
-    )
-    if adopted == recorder.registrations:
-        return recorder
-    return recorder.with_program(recorder.program.but(registrations=adopted))
-
-
-def other_path(first: Registration | None, other: Registration | None) -> str:
-    """The difference that two registrations of the same parameters make to their block; "" if there is none."""
-    if first is None or other is None:
-        return f"{in_words(first)} at first, {in_words(other)} here"
-    if first.structure.needs_cases and not other.structure.needs_cases:
-        return f"{in_words(first)} and {first.approximation} at first, {in_words(other)} here"
-    approximated = replace(other, approximation=first.approximation)
-    difference = f"{in_words(first)} at first, {in_words(other)} here"
-    if first.structure.series and other.steps > (most := longest(first.steps)):
-        return f"{difference}; {first.approximation} is prepared for {most} at most"
-    same = first.layer == other.layer and first.statistics == approximated.statistics
-    return "" if same else difference
-
-
-def other_masks(first: Registration, other: Registration) -> str:
-    """A sentence if padding would be in the factors of one batch and not in those of another, else ""."""
-    fits = [any(use.mask_dims for use in registration.uses) for registration in (first, other)]
-    return "" if fits[0] == fits[1] else f"the padding mask fits its uses {'at first' if fits[0] else 'here'} only"
-
-
-def in_words(registration: Registration | None) -> str:
-    if registration is None:
-        return "no block of its own"
-    number = len(registration.uses)
-    uses = "" if registration.generic else f" with {number} use{'s' * (number != 1)}"
-    return f"{registration.layer}{uses}{f' ({registration.reason})' if registration.reason else ''}"
+Result = TypeVar("Result")
 
 
 # --- one capture ------------------------------------------------------------------------------------------------------
@@ -331,19 +236,13 @@ def generic_parameters(recorder: Recorder) -> int:
 
 # --- the captures of a model ------------------------------------------------------------------------------------------
 
-MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
-MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
-MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
-
-Result = TypeVar("Result")
-
 
 class CaptureCache:
     """The captures of one model.
 
     Attributes:
-        first: the capture that the blocks are made for; None as long as there is none. Another one takes its place when
-            a parameter is unfrozen that was never trained before.
+        first: the capture that the blocks are made for; None as long as there is none. When a parameter is trained for
+            the first time, a new capture replaces it.
         registrations: those of which there are blocks: of `first`, and of parameters that are frozen and that `first`
             does not use.
         trained: the parameters that were trained at any time.
@@ -427,6 +326,13 @@ class CaptureCache:
                 cached[place] = recorder.with_program(replace(recorder.program, parameters=trained))
                 self.first = cached[place] if self.first is recorder else self.first
 
+    def too_late(self, call: str, advice: str) -> UntraceableError:
+        """The error for a call that has to be captured and cannot be any more."""
+        return UntraceableError(
+            f"{call} in a way that was not captured before it was sharded, and it cannot be captured now that no "
+            f"process has its whole parameters.\n{advice}"
+        )
+
     # --- which capture ----------------------------------------------------------------------------------------------
 
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
@@ -458,12 +364,10 @@ class CaptureCache:
                     cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
                 return cached[-1]
         if self.structure.sharded:
-            name = class_of(self.model).__name__
-            raise UntraceableError(
-                f"{name} is called in a way that was not captured before it was sharded, and it "
-                "cannot be captured now that no process has its whole parameters.\nCompile it with example inputs of "
-                "the same structure, dtypes and modes, kfac_fx.compile(model, (x,)), and call net.recorder((x,), {}) "
-                "for every further kind of call, before fully_shard."
+            raise self.too_late(
+                f"{class_of(self.model).__name__} is called",
+                "Compile it with example inputs of the same structure, dtypes and modes, kfac_fx.compile(model, (x,)), "
+                "and call net.recorder((x,), {}) for every further kind of call, before fully_shard.",
             )
         if self.arguments.verify:
             refuse_without_values(self.model)
@@ -567,13 +471,10 @@ class CaptureCache:
         Raises UntraceableError if the model is sharded.
         """
         if self.structure.sharded:
-            name = class_of(self.model).__name__
-            raise UntraceableError(
-                f"on these inputs {name} calls {uncaptured.path or 'a submodule'} in a way that "
-                "was not captured before it was sharded, and it cannot be captured now that no process has its whole "
-                "parameters.\nCall net.record((x,), {}) with inputs that take every branch of its Python, before "
-                "fully_shard; or leave it whole and train in DistributedDataParallel(net), with "
-                "KFAC(net, placement='owners')."
+            raise self.too_late(
+                f"on these inputs {class_of(self.model).__name__} calls {uncaptured.path or 'a submodule'}",
+                "Call net.record((x,), {}) with inputs that take every branch of its Python, before fully_shard; or "
+                "leave it whole and train in DistributedDataParallel(net), with KFAC(net, placement='owners').",
             )
         emitted = recorder.emitted
         assert isinstance(emitted, EmittedSubmodules), (
@@ -612,3 +513,106 @@ def drop_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp_module):
             module.reshard()
+
+
+# --- agreement of captures --------------------------------------------------------------------------------------------
+
+
+def with_generic(program: Program, earlier: Program) -> Program:
+    """`program` with all parameters generic that were generic in the capture from earlier inputs."""
+    reasons = {
+        name: registration.reason
+        for registration in earlier.registrations
+        if registration.generic
+        for name in registration.parameters
+    }
+    registrations: list[Registration] = []
+    for registration in program.registrations:
+        if any(name in reasons for name in registration.parameters):
+            registrations += [program.generic(name, reasons.get(name)) for name in registration.parameters]
+        else:
+            registrations.append(registration)
+    return program.but(registrations=tuple(registrations))
+
+
+def agreeing(recorder: Recorder, known: Sequence[Registration], masked: bool = False) -> Recorder:
+    """`recorder` with the approximations of the known registrations, and without those that differ from them.
+
+    Only registrations of which all parameters are frozen may differ: adapters that are switched off.
+
+    known: the registrations of which there are blocks. masked: whether these were captured with a padding mask.
+
+    Raises ModelChangedError if other registrations differ.
+    """
+    frozen = recorder.frozen
+    before = {registration.parameters: registration for registration in known}
+    now = {registration.parameters: registration for registration in recorder.registrations}
+    rows = {key: other_path(before.get(key), now.get(key)) for key in dict.fromkeys((*before, *now))}
+    if recorder.program.mask is not None and masked:
+        rows |= {key: rows[key] or other_masks(before[key], now[key]) for key in before if key in now}
+    owners = {key: set((before.get(key) or now[key]).owners) for key in rows}
+    if differing := [(", ".join(key), text) for key, text in rows.items() if text and not owners[key] <= frozen]:
+        name = class_of(recorder.model).__name__
+        raise ModelChangedError(
+            f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
+            f"{table(differing)}\nCompile the model once per control-flow path."
+        )
+    recorder = with_approximations(recorder, {key: before[key] for key in before if key in now and not rows[key]})
+    recorder.absent = frozenset(name for key, text in rows.items() if text for name in owners[key])
+    return recorder
+
+
+def continuing(recorder: Recorder, known: Sequence[Registration]) -> Recorder:
+    """A first capture in which more parameters are trained than in those that `known` comes from, with the
+    approximations of the blocks that go on."""
+    before = {registration.parameters: registration for registration in known}
+    same = {
+        registration.parameters: before[registration.parameters]
+        for registration in recorder.registrations
+        if registration.parameters in before and not other_path(before[registration.parameters], registration)
+    }
+    recorder = with_approximations(recorder, same)
+    used = {name for registration in recorder.registrations for name in registration.owners}
+    recorder.absent = frozenset(name for registration in known for name in registration.owners) - used
+    return recorder
+
+
+def with_approximations(recorder: Recorder, known: Mapping[Key, Registration]) -> Recorder:
+    """The recorder with the approximations of `known`, by the parameters of its registrations."""
+    adopted = tuple(
+        replace(registration, approximation=known[registration.parameters].approximation)
+        if registration.parameters in known
+        else registration
+        for registration in recorder.registrations
+    )
+    if adopted == recorder.registrations:
+        return recorder
+    return recorder.with_program(recorder.program.but(registrations=adopted))
+
+
+def other_path(first: Registration | None, other: Registration | None) -> str:
+    """The difference that two registrations of the same parameters make to their block; "" if there is none."""
+    if first is None or other is None:
+        return f"{in_words(first)} at first, {in_words(other)} here"
+    if first.structure.needs_cases and not other.structure.needs_cases:
+        return f"{in_words(first)} and {first.approximation} at first, {in_words(other)} here"
+    approximated = replace(other, approximation=first.approximation)
+    difference = f"{in_words(first)} at first, {in_words(other)} here"
+    if first.structure.series and other.steps > (most := longest(first.steps)):
+        return f"{difference}; {first.approximation} is prepared for {most} at most"
+    same = first.layer == other.layer and first.statistics == approximated.statistics
+    return "" if same else difference
+
+
+def other_masks(first: Registration, other: Registration) -> str:
+    """A sentence if padding would be in the factors of one batch and not in those of another, else ""."""
+    fits = [any(use.mask_dims for use in registration.uses) for registration in (first, other)]
+    return "" if fits[0] == fits[1] else f"the padding mask fits its uses {'at first' if fits[0] else 'here'} only"
+
+
+def in_words(registration: Registration | None) -> str:
+    if registration is None:
+        return "no block of its own"
+    number = len(registration.uses)
+    uses = "" if registration.generic else f" with {number} use{'s' * (number != 1)}"
+    return f"{registration.layer}{uses}{f' ({registration.reason})' if registration.reason else ''}"

@@ -1,0 +1,236 @@
+"""Checks of a model before it is captured: which no capture can handle, and which is inside of wrappers.
+
+The wrappers of data parallelism and torch.compile are taken off. Refusals name all culprits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.passes.errors import RegistrationError, UntraceableError, table
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import compiled_from
+from kfac_fx.passes.tracing.effects import address
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of data parallelism and of torch.compile."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return unwrapped(model.module)
+    original = compiled_from(model)
+    return unwrapped(original) if isinstance(original, nn.Module) else model
+
+
+def refuse_wrapped(net: Any, by: str) -> None:
+    """Raises ValueError for a wrapper of a compiled module, which hides the parameters' names from what uses them."""
+    inner = unwrapped(net) if isinstance(net, nn.Module) else net
+    if inner is not net and hasattr(inner, "registrations"):
+        raise ValueError(
+            f"{by} takes the module that kfac_fx.compile returned, and got {type(net).__name__} around it: write "
+            f"{by}(net, ...) with net = kfac_fx.compile(model, ...), and call the wrapper, as in wrapper(x)"
+        )
+
+
+def compiled(name: str, value: Any) -> None:
+    """A check of KFAC's `net`."""
+    refuse_wrapped(value, "KFAC")
+    if not is_compiled(value):
+        raise ValueError(
+            f"KFAC needs a compiled module and got a {type(value).__name__}: "
+            "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net in the place of model"
+        )
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether this is what `kfac_fx.compile` returns."""
+    return hasattr(value, "attach") and hasattr(value, "registrations")
+
+
+def refuse_compiled(model: nn.Module, by: str) -> None:
+    """Raises RegistrationError for a compiled module, and for a model with compiled submodules. by: who takes it."""
+    if is_compiled(model):
+        raise RegistrationError(f"the module is already compiled; pass the original model, net.model, to {by}")
+    if inner := [name for name, module in model.named_modules() if is_compiled(module)]:
+        raise RegistrationError(
+            f"submodules are already compiled and would be captured twice: {', '.join(inner)}; use their .model instead"
+        )
+
+
+def averages_gradients(wrapper: nn.Module) -> bool:
+    """Whether DistributedDataParallel is among the wrappers of a model."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+        return True
+    inner = wrapper.module if isinstance(wrapper, nn.DataParallel) else compiled_from(wrapper)
+    return isinstance(inner, nn.Module) and averages_gradients(inner)
+
+
+# --- models that no capture can handle --------------------------------------------------------------------------------
+
+
+TensorTest = Callable[[Tensor], bool]
+Culprits = Callable[[nn.Module], list[str]]
+
+
+def parameters_that(holds: TensorTest) -> Culprits:
+    return lambda model: [name for name, param in model.named_parameters() if holds(param)]
+
+
+def sharded(model: nn.Module) -> list[str]:
+    fsdp = imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    dtensor = imported("torch.distributed.tensor", "DTensor")
+    modules = [
+        name or "the model itself" for name, module in model.named_modules() if fsdp and isinstance(module, fsdp)
+    ]
+    return [*modules, *(name for name, param in model.named_parameters() if dtensor and isinstance(param, dtensor))]
+
+
+def imported(module: str, name: str) -> Any:
+    """A class, if its module is imported."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def scripted(model: nn.Module) -> list[str]:
+    """The outermost TorchScript modules."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    outer = [name for name in names if not any(other == "" or name.startswith(f"{other}.") for other in names)]
+    return outer or names and ["the model itself"]
+
+
+def without_shapes(model: nn.Module) -> list[str]:
+    lazy = (nn.UninitializedParameter, nn.UninitializedBuffer)
+    return [name for name, t in (*model.named_parameters(), *model.named_buffers()) if isinstance(t, lazy)]
+
+
+UNFIT_MODELS: tuple[tuple[Culprits, str], ...] = (
+    (
+        sharded,
+        "these parameters are sharded already, so that no process can run the model to capture it: {names}.\n"
+        "Compile first, with example inputs, and shard then: net = kfac_fx.compile(model, (x,)), "
+        "torch.distributed.fsdp.fully_shard on the units and on the model, and optimizer = kfac_fx.KFAC(net).",
+    ),
+    (
+        scripted,
+        "TorchScript modules have no Python code and cannot be captured: {names}.\n"
+        "Pass kfac_fx.compile the module that torch.jit.script or torch.jit.trace was called on.",
+    ),
+    (
+        without_shapes,
+        "these parameters have no shape yet: {names}.\n"
+        "Run the model once on a batch, as in model(*example_inputs), before you compile it.",
+    ),
+    (
+        parameters_that(lambda param: param.is_inference()),
+        "these parameters were made in torch.inference_mode and cannot be trained: {names}.\n"
+        "Make the model outside of torch.inference_mode.",
+    ),
+    (
+        parameters_that(lambda param: param.requires_grad and param.is_complex()),
+        "the Fisher is of real parameters, and these are complex: {names}.\n"
+        "Make torch.view_as_real(w) the parameter, and let forward compute with torch.view_as_complex of it.",
+    ),
+)
+WITHOUT_VALUES: tuple[Culprits, str] = (
+    parameters_that(lambda param: param.is_meta),
+    "these parameters are on the meta device and have no values, so nothing can be verified, recorded or trained: "
+    "{names}.\n"
+    "Give them values first, as with model.to_empty(device=...) and load_state_dict. For the report alone, compile "
+    "without example inputs or with verify=False.",
+)
+
+
+def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:
+    """Raises UntraceableError with the names of all culprits."""
+    if names := culprits(model):
+        raise UntraceableError(message.format(names=", ".join(names)))
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raises UntraceableError for what no capture can do anything with, with all culprits."""
+    for culprits, message in UNFIT_MODELS:
+        refuse(model, culprits, message)
+    refuse_overlapping(model)
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """Raises UntraceableError for parameters on the meta device."""
+    refuse(model, *WITHOUT_VALUES)
+
+
+def refuse_overlapping(model: nn.Module) -> None:
+    """Raises UntraceableError for trained parameters that share elements in memory.
+
+    Autograd would give each of them a gradient and an optimizer a step. Parts of one long vector may lie side by side.
+    """
+    by_memory: dict[tuple[int, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.numel() and (place := address(param)):
+            by_memory.setdefault((place, param.dtype), []).append((name, param.detach()))
+    pairs = [pair for members in by_memory.values() if len(members) > 1 for pair in overlaps(members)]
+    if pairs:
+        rows = table((later, f"has elements of {earlier}") for earlier, later in pairs)
+        raise UntraceableError(
+            f"parameters share memory and are not the same parameter:\n{rows}\n"
+            f"Tie them by name, as in model.{pairs[0][1]} = model.{pairs[0][0]}, or clone one."
+        )
+
+
+def overlaps(members: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """Names of tensors in one memory, each behind an earlier one that shares elements with it."""
+    ends = sorted((tensor.storage_offset(), tensor.storage_offset() + extent(tensor)) for _, tensor in members)
+    if all(end <= start for (_, end), (start, _) in pairwise(ends)):
+        return
+    owner = torch.full((max(end for _, end in ends),), -1)
+    for number, (name, tensor) in enumerate(members):
+        distinct = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        places = owner.as_strided(distinct, tensor.stride(), tensor.storage_offset())
+        if (taken := int(places.max())) >= 0:
+            yield members[taken][0], name
+        places.fill_(number)
+
+
+def extent(tensor: Tensor) -> int:
+    """The number of elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# --- calls that record nothing ----------------------------------------------------------------------------------------
+
+
+def refuse_inference_mode(what: str) -> None:
+    """Raises RuntimeError in `torch.inference_mode`, whose tensors autograd cannot use afterwards."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{what} in torch.inference_mode, whose tensors autograd cannot use afterwards: leave the block before, or "
+            "write torch.no_grad() in its place"
+        )
+
+
+def refuse_untrained(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises RegistrationError if none of the named parameters is trained, because then there is no Fisher."""
+    parameters = dict(named)
+    if not any(param.requires_grad for param in parameters.values()):
+        what = f"all {len(parameters):,} are frozen, with requires_grad=False" if parameters else "the model has none"
+        raise RegistrationError(
+            f"the Fisher is of trained parameters, and there are none: {what}.\n"
+            "Unfreeze the parameters to train, as with model.requires_grad_(True), before kfac_fx.compile."
+        )
+
+
+def refuse_without_blocks(registrations: Sequence[Registration], named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises RegistrationError if there is no registration to make a Fisher block of."""
+    if not registrations:
+        refuse_untrained(named := list(named))
+        trained = ", ".join(name for name, param in named if param.requires_grad)
+        raise RegistrationError(
+            "there is no Fisher block: none of the trained parameters is registered, because the losses depend on none "
+            f"of them or `variables` names none: {trained}.\n"
+            "print(net.report) gives the reason for each. Let forward return values that are computed from them."
+        )
