@@ -256,6 +256,7 @@ def convolution(function: Convolve, axes: str, module: Module, size: Size) -> tu
         "grad_rows": positions,
         "layouts": layouts,
         "sizes": groups,
+        "bias_along": -1 - len(size),
     }
     name = function.__name__
     return (
@@ -296,6 +297,7 @@ def transposed(function: Convolve, axes: str, module: Module, size: Size) -> Lay
         grad_rows=positions,
         layouts={"weight": f"(g c) o {axes} -> g o (c {axes})", "bias": "(g o) -> g o"},
         sizes=groups,
+        bias_along=-1 - len(size),
         example=examples(module, size, *TRANSPOSED_OPTIONS),
     )(form)
 

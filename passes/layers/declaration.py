@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from ..approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
 from ..errors import LayerError, nearest
-from ..ir import Attrs
+from ..ir import ADDED, Attrs
 from ..matrix import Layout, Shape
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
 MomentFn = Callable[[Tensor, Attrs], tuple[Tensor, Tensor]]
 LayoutSpec = str | Callable[[Layout, Attrs], Layout]
+BiasShape = Callable[[Attrs, int | None], Shape | None]
 Example = Callable[[], tuple[nn.Module, Tensor]]
 ROLES = ("weight", "bias")
 
@@ -50,6 +51,7 @@ class Form:
     where: Callable[[Attrs], bool]
     sizes: Callable[[Attrs], dict[str, int]]
     leading: bool
+    bias_along: int | BiasShape | None
     examples: tuple[Example, ...]
 
     @cached_property
@@ -64,6 +66,34 @@ class Form:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
+    @cached_property
+    def needs_bias(self) -> bool:
+        """Whether the form has a bias, and not as an option."""
+        bias = inspect.signature(self.function).parameters.get("bias")
+        return bias is not None and bias.default is inspect.Parameter.empty
+
+    def takes_bias(self, attrs: Attrs, order: Shape | None) -> bool:
+        """Whether the sum of the form's output and a bias of shape attrs["bias"] is one layer: the bias varies along
+        all groups and outputs, and along nothing else.
+
+        order: of the output's dimensions in the sum; None if their number is not known.
+
+        Raises:
+            LayerError: the weight has another shape than the layer takes.
+        """
+        assert self.bias_along is not None, "bug in kfac_fx: a bias that no declaration expects"
+        if isinstance(self.bias_along, int):
+            g, o, _ = self.layout("weight", Layout(attrs["weight"]), attrs).result
+            shape: Shape | None = (1, g * o, *(1,) * (-1 - self.bias_along))
+        else:
+            shape = self.bias_along(attrs, None if order is None else len(order))
+        if shape is None:
+            return False
+        if order is None or (list(order) == list(range(len(order))) and len(order) <= len(shape)):
+            return same_size(attrs["bias"], shape, len(shape))
+        along = padded(shape, len(order))
+        return len(along) == len(order) and same_size(attrs["bias"], tuple(along[dim] for dim in order), len(order))
+
     def layout(self, role: str, used: Layout, attrs: Attrs) -> Layout:
         """From the tensor in `role`, of shape `used.result`, to the layer's matrix.
 
@@ -71,11 +101,32 @@ class Form:
             LayerError: the tensor has another shape than the layer takes.
         """
         start, spec = Layout(used.result), self.layouts[role]
+        if role == "bias" and ADDED in attrs:
+            start = as_in_output(start, attrs[ADDED])
+            start = start.reshape((math.prod(start.result),)) if isinstance(spec, str) else start
         if not isinstance(spec, str):
             return spec(start, attrs)
         layout = start.rearrange(spec, **self.sizes(attrs))
         full = 3 if role == "weight" else 2
         return layout if len(layout.result) == full else layout.reshape((1, *layout.result))
+
+
+def padded(shape: Shape, dims: int) -> Shape:
+    """The shape with so many dimensions: with sizes of 1 in front, or without those that it has there."""
+    extra = len(shape) - dims
+    return shape[extra:] if extra > 0 and set(shape[:extra]) == {1} else (1,) * -extra + shape
+
+
+def same_size(bias: Shape, shape: Shape, dims: int) -> bool:
+    return len(bias) <= dims and padded(bias, dims) == shape
+
+
+def as_in_output(bias: Layout, order: Shape | None) -> Layout:
+    """A bias that is added to an output with permuted dimensions -> as if it were added to the output itself."""
+    if order is None or list(order) == list(range(len(order))):
+        return bias
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return bias.reshape(padded(bias.result, len(order))).permute(back)
 
 
 @dataclass
@@ -133,6 +184,7 @@ def layer(
     sizes: Callable[[Attrs], dict[str, int]] = lambda attrs: {},
     where: Callable[[Attrs], bool] = lambda attrs: True,
     leading: bool = False,
+    bias_along: int | BiasShape | None = None,
     default: str = "kron",
     approximations: tuple[str, ...] = WITHOUT_PIXELS,
     pixels: RowsFn | None = None,
@@ -159,6 +211,10 @@ def layer(
         sizes: from the attributes to the sizes of named axes that the shape alone does not give.
         where: whether attributes are those of the layer. Attributes that the graph computes are nodes here.
         leading: whether all dimensions but the last are treated alike, so that any of them may count the cases.
+        bias_along: the dimension of the output, counted from its end as -1, that holds the groups and outputs. Then
+            `form(x, weight) + bias` is the layer, too, if the bias varies along this dimension and no other. If it is
+            not a single dimension: a function of the attributes and the number of the output's dimensions (None where
+            the graph does not know it), to the shape of such a bias, as long as it may be (None: there is none).
         default: the approximation if the user names none.
         approximations: the names of the approximations that the layer has.
         pixels: from the input to [N, pixels, g, c], without patches, if rows are its patches in the order (c, kernel)
@@ -189,6 +245,7 @@ def layer(
             where=where,
             sizes=sizes,
             leading=leading,
+            bias_along=bias_along,
             examples=as_tuple(example),
         )
         layer_name = name or function.__name__
@@ -214,7 +271,7 @@ def composite(
     """
 
     def declare(function: Callable[..., Any]) -> Layer:
-        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, as_tuple(example))
+        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, None, as_tuple(example))
         return Layer(name or function.__name__, [form], "", (), parts, location(function))
 
     return declare
@@ -341,7 +398,11 @@ def biases(bias: Layout, attrs: Attrs) -> Layout:
     return bias.reshape((math.prod(bias.result), 1))
 
 
-ELEMENTWISE: dict[str, Any] = {"layouts": {"weight": weights, "bias": biases}, "default": "full"}
+ELEMENTWISE: dict[str, Any] = {
+    "layouts": {"weight": weights, "bias": biases},
+    "bias_along": lambda attrs, dims: attrs["weight"],
+    "default": "full",
+}
 
 
 class Written(nn.Module):

@@ -42,21 +42,12 @@ def columns_as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     return as_rows(tensor.mT if tensor.dim() > 1 else tensor, attrs)
 
 
-def along_rows(bias: Shape, outputs: int) -> bool:
-    """Whether the bias is one row. With more dimensions it might have more than the product."""
-    return bias in ((outputs,), (1, outputs))
-
-
-def as_one_row(bias: Layout, attrs: Attrs) -> Layout:
-    """A bias of any dimensions -> [1, o]."""
-    return bias.reshape((1, math.prod(bias.result)))
-
-
 @layer(
     rows=as_rows,
     grad_rows=as_rows,
     where=lambda attrs: attrs.get("bias") in (None, attrs["weight"][:1]),
     leading=True,
+    bias_along=-1,
     example=(
         lambda: (nn.Linear(5, 3), torch.randn(4, 5)),
         lambda: (nn.Linear(5, 3), torch.randn(4, 7, 2, 5)),
@@ -69,19 +60,8 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @linear.form(
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][0]),
-    layouts={"bias": as_one_row},
-    example=(
-        written(lambda x, w, b: F.linear(x, w) + b, (4, 7, 5), w=(3, 5), b=(3,)),
-        written(lambda x, w, b: b + F.linear(x, w), (4, 5), w=(3, 5), b=(1, 3)),
-    ),
-)
-def linear_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, weight) + bias
-
-
-@linear.form(
     grad_rows=lambda dy, attrs: as_rows(dy.index_select(-1, attrs["index"]), attrs),
+    bias_along=None,
     example=written(
         lambda x, w: F.linear(x, torch.index_copy(torch.ones(3, 5), 0, torch.tensor([2, 0]), w)), (4, 7, 5), w=(2, 5)
     ),
@@ -105,20 +85,7 @@ def product(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "i o -> o i", "bias": as_one_row},
-    example=(
-        written(lambda x, w, b: x @ w + b, (4, 7, 5), w=(5, 3), b=(3,)),
-        written(lambda x, w, b: b + torch.mm(x, w), (4, 5), w=(5, 3), b=(1, 3)),
-    ),
-)
-def product_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(x, weight) + bias
-
-
-@linear.form(
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "i o -> o i", "bias": as_one_row},
+    layouts={"weight": "i o -> o i"},
     example=written(lambda x, w, b: torch.addmm(b, x, w), (4, 5), w=(5, 3), b=(3,)),
 )
 def addmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -129,7 +96,11 @@ def one_row(dy: Tensor, attrs: Attrs) -> Tensor:
     return as_rows(dy.unsqueeze(-1), attrs)
 
 
-ONE_OUTPUT: dict[str, Any] = {"grad_rows": one_row, "layouts": {"weight": "i -> 1 i"}}
+ONE_OUTPUT: dict[str, Any] = {
+    "grad_rows": one_row,
+    "layouts": {"weight": "i -> 1 i"},
+    "bias_along": lambda attrs, dims: (1,),
+}
 
 
 @linear.form(
@@ -143,11 +114,11 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
 # --- a weight [o, i] on the left ------------------------------------------------------------------------------------
 
 
-FROM_LEFT: dict[str, Any] = {"rows": columns_as_rows, "grad_rows": columns_as_rows, "leading": False}
-FROM_LEFT_AND_BIAS: dict[str, Any] = {
-    **FROM_LEFT,
-    "where": lambda attrs: attrs["bias"] == (attrs["weight"][0], 1),
-    "layouts": {"bias": as_one_row},
+FROM_LEFT: dict[str, Any] = {
+    "rows": columns_as_rows,
+    "grad_rows": columns_as_rows,
+    "leading": False,
+    "bias_along": lambda attrs, dims: attrs["weight"][:1] if dims == 1 else (attrs["weight"][0], 1),
 }
 
 
@@ -163,12 +134,7 @@ def product_from_left(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(weight, x)
 
 
-@linear.form(**FROM_LEFT_AND_BIAS, example=written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(3, 1)))
-def product_from_left_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(weight, x) + bias
-
-
-@linear.form(**FROM_LEFT_AND_BIAS, example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)))
+@linear.form(**FROM_LEFT, example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)))
 def addmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, weight, x)
 
@@ -191,17 +157,29 @@ def stacked_weights(weight: Layout, attrs: Attrs) -> Layout:
     return weight.reshape((math.prod(stack), i, o)).rearrange("g i o -> g o i")
 
 
+def along_stack(attrs: Attrs, dims: int | None) -> Shape:
+    """[..., 1, o], or [..., o] if x is a vector, so that the output has no S."""
+    *stack, _, o = attrs["weight"]
+    return (*stack, o) if dims == len(stack) + 1 else (*stack, 1, o)
+
+
 def stacked_biases(bias: Layout, attrs: Attrs) -> Layout:
     *stack, o = bias.result
     return bias.reshape((math.prod(stack), o))
 
 
+STACK: dict[str, Any] = {
+    "rows": by_matrix,
+    "grad_rows": grad_by_matrix,
+    "where": lambda attrs: len(attrs["weight"]) > 2,
+    "layouts": {"weight": stacked_weights, "bias": stacked_biases},
+    "leading": False,
+    "bias_along": along_stack,
+}
+
+
 @linear.form(
-    rows=by_matrix,
-    grad_rows=grad_by_matrix,
-    where=lambda attrs: len(attrs["weight"]) > 2,
-    layouts={"weight": stacked_weights},
-    leading=False,
+    **STACK,
     example=(
         written(lambda x, w: x @ w, (4, 2, 7, 5), w=(2, 5, 3)),
         written(lambda x, w: x @ w, (4, 1, 6, 7, 5), w=(2, 1, 5, 3)),
@@ -214,23 +192,7 @@ def products(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    rows=by_matrix,
-    grad_rows=grad_by_matrix,
-    where=lambda attrs: len(attrs["weight"]) > 2 and attrs["bias"] == (*attrs["weight"][:-2], 1, attrs["weight"][-1]),
-    layouts={"weight": stacked_weights, "bias": stacked_biases},
-    leading=False,
-    example=written(lambda x, w, b: x @ w + b, (4, 2, 7, 5), w=(2, 5, 3), b=(2, 1, 3)),
-)
-def products_and_biases(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(x, weight) + bias
-
-
-@linear.form(
-    rows=by_matrix,
-    grad_rows=by_matrix,
-    where=lambda attrs: attrs["bias"] == (attrs["weight"][0], 1, attrs["weight"][-1]),
-    layouts={"weight": stacked_weights, "bias": stacked_biases},
-    leading=False,
+    **STACK,
     example=written(lambda x, w, b: torch.baddbmm(b.unsqueeze(1), x, w), (2, 4, 5), w=(2, 5, 3), b=(2, 3)),
 )
 def baddbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -249,6 +211,7 @@ def bilinear_products(x: Tensor, attrs: Attrs) -> Tensor:
     rows=bilinear_products,
     grad_rows=as_rows,
     layouts={"weight": "o i j -> o (i j)"},
+    bias_along=-1,
     example=(
         written(lambda x, w, b: F.bilinear(x, x[..., :2].sin(), w, b), (4, 5), w=(3, 5, 2), b=(3,)),
         written(lambda x, w: F.bilinear(x, x[..., 1:3].tanh(), w), (4, 7, 5), w=(3, 5, 2)),
@@ -273,6 +236,12 @@ def free_rows(dy: Tensor, attrs: Attrs) -> Tensor:
     return as_rows(dy.flatten(-number), attrs) if number else one_row(dy, attrs)
 
 
+def along_free(attrs: Attrs, dims: int | None) -> Shape:
+    """The dimensions of the weight that are not summed."""
+    shape, summed = attrs["weight"], [dim % len(attrs["weight"]) for dim in attrs["weight_dims"]]
+    return tuple(size for dim, size in enumerate(shape) if dim not in summed) or (1,)
+
+
 def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
     dims = len(weight.result)
     summed = tuple(dim % dims for dim in attrs["weight_dims"])
@@ -287,6 +256,7 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
     where=lambda attrs: len(attrs["dims"]) > 0 and 0 not in attrs["dims"],
     layouts={"weight": contracted_weight},
     leading=False,
+    bias_along=along_free,
     example=(
         written(lambda x, w: torch.tensordot(x, w, 1), (4, 7, 5), w=(5, 3)),
         written(lambda x, w: torch.tensordot(x, w, 2), (4, 7, 5), w=(7, 5, 3)),
@@ -297,29 +267,6 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
 )
 def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tensor:
     return torch.ops.aten.tensordot.default(x, weight, dims, weight_dims)  # type: ignore[no-any-return]
-
-
-def has_free_sizes(attrs: Attrs) -> bool:
-    """Whether the bias has the dimensions of the weight that are not summed, and there are some."""
-    shape, summed = attrs["weight"], [dim % len(attrs["weight"]) for dim in attrs["weight_dims"]]
-    free = tuple(size for dim, size in enumerate(shape) if dim not in summed)
-    return bool(free) and attrs["bias"] == free
-
-
-@linear.form(
-    rows=contracted_rows,
-    grad_rows=free_rows,
-    where=lambda attrs: len(attrs["dims"]) > 0 and 0 not in attrs["dims"] and has_free_sizes(attrs),
-    layouts={"weight": contracted_weight, "bias": as_one_row},
-    leading=False,
-    example=(
-        written(lambda x, w, b: torch.tensordot(x, w, 1) + b, (4, 7, 5), w=(5, 3), b=(3,)),
-        written(lambda x, w, b: torch.tensordot(x, w, 2) + b, (4, 7, 5), w=(7, 5, 3), b=(3,)),
-        written(lambda x, w, b: torch.tensordot(x, w, ([2, 1], [1, 2])) + b, (4, 7, 5), w=(3, 5, 7, 2), b=(3, 2)),
-    ),
-)
-def tensordot_and_bias(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.ops.aten.tensordot.default(x, weight, dims, weight_dims) + bias  # type: ignore[no-any-return]
 
 
 # --- torch.inner, torch.linalg.vecdot --------------------------------------------------------------------------------
@@ -386,8 +333,7 @@ def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
 @linear.form(
     rows=lambda x, attrs: x.transpose(0, 1).flatten(1).unsqueeze(1),
     grad_rows=lambda dy, attrs: dy.unsqueeze(1),
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "b i o -> o (b i)", "bias": as_one_row},
+    layouts={"weight": "b i o -> o (b i)"},
     leading=False,
     example=written(lambda x, w, b: torch.addbmm(b, x, w), (2, 4, 5), w=(2, 5, 3), b=(3,)),
 )
@@ -465,12 +411,11 @@ class Contraction:
         parts = [self.groups, self.outputs, self.inputs] if inputs else [self.groups, self.outputs]
         return " ".join(f"({spaced(part)})" for part in parts)
 
-    def takes(self, bias: Shape) -> bool:
-        """Whether y + bias is one layer: the bias varies along all groups and outputs, and along no positions."""
+    def along(self) -> Shape | None:
+        """The shape of a bias that varies along all groups and outputs of y, and along no positions."""
         last = self.y.rpartition("...")[2]
         varying = self.groups + self.outputs
-        shape = tuple(self.size[k] if k in varying else 1 for k in last)
-        return set(varying) <= set(last) and len(bias) <= len(last) and (1,) * (len(last) - len(bias)) + bias == shape
+        return tuple(self.size[k] if k in varying else 1 for k in last) if set(varying) <= set(last) else None
 
 
 def spaced(names: Any) -> str:
@@ -493,10 +438,6 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
     def parts(attrs: Attrs) -> Contraction:
         return contraction(attrs, weight_first)
 
-    def where(attrs: Attrs) -> bool:
-        terms = parts(attrs)
-        return terms.linear() and ("bias" not in attrs or terms.takes(attrs["bias"]))
-
     return {
         "rows": lambda x, attrs: parts(attrs).rows(x),
         "grad_rows": lambda dy, attrs: parts(attrs).grad_rows(dy),
@@ -504,8 +445,9 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
             "weight": lambda weight, attrs: parts(attrs).weight_layout(weight),
             "bias": lambda bias, attrs: parts(attrs).bias_layout(bias),
         },
-        "where": where,
+        "where": lambda attrs: parts(attrs).linear(),
         "leading": False,
+        "bias_along": lambda attrs, dims: parts(attrs).along(),
     }
 
 
@@ -528,17 +470,6 @@ def einsum(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    **as_einsum(weight_first=False),
-    example=(
-        written(lambda x, w, b: torch.einsum("btd,dhk->bhtk", x, w) + b, (4, 7, 5), w=(5, 2, 3), b=(2, 1, 3)),
-        written(lambda x, w, b: torch.einsum("...i,oi->...o", x, w) + b, (4, 7, 5), w=(3, 5), b=(3,)),
-    ),
-)
-def einsum_and_bias(x: Tensor, equation: str, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.einsum(equation, x, weight) + bias
-
-
-@linear.form(
     **as_einsum(weight_first=True),
     example=(
         written(lambda x, w: torch.einsum("oi,nij->noj", w, x), (4, 5, 7), w=(3, 5)),
@@ -547,14 +478,6 @@ def einsum_and_bias(x: Tensor, equation: str, *, weight: Tensor, bias: Tensor) -
 )
 def einsum_from_left(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
     return torch.einsum(equation, weight, x)
-
-
-@linear.form(
-    **as_einsum(weight_first=True),
-    example=written(lambda x, w, b: torch.einsum("oi,nij->noj", w, x) + b, (4, 5, 7), w=(3, 5), b=(3, 1)),
-)
-def einsum_from_left_and_bias(x: Tensor, equation: str, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.einsum(equation, weight, x) + bias
 
 
 GROUPED_MM_NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
