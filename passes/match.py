@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from .errors import LayerError, fatal
 from .graphs.edit import attribute, functional
 from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
-from .graphs.operations import CASTS, PERMUTES, bound_parameter, dims_after, op_name
+from .graphs.operations import CASTS, PERMUTES, SPELLED_OUT, bound_parameter, dims_after, op_name
 from .graphs.spelling import order_operands, respell
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use
 from .layers import Form, Layer
@@ -101,7 +101,7 @@ def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
             root = form_graph(layer, form)
             patterns.setdefault(root.target, []).append(Pattern(layer, number, root))
             if form.bias_along is not None and not form.needs_bias:
-                product, total = with_bias(form.function, form.roles)
+                product, total = with_bias(root)
                 patterns.setdefault((torch.add, product.target), []).append(Pattern(layer, number, total, product))
     return patterns
 
@@ -125,7 +125,7 @@ def moved(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 def form_graph(layer: Layer, form: Form) -> fx.Node:
     """The node that computes the form's output, in a normalized graph. Raises LayerError if it cannot be traced."""
     try:
-        root = returned(form.function, form.roles)
+        root = returned(form.function, form.roles, len(SPELLED_OUT))
     except Exception as error:
         if fatal(error):
             raise
@@ -136,8 +136,8 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 
 
 @lru_cache(maxsize=1000)  # forms are the same for all models
-def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
-    """The value that a function returns, in its normalized graph."""
+def returned(form: Callable[..., Any], roles: tuple[str, ...], spelled_out: int) -> Any:
+    """The value that a function returns, in its normalized graph. spelled_out: how many functions of torch are."""
     graph = ThreadTracer().trace(form)
     pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in roles]
     functional(graph)
@@ -148,10 +148,10 @@ def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
 
 
 @lru_cache(maxsize=1000)
-def with_bias(form: Callable[..., Any], roles: tuple[str, ...]) -> tuple[fx.Node, fx.Node]:
+def with_bias(root: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The node that computes the form's output without a bias, and the one that adds a bias, in another graph."""
     graph, copies = fx.Graph(), {}
-    for node in returned(form, roles).graph.nodes:
+    for node in root.graph.nodes:
         if node.op == "placeholder" and node.target == "bias":
             copies[node] = None
         elif node.op != "output":

@@ -4,9 +4,8 @@
     def linear(x, *, weight, bias=None):
         return F.linear(x, weight, bias)
 
-The compiler and the blocks know matrices and rows, and read layers off their declarations. Two other places name
-layers: the kinds of TF K-FAC, which a LayerCollection registers by hand, and tables of torch's operations
-(`graphs/operations.py`, `graphs/spelling.py`), which bear the same names as the layers that are made of them.
+The compiler and the blocks know matrices and rows, and read layers off their declarations. So do the kinds of TF
+K-FAC, which a LayerCollection registers by hand, and the tables of torch's functions in `graphs/operations.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from ..approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
 from ..errors import LayerError, nearest
+from ..graphs.operations import Spelling, spell
 from ..ir import ADDED, Attrs
 from ..matrix import Layout, Shape
 
@@ -139,6 +139,7 @@ class Layer:
         default: the name of the approximation if the user names none.
         approximations: the names of all that the layer has.
         parts: the layers of a composite, which matches as a whole and registers each part with a block of its own.
+        tf_kind: the kind that TF K-FAC counts it among, under which a LayerCollection registers it by hand; None: none.
         location: "file:line" of the first form.
     """
 
@@ -148,6 +149,7 @@ class Layer:
     approximations: tuple[str, ...]
     parts: tuple[str, ...]
     location: str
+    tf_kind: str | None = None
 
     @property
     def dense_rows(self) -> bool:
@@ -155,11 +157,14 @@ class Layer:
         EVERY_LAYER, the approximations that do not need this."""
         return self.approximations != EVERY_LAYER and not self.parts
 
-    def form(self, *, example: Example | tuple[Example, ...], **changed: Any) -> Callable[[Callable[..., Any]], Form]:
+    def form(
+        self, *, example: Example | tuple[Example, ...], spelled: Spelling | None = None, **changed: Any
+    ) -> Callable[[Callable[..., Any]], Form]:
         """Decorator: another way to write the same layer.
 
         Args:
             example: examples of this form.
+            spelled: as of `layer`, of this form.
             changed: arguments of `layer` that differ from the first form's.
         """
 
@@ -170,6 +175,8 @@ class Layer:
             check_roles(self.name, form)
             check_layouts(self.name, form, new)
             self.forms.append(form)
+            if spelled is not None:
+                spell(spelled)
             return form
 
         return add
@@ -189,6 +196,8 @@ def layer(
     approximations: tuple[str, ...] = WITHOUT_PIXELS,
     pixels: RowsFn | None = None,
     second_moment: MomentFn | None = None,
+    spelled: Spelling | None = None,
+    tf_kind: str | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
     """Declare a layer. It decorates the form, the computation that the layer is.
@@ -221,6 +230,9 @@ def layer(
             and the weight is [o, c, *kernel]. The layer then has "kron_sua" and its relatives, too.
         second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) over all rows, in at least float32, if
             there is a faster way than by the rows. The input may have half precision.
+        spelled: torch's function that the form calls, if some of its arguments may be left out; see
+            `kfac_fx.passes.graphs.operations.Spelling`.
+        tf_kind: for the layers of this library, the kind of TF K-FAC that a LayerCollection registers it as.
         name: the layer's name; the function's, unless given.
 
     Raises:
@@ -253,7 +265,9 @@ def layer(
         check_layouts(layer_name, form, layouts or {})
         names = approximations if pixels is None else (*approximations, *FROM_PIXELS)
         check_declared_approximations(layer_name, default, names)
-        return Layer(layer_name, [form], default, names, (), location(function))
+        if spelled is not None:
+            spell(spelled)
+        return Layer(layer_name, [form], default, names, (), location(function), tf_kind)
 
     return declare
 
@@ -402,6 +416,7 @@ ELEMENTWISE: dict[str, Any] = {
     "layouts": {"weight": weights, "bias": biases},
     "bias_along": lambda attrs, dims: attrs["weight"],
     "default": "full",
+    "tf_kind": "scale_and_shift",
 }
 
 

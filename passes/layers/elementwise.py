@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..graphs.operations import Spelling
 from ..ir import Attrs
 from ..matrix import Shape
 from .declaration import ELEMENTWISE, Example, Layer, by_group, elements, layer, written
@@ -208,7 +209,7 @@ def along_slopes(attrs: Attrs, dims: int | None) -> Shape | None:
         lambda: (nn.PReLU(4), torch.randn(3, 4, 5, 2)),
         lambda: (nn.PReLU(), torch.randn(3, 4, 5)),
     ),
-    **{**ELEMENTWISE, "bias_along": along_slopes},
+    **{**ELEMENTWISE, "bias_along": along_slopes, "tf_kind": None},
 )
 def prelu(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.prelu(x, weight)
@@ -272,6 +273,7 @@ def channels(x: Tensor, attrs: Attrs) -> Tensor:
 
 
 @layer(
+    spelled=Spelling(F.layer_norm, data_first=True),
     rows=lambda x, attrs: elements(F.layer_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
@@ -289,6 +291,7 @@ def layer_norm(
 
 
 @layer(
+    spelled=Spelling(F.rms_norm, data_first=True),
     rows=lambda x, attrs: elements(F.rms_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
@@ -303,6 +306,7 @@ def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weigh
 
 
 @layer(
+    spelled=Spelling(F.group_norm, data_first=True),
     rows=lambda x, attrs: channels(F.group_norm(x, attrs["num_groups"], eps=attrs["eps"]), attrs),
     grad_rows=channels,
     example=(lambda: (nn.GroupNorm(2, 6), torch.randn(4, 6, 5, 3)), lambda: (nn.GroupNorm(1, 6), torch.randn(4, 6))),
@@ -336,6 +340,7 @@ def with_running_statistics(
 
     declared = layer(
         name=norm.__name__,
+        spelled=Spelling(norm),
         rows=lambda x, attrs: channels(norm(x, None, None, None, None, True, 0.0, attrs["eps"]), attrs),
         grad_rows=channels,
         example=in_training,

@@ -1,15 +1,12 @@
-"""Fully connected layers in all the ways that torch writes them, except `einsum`, and bilinear layers.
+"""Fully connected layers in all the ways that torch writes them; bilinear layers, and those of experts.
 
-    y = F.linear(x, w, b)     y = x @ w + b     y = w @ x     y = torch.tensordot(x, w, dims)     ...
-
-There is one row for each position. The weight [o, i] meets the last dimension of x or, from the left, the last but one.
-A bilinear layer is a matrix [o, i j] times the products x_i y_j of two inputs.
-
-Fully connected layers that sum over named indices, and those of experts.
-
+    y = F.linear(x, w, b)     y = x @ w     y = w @ x     y = torch.tensordot(x, w, dims)
     y = torch.einsum("bti,oi->bto", x, w)     cases b, positions t, inputs i, outputs o
 
-The equation says which index is a group, an input, an output or a position.
+There is one row for each position. The weight [o, i] meets the last dimension of x or, from the left, the last but one.
+Stacked weights are groups. The equation of an einsum says which index is a group, an input, an output or a position.
+
+A bilinear layer is a matrix [o, i j] times the products x_i y_j of two inputs.
 
     y = grouped_mm(x, w, offs); f(y)   ->   y = grouped_product(x, w, offs, grouped_mm); f(counted(y, routed(x, offs)))
 
@@ -30,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from ..approximations import EVERY_LAYER
 from ..graphs.labels import counted
-from ..graphs.operations import op_name
+from ..graphs.operations import REQUIRED, XW, Spelling, X, op_name
 from ..ir import Attrs
 from ..matrix import Layout, Shape
 from ..torch_private import GROUPED_MM, OpOverload, OpOverloadPacket
@@ -48,6 +45,8 @@ def columns_as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     where=lambda attrs: attrs.get("bias") in (None, attrs["weight"][:1]),
     leading=True,
     bias_along=-1,
+    spelled=Spelling(F.linear, {**XW, "bias": None}, data_first=True),
+    tf_kind="fully_connected",
     example=(
         lambda: (nn.Linear(5, 3), torch.randn(4, 5)),
         lambda: (nn.Linear(5, 3), torch.randn(4, 7, 2, 5)),
@@ -75,6 +74,7 @@ def some_outputs(x: Tensor, _base: Tensor, index: Tensor, *, weight: Tensor) -> 
 
 @linear.form(
     layouts={"weight": "i o -> o i"},
+    spelled=Spelling(torch.matmul, {**X, "other": REQUIRED}),
     example=(
         written(lambda x, w: x @ w, (4, 7, 5), w=(5, 3)),
         written(lambda x, w: torch.matmul(x, w.t()), (5,), w=(3, 5)),
@@ -84,8 +84,10 @@ def product(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight)
 
 
+# Without beta and alpha, here and below: with them it is another operation.
 @linear.form(
     layouts={"weight": "i o -> o i"},
+    spelled=Spelling(torch.addmm, {**X, "mat1": REQUIRED, "mat2": REQUIRED}),
     example=written(lambda x, w, b: torch.addmm(b, x, w), (4, 5), w=(5, 3), b=(3,)),
 )
 def addmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -193,32 +195,11 @@ def products(x: Tensor, *, weight: Tensor) -> Tensor:
 
 @linear.form(
     **STACK,
+    spelled=Spelling(torch.baddbmm, {**X, "batch1": REQUIRED, "batch2": REQUIRED}),
     example=written(lambda x, w, b: torch.baddbmm(b.unsqueeze(1), x, w), (2, 4, 5), w=(2, 5, 3), b=(2, 3)),
 )
 def baddbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias, x, weight)
-
-
-# --- bilinear layers ------------------------------------------------------------------------------------------------
-
-
-def bilinear_products(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ..., i] and [N, ..., j] -> [N, S, i j]"""
-    return as_rows((x.unsqueeze(-1) * attrs["second"].unsqueeze(-2)).flatten(-2), attrs)
-
-
-@layer(
-    rows=bilinear_products,
-    grad_rows=as_rows,
-    layouts={"weight": "o i j -> o (i j)"},
-    bias_along=-1,
-    example=(
-        written(lambda x, w, b: F.bilinear(x, x[..., :2].sin(), w, b), (4, 5), w=(3, 5, 2), b=(3,)),
-        written(lambda x, w: F.bilinear(x, x[..., 1:3].tanh(), w), (4, 7, 5), w=(3, 5, 2)),
-    ),
-)
-def bilinear(x: Tensor, second: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.bilinear(x, second, weight, bias)
 
 
 # --- torch.tensordot -------------------------------------------------------------------------------------------------
@@ -334,6 +315,7 @@ def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
     rows=lambda x, attrs: x.transpose(0, 1).flatten(1).unsqueeze(1),
     grad_rows=lambda dy, attrs: dy.unsqueeze(1),
     layouts={"weight": "b i o -> o (b i)"},
+    spelled=Spelling(torch.addbmm, {**X, "batch1": REQUIRED, "batch2": REQUIRED}),
     leading=False,
     example=written(lambda x, w, b: torch.addbmm(b, x, w), (2, 4, 5), w=(2, 5, 3), b=(3,)),
 )
@@ -342,7 +324,7 @@ def addbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addbmm(bias, x, weight)
 
 
-# --- sums over named indices, and experts -----------------------------------------------------------------------------
+# --- torch.einsum: sums over named indices ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -479,6 +461,33 @@ def einsum(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
 def einsum_from_left(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
     return torch.einsum(equation, weight, x)
 
+
+# --- bilinear layers ------------------------------------------------------------------------------------------------
+
+
+def bilinear_products(x: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., i] and [N, ..., j] -> [N, S, i j]"""
+    return as_rows((x.unsqueeze(-1) * attrs["second"].unsqueeze(-2)).flatten(-2), attrs)
+
+
+@layer(
+    rows=bilinear_products,
+    grad_rows=as_rows,
+    layouts={"weight": "o i j -> o (i j)"},
+    bias_along=-1,
+    spelled=Spelling(
+        F.bilinear, {"input1": REQUIRED, "input2": REQUIRED, "weight": REQUIRED, "bias": None}, data_first=True
+    ),
+    example=(
+        written(lambda x, w, b: F.bilinear(x, x[..., :2].sin(), w, b), (4, 5), w=(3, 5, 2), b=(3,)),
+        written(lambda x, w: F.bilinear(x, x[..., 1:3].tanh(), w), (4, 7, 5), w=(3, 5, 2)),
+    ),
+)
+def bilinear(x: Tensor, second: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.bilinear(x, second, weight, bias)
+
+
+# --- experts --------------------------------------------------------------------------------------------------------
 
 GROUPED_MM_NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
 
