@@ -208,7 +208,7 @@ def makes_outputs(program: Program, uses: Iterable[Use]) -> bool:
         while op_name(node) in VIEWS and node.all_input_nodes:
             node = node.all_input_nodes[0]
             ends.add(node)
-    return any(use.output in ends for use in uses)
+    return any(not ends.isdisjoint(use.nodes) for use in uses)
 
 
 def check_requests(program: Program, groups: Iterable[tuple[str, Iterable[str]]]) -> None:

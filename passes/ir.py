@@ -29,6 +29,8 @@ Attrs = Mapping[str, Any]
 Dims = tuple[int, ...]
 ROW_MASK = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
 CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
+# Among the attributes of a use that adds its bias: the order of the output's dimensions in the sum; None: not known.
+ADDED = "added"
 STEP = "step"  # in the meta of a node: at which step of a recurrent layer it is, and of how many
 NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
 UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which

@@ -3,26 +3,31 @@
 A form is traced and normalized as the model is, so one language is compared with itself. Values that the form
 computes on the way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a product and a shift,
 not one linear layer.
+
+A form that says where its outputs are makes two patterns, itself and its sum with a bias. Between the output and the
+bias the graph may permute dimensions, as in `(w @ x.mT).mT + b`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .cases import number_of_cases, with_batch_dim, with_mask
 from .errors import LayerError, fatal
 from .graphs.edit import attribute, functional
 from .graphs.labels import Label, ancestors, labels_of, parameters_behind
-from .graphs.operations import CASTS, bound_parameter, op_name
+from .graphs.operations import CASTS, PERMUTES, SPELLED_OUT, bound_parameter, dims_after, op_name
 from .graphs.spelling import order_operands, respell
-from .ir import CASES, ELEMENTS, Bound, Program, Use, returned_by
+from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
+from .layers.declaration import ROLES
 from .matrix import Layout, Shape
 from .parametrization import nodes_of
 from .parametrizations.functions import static_shape
@@ -33,15 +38,29 @@ from .tracing.substitutes import ThreadTracer
 
 @dataclass(frozen=True)
 class Pattern:
-    """A form as a graph. `root` computes its output."""
+    """A form, or its sum with a bias, as a graph.
+
+    root: computes the output.
+    product: the form's own output in a sum; None for the form itself.
+    """
 
     layer: Layer
     number: int
     root: fx.Node
+    product: fx.Node | None = None
 
     @property
     def form(self) -> Form:
         return self.layer.forms[self.number]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.form.roles if self.product is None else ROLES
+
+    @property
+    def adds(self) -> bool:
+        """Whether its bias is added, so that it may have any shape that broadcasts."""
+        return self.product is not None or (self.form.bias_along is not None and self.form.needs_bias)
 
 
 def match(program: Program) -> Program:
@@ -55,7 +74,7 @@ def match(program: Program) -> Program:
         if not label[node].activation or node not in behind:
             continue
         gathered = any(ELEMENTS in operand.meta for operand in node.all_input_nodes)
-        for pattern in patterns.get(node.target, ()):
+        for pattern in candidates(patterns, node):
             uses = [lay_over(pattern, node, label, shapes, program.parameters, program.parameter_exprs)]
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
@@ -76,18 +95,38 @@ def held_shapes(program: Program) -> dict[str, Shape]:
 
 
 def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
+    """The patterns by the target of their root, and the sums by that of their product."""
     patterns: dict[Any, list[Pattern]] = {}
     for layer in layers.values():
         for number, form in enumerate(layer.forms):
-            pattern = Pattern(layer, number, form_graph(layer, form))
-            patterns.setdefault(pattern.root.target, []).append(pattern)
+            root = form_graph(layer, form)
+            patterns.setdefault(root.target, []).append(Pattern(layer, number, root))
+            if form.bias_along is not None and not form.needs_bias:
+                product, total = with_bias(root)
+                patterns.setdefault((torch.add, product.target), []).append(Pattern(layer, number, total, product))
     return patterns
+
+
+def candidates(patterns: Mapping[Any, list[Pattern]], root: fx.Node) -> Iterator[Pattern]:
+    """The patterns that may compute the output at `root`."""
+    if root.target is torch.add and root.args and isinstance(root.args[0], fx.Node):
+        yield from patterns.get((torch.add, moved(root.args[0])[0].target), ())
+    yield from patterns.get(root.target, ())
+
+
+def moved(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The node of which `node` has the dimensions in another order, and the nodes that permute them."""
+    between: list[fx.Node] = []
+    while op_name(node) in PERMUTES and node.all_input_nodes == [node.args[0]]:
+        between.append(node)
+        node = node.all_input_nodes[0]
+    return node, between
 
 
 def form_graph(layer: Layer, form: Form) -> fx.Node:
     """The node that computes the form's output, in a normalized graph. Raises LayerError if it cannot be traced."""
     try:
-        root = returned(form.function, form.roles)
+        root = returned(form.function, form.roles, len(SPELLED_OUT))
     except Exception as error:
         if fatal(error):
             raise
@@ -98,14 +137,28 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 
 
 @lru_cache(maxsize=1000)  # forms are the same for all models
-def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
-    """The value that a function returns, in its normalized graph."""
+def returned(form: Callable[..., Any], roles: tuple[str, ...], spelled_out: int) -> Any:
+    """The value that a function returns, in its normalized graph. spelled_out: how many functions of torch are."""
     graph = ThreadTracer().trace(form)
     pure = [node for node in graph.find_nodes(op="placeholder") if node.target in roles]
     functional(graph)
     respell(graph)
     order_operands(graph, (), pure)
     return returned_by(graph)
+
+
+@lru_cache(maxsize=1000)
+def with_bias(root: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The node that computes the form's output without a bias, and the one that adds a bias, in another graph."""
+    graph, copies = fx.Graph(), {}
+    for node in root.graph.nodes:
+        if node.op == "placeholder" and node.target == "bias":
+            copies[node] = None
+        elif node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        else:
+            product, bias = copies[node.args[0]], graph.placeholder("bias")
+    return product, graph.call_function(torch.add, (product, bias))
 
 
 def lay_over(
@@ -120,7 +173,7 @@ def lay_over(
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
     one that is computed in another way. `cut` decides which parameters of an expression are registered."""
     form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
-    binding = binding or Binding(form, label, shapes, usable, label[root] is Label.FREE)
+    binding = binding or Binding(pattern, label, shapes, usable, label[root] is Label.FREE)
     if not binding.fits(pattern.root, root):
         return None
     inside = set(binding.nodes.values())
@@ -136,13 +189,14 @@ def lay_over(
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
     attrs |= {role: expr.shape for role, expr in binding.exprs.items()}
     attrs |= {role: static_shape(node) for role, node in binding.foreign.items()}
-    roles = [role for role in form.roles if role in binding.parameters]
+    roles = [role for role in pattern.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
     learned = trainable or any(expr.slices or expr.products for expr in binding.exprs.values())
     if not learned:
         binding.refuse(Mismatch.LEARNED, root)
         return None
-    if not form.where(attrs):
+    own = attrs if not pattern.adds else {name: value for name, value in attrs.items() if name != "bias"}
+    if not form.where(own):
         binding.refuse(Mismatch.WHERE, root)
         return None
     if binding.reads_itself():
@@ -153,6 +207,11 @@ def lay_over(
     bound: dict[str, Bound] = {}
     exprs: dict[str, tuple[ParameterExpr, Layout]] = {}
     try:
+        if pattern.adds and not form.takes_bias(attrs, binding.order):
+            binding.refuse(Mismatch.WHERE, root)
+            return None
+        if pattern.adds:
+            attrs[ADDED] = binding.order
         for role, (name, used) in trainable.items():
             canonical = form.layout(role, used, attrs) if not pattern.layer.parts else Layout(used.result)
             bound[role] = Bound(name, used, canonical)
@@ -162,7 +221,9 @@ def lay_over(
         binding.refuse(Mismatch.SHAPE, root)
         return None
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
-    use = Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, exprs=exprs)
+    # Where dimensions are permuted, the gradient of the sum is that of the form's own output, permuted.
+    output = root if binding.output is None else binding.output
+    use = Use(pattern.layer.name, pattern.number, input, output, bound, attrs, nodes, exprs=exprs)
     return use if binding.map is None else with_map(use, binding.map)
 
 
@@ -177,7 +238,7 @@ def lay_over_gathered(
 ) -> Use | None:
     """The use of a weight alone whose outputs or inputs were gathered from a parameter's; None if it is no such one."""
     independent = label[root] is Label.FREE
-    binding = Binding(pattern.form, label, shapes, program.parameter_exprs, independent, gathers=program.root)
+    binding = Binding(pattern, label, shapes, program.parameter_exprs, independent, gathers=program.root)
     use = lay_over(pattern, root, label, shapes, program.parameters, None, binding)
     if use is None or binding.numbers is None:
         return None
@@ -209,7 +270,7 @@ class Mismatch(Enum):
 class Binding:
     """The values that the names of a form stand for while it is laid over the graph.
 
-    form, label, shapes: the form; the graph's labels, and the shapes that it holds.
+    pattern, label, shapes: the form; the graph's labels, and the shapes that it holds.
     expressions: what may fill a role beside a parameter.
     batch_independent: what is computed from parameters alone may be the input.
     gathers: the model, if the weight must be gathered from one of its parameters, and no other role has one.
@@ -217,13 +278,15 @@ class Binding:
     nodes: the pattern's operation -> the graph's.
     names: the pattern's placeholder -> a node or a literal.
     parameters, exprs, foreign: the roles that a parameter, an expression or any other node fills.
+    order, output: of a sum: the order of the form's dimensions in it, None if their number is not known; the form's own
+        output if they are permuted.
     numbers: of the elements that were gathered.
     map: from the parameter to the table in its place.
     mismatch: why the form does not fit: the first condition that fails, the place in the graph, and the part of the
         pattern that should lie over it.
     """
 
-    form: Form
+    pattern: Pattern
     label: Mapping[fx.Node, Label]
     shapes: Mapping[str, Shape]
     expressions: Mapping[fx.Node, ParameterExpr] = field(default_factory=dict)
@@ -234,6 +297,8 @@ class Binding:
     parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
     exprs: dict[str, ParameterExpr] = field(default_factory=dict)
     foreign: dict[str, fx.Node] = field(default_factory=dict)
+    order: Shape | None = None
+    output: fx.Node | None = None
     numbers: fx.Node | None = None
     map: LinearMap | None = None
     mismatch: tuple[Mismatch, Any, Any] | None = None
@@ -259,6 +324,8 @@ class Binding:
         if wanted.op == "placeholder":
             return self.binds(wanted, actual)
         actual = self.uncast(actual)
+        if wanted is self.pattern.product and isinstance(actual, fx.Node):
+            actual = self.unmoved(actual)
         if not isinstance(actual, fx.Node) or (wanted.op, wanted.target) != (actual.op, actual.target):
             return False
         if self.nodes.setdefault(wanted, actual) is not actual or set(wanted.kwargs) != set(actual.kwargs):
@@ -273,13 +340,27 @@ class Binding:
             actual = actual.args[0]
         return actual
 
+    def unmoved(self, actual: fx.Node) -> fx.Node:
+        """Skip permutations of the form's output, if the graph knows its dimensions."""
+        product, between = moved(actual)
+        value = product.meta.get("val")
+        if not isinstance(value, Tensor):
+            return actual
+        self.order = tuple(range(value.dim()))
+        for node in reversed(between):
+            after = dims_after(node, value.dim(), node.args[1:])
+            self.order = tuple(self.order[dim] for dim in after)
+            self.nodes[node] = node
+        self.output = product if self.order != tuple(range(value.dim())) else None
+        return product
+
     def binds(self, wanted: fx.Node, actual: Any) -> bool:
         """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
         name = str(wanted.target)
         if name in self.names:
             return bool(self.names[name] is actual)
         self.names[name] = actual
-        if name not in self.form.roles:
+        if name not in self.pattern.roles:
             return not isinstance(actual, fx.Node) or self.label[actual] is not Label.PURE or self.batch_independent
         if actual is None:
             return bool(wanted.args)  # optional: the form gives it a default
@@ -288,16 +369,16 @@ class Binding:
         if self.gathers is not None:
             return self.binds_gathered(name, actual)
         parameter = bound_parameter(actual, self.shapes)
-        if name == "weight" and "value" in self.form.inputs:
+        if name == "weight" and "value" in self.pattern.form.inputs:
             self.names["value"] = actual
         if parameter is None and actual in self.expressions:
             self.exprs[name] = self.expressions[actual]
             return True
-        if parameter is None and "elements" in self.form.inputs and ELEMENTS in actual.meta:
+        if parameter is None and "elements" in self.pattern.form.inputs and ELEMENTS in actual.meta:
             elements = actual.meta[ELEMENTS]
             self.names["elements"], self.map = elements.numbers, elements.map
             parameter = elements.parameter, Layout(self.shapes[elements.parameter])
-        if parameter is None and len(self.form.roles) > 1 and static_shape(actual) is not None:
+        if parameter is None and len(self.pattern.roles) > 1 and static_shape(actual) is not None:
             self.foreign[name] = actual  # the rows of the other roles do not depend on its values
             return True
         if parameter is None or any(parameter[0] == other for other, _ in self.parameters.values()):

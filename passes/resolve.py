@@ -7,12 +7,13 @@ Rules, in this order; order in the graph or among the layers never decides which
 3. a match of a layer of ours goes where one of the user's own layers claims the same use, unless ours explains more of
    the graph around it;
 4. a match of `x @ w + b` goes if `b` is also added elsewhere: the two smaller matches stay;
-5. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
+5. a match of a function of a parameter goes where another has the parameter as a matrix at the same place;
+6. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
    stay and the composite goes. Two that still claim one use are an error: a use that is registered twice counts twice;
-6. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
+7. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
    treatment where there is one: biases are split off a shared weight, a tied output layer is an embedding with its
    roles swapped; otherwise the registration is ambiguous and the user must choose;
-7. a parameter that no match claims is generic where a loss depends on it, and unused where none does.
+8. a parameter that no match claims is generic where a loss depends on it, and unused where none does.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def claims(program: Program, notes: list[Note]) -> list[Use]:
     matches = drop(matches, lambda use: split_linked_group(program, use), notes)
     matches = drop(matches, users_layers(program, matches), notes)
     matches = drop(matches, joined_elsewhere(program, matches), notes)
+    matches = drop(matches, matrices_there(matches), notes)
     matches = drop_contained(program, matches, notes)
     refuse_claimed_twice(program, matches)
     return matches
@@ -130,13 +132,25 @@ def joined_elsewhere(program: Program, matches: Sequence[Use]) -> Reason:
         elsewhere = (
             f"{inner} by itself, as {other} at {where(other.output)}"
             for inner in inside
-            if inner.output is use.output
+            if use.nodes.isdisjoint(inner.output.users)  # the last of the two
             and inner.layer != use.layer
             and use.parameter_set - inner.parameter_set in sets
             for other in alone[inner.layer, inner.parameter_set]
             if not any(other.nodes < joined.nodes for joined in by_node[other.output])
         )
         return None if program.layers[use.layer].parts else next(elsewhere, None)
+
+    return reason
+
+
+def matrices_there(matches: Sequence[Use]) -> Reason:
+    """Why a match of a function of a parameter goes: at the same place another layer has the parameter as a matrix."""
+    by_node = uses_by_node(use for use in matches if not by_cases(use))
+
+    def reason(use: Use) -> str | None:
+        near = [other for node in use.nodes for other in by_node[node]] if by_cases(use) else []
+        other = next((other for other in near if use.parameter_set <= other.parameter_set), None)
+        return None if other is None else f"a function of a parameter that is a matrix there, in {other}"
 
     return reason
 

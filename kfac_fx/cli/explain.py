@@ -29,7 +29,7 @@ from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import Label, entries, labels_of
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import NUMBER, Options, Pass, Program, Registration, Use
-from kfac_fx.passes.layers import LAYERS, Form, collect
+from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.match import Binding, Mismatch, Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
 from kfac_fx.passes.torch_private import OpOverload
@@ -291,11 +291,11 @@ def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
                 nearest.setdefault(name, NearMatch(name, place, missing_output(pattern, place), 0, declared))
             for root in outputs(pattern, place):
                 free = label[root] is Label.FREE
-                binding = Binding(pattern.form, label, shapes, program.parameter_exprs, free)
+                binding = Binding(pattern, label, shapes, program.parameter_exprs, free)
                 use = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
                 if place not in binding.nodes.values():
                     continue
-                words = None if use else condition(binding, pattern.form)
+                words = None if use else condition(binding)
                 near = NearMatch(name, root, words, len(binding.nodes), declared)
                 if name not in nearest or near.rank > nearest[name].rank:
                     nearest[name] = near
@@ -326,21 +326,21 @@ def missing_output(pattern: Pattern, place: fx.Node) -> str:
     return f"its form ends with the operation {last}, which does not follow here"
 
 
-def condition(binding: Binding, form: Form) -> str:
+def condition(binding: Binding) -> str:
     """The condition that a layer fails, in words."""
     assert binding.mismatch is not None, "bug in kfac_fx: a form that does not fit, and no condition that it fails"
     mismatch, place, wanted = binding.mismatch
-    return WORDS[mismatch].format(place=text(place)) if mismatch in WORDS else misfit(wanted, place, form)
+    return WORDS[mismatch].format(place=text(place)) if mismatch in WORDS else misfit(wanted, place, binding.pattern)
 
 
-def misfit(wanted: Any, place: Any, form: Form) -> str:
+def misfit(wanted: Any, place: Any, pattern: Pattern) -> str:
     """Words for a part of a form that does not lie over the graph."""
     if not isinstance(wanted, fx.Node):
         return f"its form has {wanted!r} where the graph has {text(place)}"
     name = str(wanted.target)
     if wanted.op != "placeholder":
         return f"its form has the operation {op_name(wanted)} where the graph has {text(place)}"
-    if name in form.roles:
+    if name in pattern.roles:
         return f"its {name} must be one parameter, or an expression of parameters that is known, not {text(place)}"
     return f"its argument {name} must be computed from the data, and stand for one value only, unlike {text(place)}"
 

@@ -1,21 +1,21 @@
 """Operations by their names, whichever way a graph spells them, and what the compiler knows of each.
 
 The names are those of torch's functions; layers and losses are made of these. `SPELLED_OUT` has the arguments of the
-operations that `spelling` writes out in full.
+operations that `spelling` writes out in full: those of losses, and those that declarations of layers name.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..errors import fatal
+from ..errors import LayerError, fatal
 from ..matrix import Layout, Shape, Step
 from ..torch_losses import TORCH_LOSSES
 from ..torch_private import (
@@ -50,10 +50,6 @@ RANDOM = {  # operations that draw random numbers, beside those of ATen, which h
 OWN_BACKWARD = "own_backward"  # a call of a user's autograd.Function; only operands that are arguments have a gradient
 IN_PLACE = {  # Python's operators, whose names do not say it
     "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
-}  # fmt: skip
-DATA_FIRST = {  # their first argument is a layer's input: what stands there is data, even if it is a parameter
-    "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "layer_norm", "rms_norm", "group_norm",
 }  # fmt: skip
 EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", TO_COPY, "contiguous", "clone", "alias"}
@@ -134,38 +130,42 @@ def no_grad_region(node: fx.Node) -> bool:
 
 REQUIRED = inspect.Parameter.empty
 Defaults = dict[str, Any]  # parameter -> default, in the function's own order
-PYTHON: tuple[Callable[..., Any], ...] = (  # functions of torch that inspect.signature can read
-    F.embedding, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm,
-    *(loss.function for loss in TORCH_LOSSES),
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A function of torch that a layer is made of, so that calls with and without its optional arguments are one.
+
+    Attributes:
+        arguments: name -> default, in the function's own order; None: those of its signature.
+        data_first: whether the first argument is the layer's input: what stands there is data, even if it is a
+            parameter.
+    """
+
+    function: Callable[..., Any]
+    arguments: Defaults | None = None
+    data_first: bool = False
+
+
+SPELLED_OUT: dict[str, tuple[Callable[..., Any], Defaults]] = {}
+DATA_FIRST: set[str] = set()  # the operations that a declaration says this of
 X, XW = {"input": REQUIRED}, {"input": REQUIRED, "weight": REQUIRED}
-CONV = {**XW, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-CONV_TRANSPOSE = {**XW, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-SPELLED_OUT: dict[str, tuple[Callable[..., Any], Defaults]] = {
-    **{
-        function.__name__: (function, {name: p.default for name, p in inspect.signature(function).parameters.items()})
-        for function in PYTHON
-    },
-    **{function.__name__: (function, CONV) for function in (F.conv1d, F.conv2d, F.conv3d)},
-    **{
-        function.__name__: (function, CONV_TRANSPOSE)
-        for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-    },
-    "linear": (F.linear, {**XW, "bias": None}),
-    "bilinear": (F.bilinear, {"input1": REQUIRED, "input2": REQUIRED, "weight": REQUIRED, "bias": None}),
-    "embedding_bag": (
-        torch.embedding_bag,
-        {
-            "weight": REQUIRED, "indices": REQUIRED, "offsets": REQUIRED, "scale_grad_by_freq": False, "mode": 0,
-            "sparse": False, "per_sample_weights": None, "include_last_offset": False, "padding_idx": None,
-        },
-    ),
-    # Without beta and alpha: with them it is another operation than the layers declare.
-    "addmm": (torch.addmm, {**X, "mat1": REQUIRED, "mat2": REQUIRED}),
-    "addbmm": (torch.addbmm, {**X, "batch1": REQUIRED, "batch2": REQUIRED}),
-    "baddbmm": (torch.baddbmm, {**X, "batch1": REQUIRED, "batch2": REQUIRED}),
-    "matmul": (torch.matmul, {**X, "other": REQUIRED}),
-}  # fmt: skip
+
+
+def spell(spelling: Spelling) -> None:
+    """Write a function out in all graphs. Raises LayerError if a declaration gave it other arguments."""
+    function, arguments = spelling.function, spelling.arguments
+    if arguments is None:
+        arguments = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    name = function.__name__
+    if SPELLED_OUT.setdefault(name, (function, arguments)) != (function, arguments):
+        raise LayerError(f"{name} is spelled with other arguments than {list(SPELLED_OUT[name][1])}")
+    if spelling.data_first:
+        DATA_FIRST.add(name)
+
+
+for _loss in TORCH_LOSSES:
+    spell(Spelling(_loss.function))
 ATEN_NAMES = {"self": "input", "indices": "input", "mat2": "other", "vec": "other"}  # ATen's name -> the function's
 RENAMED = {
     **{loss.aten: loss.name for loss in TORCH_LOSSES if loss.aten != loss.name},

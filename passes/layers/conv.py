@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..graphs.operations import XW, Spelling
 from ..ir import Attrs
 from ..matrix import row_products
 from .declaration import Example, Layer, composite, layer
@@ -232,6 +233,10 @@ def examples(module: Module, size: Size, *options: Arguments) -> tuple[Example, 
 # --- dense, grouped, depthwise --------------------------------------------------------------------------------------
 
 
+CONV = {**XW, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+CONV_TRANSPOSE = {**XW, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+
+
 def depthwise(attrs: Attrs) -> bool:
     """Whether every input channel is a group of its own, with one or more outputs."""
     return bool(attrs["groups"] > 1 and attrs["weight"][1] == 1)
@@ -256,15 +261,26 @@ def convolution(function: Convolve, axes: str, module: Module, size: Size) -> tu
         "grad_rows": positions,
         "layouts": layouts,
         "sizes": groups,
+        "bias_along": -1 - len(size),
+        "spelled": Spelling(function, CONV, data_first=True),
     }
     name = function.__name__
     return (
         layer(
-            name=name, where=not_depthwise, pixels=positions, example=examples(module, size, *DENSE_OPTIONS), **common
+            name=name,
+            where=not_depthwise,
+            pixels=positions,
+            example=examples(module, size, *DENSE_OPTIONS),
+            tf_kind="conv2d",
+            **common,
         )(form),
-        layer(name=f"depthwise_{name}", where=depthwise, example=examples(module, size, *DEPTHWISE_OPTIONS), **common)(
-            form
-        ),
+        layer(
+            name=f"depthwise_{name}",
+            where=depthwise,
+            example=examples(module, size, *DEPTHWISE_OPTIONS),
+            tf_kind="depthwise_conv2d",
+            **common,
+        )(form),
     )
 
 
@@ -296,6 +312,9 @@ def transposed(function: Convolve, axes: str, module: Module, size: Size) -> Lay
         grad_rows=positions,
         layouts={"weight": f"(g c) o {axes} -> g o (c {axes})", "bias": "(g o) -> g o"},
         sizes=groups,
+        bias_along=-1 - len(size),
+        spelled=Spelling(function, CONV_TRANSPOSE, data_first=True),
+        tf_kind="conv2d",
         example=examples(module, size, *TRANSPOSED_OPTIONS),
     )(form)
 

@@ -4,9 +4,8 @@
     def linear(x, *, weight, bias=None):
         return F.linear(x, weight, bias)
 
-The compiler and the blocks know matrices and rows, and read layers off their declarations. Two other places name
-layers: the kinds of TF K-FAC, which a LayerCollection registers by hand, and tables of torch's operations
-(`graphs/operations.py`, `graphs/spelling.py`), which bear the same names as the layers that are made of them.
+The compiler and the blocks know matrices and rows, and read layers off their declarations. So do the kinds of TF
+K-FAC, which a LayerCollection registers by hand, and the tables of torch's functions in `graphs/operations.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from torch import Tensor, nn
 
 from ..approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
 from ..errors import LayerError, nearest
-from ..ir import Attrs
+from ..graphs.operations import Spelling, spell
+from ..ir import ADDED, Attrs
 from ..matrix import Layout, Shape
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
 MomentFn = Callable[[Tensor, Attrs], tuple[Tensor, Tensor]]
 LayoutSpec = str | Callable[[Layout, Attrs], Layout]
+BiasShape = Callable[[Attrs, int | None], Shape | None]
 Example = Callable[[], tuple[nn.Module, Tensor]]
 ROLES = ("weight", "bias")
 
@@ -50,6 +51,7 @@ class Form:
     where: Callable[[Attrs], bool]
     sizes: Callable[[Attrs], dict[str, int]]
     leading: bool
+    bias_along: int | BiasShape | None
     examples: tuple[Example, ...]
 
     @cached_property
@@ -64,6 +66,34 @@ class Form:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
+    @cached_property
+    def needs_bias(self) -> bool:
+        """Whether the form has a bias, and not as an option."""
+        bias = inspect.signature(self.function).parameters.get("bias")
+        return bias is not None and bias.default is inspect.Parameter.empty
+
+    def takes_bias(self, attrs: Attrs, order: Shape | None) -> bool:
+        """Whether the sum of the form's output and a bias of shape attrs["bias"] is one layer: the bias varies along
+        all groups and outputs, and along nothing else.
+
+        order: of the output's dimensions in the sum; None if their number is not known.
+
+        Raises:
+            LayerError: the weight has another shape than the layer takes.
+        """
+        assert self.bias_along is not None, "bug in kfac_fx: a bias that no declaration expects"
+        if isinstance(self.bias_along, int):
+            g, o, _ = self.layout("weight", Layout(attrs["weight"]), attrs).result
+            shape: Shape | None = (1, g * o, *(1,) * (-1 - self.bias_along))
+        else:
+            shape = self.bias_along(attrs, None if order is None else len(order))
+        if shape is None:
+            return False
+        if order is None or (list(order) == list(range(len(order))) and len(order) <= len(shape)):
+            return same_size(attrs["bias"], shape, len(shape))
+        along = padded(shape, len(order))
+        return len(along) == len(order) and same_size(attrs["bias"], tuple(along[dim] for dim in order), len(order))
+
     def layout(self, role: str, used: Layout, attrs: Attrs) -> Layout:
         """From the tensor in `role`, of shape `used.result`, to the layer's matrix.
 
@@ -71,11 +101,32 @@ class Form:
             LayerError: the tensor has another shape than the layer takes.
         """
         start, spec = Layout(used.result), self.layouts[role]
+        if role == "bias" and ADDED in attrs:
+            start = as_in_output(start, attrs[ADDED])
+            start = start.reshape((math.prod(start.result),)) if isinstance(spec, str) else start
         if not isinstance(spec, str):
             return spec(start, attrs)
         layout = start.rearrange(spec, **self.sizes(attrs))
         full = 3 if role == "weight" else 2
         return layout if len(layout.result) == full else layout.reshape((1, *layout.result))
+
+
+def padded(shape: Shape, dims: int) -> Shape:
+    """The shape with so many dimensions: with sizes of 1 in front, or without those that it has there."""
+    extra = len(shape) - dims
+    return shape[extra:] if extra > 0 and set(shape[:extra]) == {1} else (1,) * -extra + shape
+
+
+def same_size(bias: Shape, shape: Shape, dims: int) -> bool:
+    return len(bias) <= dims and padded(bias, dims) == shape
+
+
+def as_in_output(bias: Layout, order: Shape | None) -> Layout:
+    """A bias that is added to an output with permuted dimensions -> as if it were added to the output itself."""
+    if order is None or list(order) == list(range(len(order))):
+        return bias
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return bias.reshape(padded(bias.result, len(order))).permute(back)
 
 
 @dataclass
@@ -88,6 +139,7 @@ class Layer:
         default: the name of the approximation if the user names none.
         approximations: the names of all that the layer has.
         parts: the layers of a composite, which matches as a whole and registers each part with a block of its own.
+        tf_kind: the kind that TF K-FAC counts it among, under which a LayerCollection registers it by hand; None: none.
         location: "file:line" of the first form.
     """
 
@@ -97,6 +149,7 @@ class Layer:
     approximations: tuple[str, ...]
     parts: tuple[str, ...]
     location: str
+    tf_kind: str | None = None
 
     @property
     def dense_rows(self) -> bool:
@@ -104,11 +157,14 @@ class Layer:
         EVERY_LAYER, the approximations that do not need this."""
         return self.approximations != EVERY_LAYER and not self.parts
 
-    def form(self, *, example: Example | tuple[Example, ...], **changed: Any) -> Callable[[Callable[..., Any]], Form]:
+    def form(
+        self, *, example: Example | tuple[Example, ...], spelled: Spelling | None = None, **changed: Any
+    ) -> Callable[[Callable[..., Any]], Form]:
         """Decorator: another way to write the same layer.
 
         Args:
             example: examples of this form.
+            spelled: as of `layer`, of this form.
             changed: arguments of `layer` that differ from the first form's.
         """
 
@@ -119,6 +175,8 @@ class Layer:
             check_roles(self.name, form)
             check_layouts(self.name, form, new)
             self.forms.append(form)
+            if spelled is not None:
+                spell(spelled)
             return form
 
         return add
@@ -133,10 +191,13 @@ def layer(
     sizes: Callable[[Attrs], dict[str, int]] = lambda attrs: {},
     where: Callable[[Attrs], bool] = lambda attrs: True,
     leading: bool = False,
+    bias_along: int | BiasShape | None = None,
     default: str = "kron",
     approximations: tuple[str, ...] = WITHOUT_PIXELS,
     pixels: RowsFn | None = None,
     second_moment: MomentFn | None = None,
+    spelled: Spelling | None = None,
+    tf_kind: str | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
     """Declare a layer. It decorates the form, the computation that the layer is.
@@ -159,12 +220,19 @@ def layer(
         sizes: from the attributes to the sizes of named axes that the shape alone does not give.
         where: whether attributes are those of the layer. Attributes that the graph computes are nodes here.
         leading: whether all dimensions but the last are treated alike, so that any of them may count the cases.
+        bias_along: the dimension of the output, counted from its end as -1, that holds the groups and outputs. Then
+            `form(x, weight) + bias` is the layer, too, if the bias varies along this dimension and no other. If it is
+            not a single dimension: a function of the attributes and the number of the output's dimensions (None where
+            the graph does not know it), to the shape of such a bias, as long as it may be (None: there is none).
         default: the approximation if the user names none.
         approximations: the names of the approximations that the layer has.
         pixels: from the input to [N, pixels, g, c], without patches, if rows are its patches in the order (c, kernel)
             and the weight is [o, c, *kernel]. The layer then has "kron_sua" and its relatives, too.
         second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) over all rows, in at least float32, if
             there is a faster way than by the rows. The input may have half precision.
+        spelled: torch's function that the form calls, if some of its arguments may be left out; see
+            `kfac_fx.passes.graphs.operations.Spelling`.
+        tf_kind: for the layers of this library, the kind of TF K-FAC that a LayerCollection registers it as.
         name: the layer's name; the function's, unless given.
 
     Raises:
@@ -189,6 +257,7 @@ def layer(
             where=where,
             sizes=sizes,
             leading=leading,
+            bias_along=bias_along,
             examples=as_tuple(example),
         )
         layer_name = name or function.__name__
@@ -196,7 +265,9 @@ def layer(
         check_layouts(layer_name, form, layouts or {})
         names = approximations if pixels is None else (*approximations, *FROM_PIXELS)
         check_declared_approximations(layer_name, default, names)
-        return Layer(layer_name, [form], default, names, (), location(function))
+        if spelled is not None:
+            spell(spelled)
+        return Layer(layer_name, [form], default, names, (), location(function), tf_kind)
 
     return declare
 
@@ -214,7 +285,7 @@ def composite(
     """
 
     def declare(function: Callable[..., Any]) -> Layer:
-        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, as_tuple(example))
+        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, None, as_tuple(example))
         return Layer(name or function.__name__, [form], "", (), parts, location(function))
 
     return declare
@@ -341,7 +412,12 @@ def biases(bias: Layout, attrs: Attrs) -> Layout:
     return bias.reshape((math.prod(bias.result), 1))
 
 
-ELEMENTWISE: dict[str, Any] = {"layouts": {"weight": weights, "bias": biases}, "default": "full"}
+ELEMENTWISE: dict[str, Any] = {
+    "layouts": {"weight": weights, "bias": biases},
+    "bias_along": lambda attrs, dims: attrs["weight"],
+    "default": "full",
+    "tf_kind": "scale_and_shift",
+}
 
 
 class Written(nn.Module):

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..graphs.operations import Spelling
 from ..ir import Attrs
 from ..matrix import Shape
 from .declaration import ELEMENTWISE, Example, Layer, by_group, elements, layer, written
@@ -43,39 +44,22 @@ def no_inputs(x: Tensor, attrs: Attrs) -> Tensor:
     return rows if places is None else rows.new_zeros(rows.shape[0], 1, math.prod(attrs["bias"]), 0)
 
 
-def one_shape(attrs: Attrs) -> bool:
-    """Whether scale and shift have one shape, if there are both."""
-    return len({attrs[role] for role in ("weight", "bias") if role in attrs}) == 1
-
-
 @layer(
     rows=elements,
     grad_rows=elements,
-    where=one_shape,
-    example=(
-        written(lambda x, w, b: x * w + b, (4, 7, 5), w=(5,), b=(5,)),
-        written(lambda x, w, b: b + w * x, (4, 7, 2, 5), w=(7, 1, 5), b=(7, 1, 5)),
-        written(lambda x, w, b: b.view(1, -1, 1) + w.view(1, -1, 1) * x, (4, 5, 7), w=(5,), b=(5,)),
-    ),
-    **ELEMENTWISE,
-)
-def scale_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return x * weight + bias
-
-
-@scale_and_shift.form(
     example=(
         written(lambda x, w: w * x, (4, 7, 5), w=(7, 5)),
         written(lambda x, w: x * w, (4, 1, 5), w=(7, 5)),
         written(lambda x, w: x * w, (4,), w=()),
         written(lambda x, w: x * w, (4, 5), w=(4, 5)),
-    )
+    ),
+    **ELEMENTWISE,
 )
-def scale(x: Tensor, *, weight: Tensor) -> Tensor:
+def scale_and_shift(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * weight
 
 
-SHIFT: dict[str, Any] = {"rows": no_inputs, "grad_rows": shifted}
+SHIFT: dict[str, Any] = {"rows": no_inputs, "grad_rows": shifted, "bias_along": None}
 
 
 @scale_and_shift.form(
@@ -122,8 +106,11 @@ def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor
     return bias.repeat(_sizes)
 
 
+PLACES: dict[str, Any] = {"rows": no_inputs, "bias_along": None}
+
+
 @scale_and_shift.form(
-    rows=no_inputs,
+    **PLACES,
     grad_rows=lambda dy, attrs: shifted(torch.where(attrs["mask"], dy, 0), attrs),
     example=(
         written(lambda x, b: x + torch.where(x > 0, b, -9.0), (4, 7, 5), b=(7, 5)),
@@ -135,7 +122,7 @@ def shift_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *
 
 
 @scale_and_shift.form(
-    rows=no_inputs,
+    **PLACES,
     grad_rows=lambda dy, attrs: shifted(torch.where(attrs["mask"], 0, dy), attrs),
     example=(
         written(lambda x, b: x * torch.where(x > 0, 1.0, b), (4, 7, 5), b=(7, 5)),
@@ -148,7 +135,7 @@ def shift_else_where(_output: Any, mask: Tensor, _other: Any, elements: Any = No
 
 
 @scale_and_shift.form(
-    rows=no_inputs,
+    **PLACES,
     grad_rows=lambda dy, attrs: shifted(dy.masked_fill(attrs["mask"], 0), attrs),
     example=written(lambda x, b: x + b.masked_fill(x > 0, -9.0), (4, 7, 5), b=(7, 5)),
 )
@@ -175,7 +162,7 @@ def put(dy: Tensor, attrs: Attrs) -> Tensor:
 
 
 @scale_and_shift.form(
-    rows=no_inputs,
+    **PLACES,
     grad_rows=put,
     where=may_be_put,
     example=(
@@ -192,11 +179,6 @@ def scale_from_one(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * (weight + 1)
 
 
-@scale_and_shift.form(example=written(lambda x, w, b: x * (w + 1.0) + b, (4, 7, 5), w=(5,), b=(5,)))
-def scale_from_one_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return x * (weight + 1) + bias
-
-
 @scale_and_shift.form(example=written(lambda x, w, b: torch.addcmul(b, x, w), (4, 7, 5), w=(5,), b=(5,)))
 def addcmul(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addcmul(bias, x, weight)
@@ -210,20 +192,24 @@ def addcmul_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
 # --- the negative part ------------------------------------------------------------------------------------------------
 
 
-def slopes(weight: Shape, x: Tensor) -> Shape:
-    """The shape that broadcasts with x: a slope for each channel, or one for all."""
-    return (*weight, *(1,) * (x.dim() - 2)) if weight != (1,) else weight
+def slopes(weight: Shape, dims: int) -> Shape:
+    """The shape that broadcasts with x of so many dimensions: a slope for each channel, or one for all."""
+    return (*weight, *(1,) * (dims - 2)) if weight != (1,) else weight
+
+
+def along_slopes(attrs: Attrs, dims: int | None) -> Shape | None:
+    return None if dims is None else slopes(attrs["weight"], dims)
 
 
 @layer(
-    rows=lambda x, attrs: by_group(x.clamp(max=0).unsqueeze(-1), slopes(attrs["weight"], x)),
-    grad_rows=lambda dy, attrs: by_group(dy.unsqueeze(-1), slopes(attrs["weight"], dy)),
+    rows=lambda x, attrs: by_group(x.clamp(max=0).unsqueeze(-1), slopes(attrs["weight"], x.dim())),
+    grad_rows=lambda dy, attrs: by_group(dy.unsqueeze(-1), slopes(attrs["weight"], dy.dim())),
     example=(
         lambda: (nn.PReLU(4), torch.randn(3, 4)),
         lambda: (nn.PReLU(4), torch.randn(3, 4, 5, 2)),
         lambda: (nn.PReLU(), torch.randn(3, 4, 5)),
     ),
-    **ELEMENTWISE,
+    **{**ELEMENTWISE, "bias_along": along_slopes, "tf_kind": None},
 )
 def prelu(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.prelu(x, weight)
@@ -274,12 +260,20 @@ def outer_scale(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.outer(x, weight)
 
 
+def along_channels(attrs: Attrs, dims: int | None) -> Shape | None:
+    return None if dims is None else attrs["weight"] + (1,) * (dims - 2)
+
+
+CHANNELS: dict[str, Any] = {**ELEMENTWISE, "bias_along": along_channels}
+
+
 def channels(x: Tensor, attrs: Attrs) -> Tensor:
     """[N, g, ...] -> [N, S, g, 1]: parameters along the second dimension."""
     return by_group(x.unsqueeze(-1), attrs["weight"] + (1,) * (x.dim() - 2))
 
 
 @layer(
+    spelled=Spelling(F.layer_norm, data_first=True),
     rows=lambda x, attrs: elements(F.layer_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
@@ -297,6 +291,7 @@ def layer_norm(
 
 
 @layer(
+    spelled=Spelling(F.rms_norm, data_first=True),
     rows=lambda x, attrs: elements(F.rms_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
@@ -311,10 +306,11 @@ def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weigh
 
 
 @layer(
+    spelled=Spelling(F.group_norm, data_first=True),
     rows=lambda x, attrs: channels(F.group_norm(x, attrs["num_groups"], eps=attrs["eps"]), attrs),
     grad_rows=channels,
     example=(lambda: (nn.GroupNorm(2, 6), torch.randn(4, 6, 5, 3)), lambda: (nn.GroupNorm(1, 6), torch.randn(4, 6))),
-    **ELEMENTWISE,
+    **CHANNELS,
 )
 def group_norm(x: Tensor, num_groups: int, eps: float, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.group_norm(x, num_groups, weight, bias, eps)
@@ -344,10 +340,11 @@ def with_running_statistics(
 
     declared = layer(
         name=norm.__name__,
+        spelled=Spelling(norm),
         rows=lambda x, attrs: channels(norm(x, None, None, None, None, True, 0.0, attrs["eps"]), attrs),
         grad_rows=channels,
         example=in_training,
-        **ELEMENTWISE,
+        **CHANNELS,
     )(by_batch)
     declared.form(
         rows=lambda x, attrs: channels(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..approximations import EVERY_LAYER
+from ..graphs.operations import REQUIRED, Spelling
 from ..ir import Attrs
 from ..matrix import Layout
 from .declaration import Written, as_rows, layer, written
@@ -52,6 +53,8 @@ def ids(*shape: int) -> Tensor:
     leading=True,
     default="kron_in_diag",
     approximations=EVERY_LAYER,
+    spelled=Spelling(F.embedding),
+    tf_kind="embedding",
     example=(
         lambda: (nn.Embedding(5, 3), ids(4)),
         lambda: (nn.Embedding(5, 3), ids(4, 7, 2)),
@@ -273,6 +276,7 @@ class WeightedBag(nn.EmbeddingBag):
     where=plain_bag,
     default="kron_in_diag",
     approximations=EVERY_LAYER,
+    tf_kind="embedding",
     example=(
         lambda: (nn.EmbeddingBag(5, 3, mode="sum"), ids(4, 7)),
         lambda: (nn.EmbeddingBag(5, 3, mode="mean", padding_idx=-2), ids(4, 7)),
@@ -299,11 +303,18 @@ def embedding_bag(
     return F.embedding_bag(ids, weight, *options, per_sample_weights, include_last_offset, padding_idx)
 
 
+BAG = {
+    "weight": REQUIRED, "indices": REQUIRED, "offsets": REQUIRED, "scale_grad_by_freq": False, "mode": 0,
+    "sparse": False, "per_sample_weights": None, "include_last_offset": False, "padding_idx": None,
+}  # fmt: skip
+
+
 @embedding_bag.form(
+    spelled=Spelling(torch.embedding_bag, BAG),
     example=lambda: (
         Written(lambda x, w: torch.embedding_bag(w, x, torch.tensor([0, 4, 5]), mode=1)[0], {"w": (5, 3)}),
         ids(9),
-    )
+    ),
 )
 def first_of_embedding_bag(
     ids: Tensor,

@@ -1,15 +1,12 @@
-"""Fully connected layers in all the ways that torch writes them, except `einsum`, and bilinear layers.
+"""Fully connected layers in all the ways that torch writes them; bilinear layers, and those of experts.
 
-    y = F.linear(x, w, b)     y = x @ w + b     y = w @ x     y = torch.tensordot(x, w, dims)     ...
-
-There is one row for each position. The weight [o, i] meets the last dimension of x or, from the left, the last but one.
-A bilinear layer is a matrix [o, i j] times the products x_i y_j of two inputs.
-
-Fully connected layers that sum over named indices, and those of experts.
-
+    y = F.linear(x, w, b)     y = x @ w     y = w @ x     y = torch.tensordot(x, w, dims)
     y = torch.einsum("bti,oi->bto", x, w)     cases b, positions t, inputs i, outputs o
 
-The equation says which index is a group, an input, an output or a position.
+There is one row for each position. The weight [o, i] meets the last dimension of x or, from the left, the last but one.
+Stacked weights are groups. The equation of an einsum says which index is a group, an input, an output or a position.
+
+A bilinear layer is a matrix [o, i j] times the products x_i y_j of two inputs.
 
     y = grouped_mm(x, w, offs)      y = grouped_product(x, w, offs, grouped_mm)
     f(y)                       ->   f(with_row_mask(y, routed(x, offs)))
@@ -31,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from ..approximations import EVERY_LAYER
 from ..cases import with_row_mask
-from ..graphs.operations import op_name
+from ..graphs.operations import REQUIRED, XW, Spelling, X, op_name
 from ..ir import Attrs
 from ..matrix import Layout, Shape
 from ..torch_private import GROUPED_MM, OpOverload, OpOverloadPacket
@@ -43,21 +40,14 @@ def columns_as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     return as_rows(tensor.mT if tensor.dim() > 1 else tensor, attrs)
 
 
-def along_rows(bias: Shape, outputs: int) -> bool:
-    """Whether the bias is one row. With more dimensions it might have more than the product."""
-    return bias in ((outputs,), (1, outputs))
-
-
-def as_one_row(bias: Layout, attrs: Attrs) -> Layout:
-    """A bias of any dimensions -> [1, o]."""
-    return bias.reshape((1, math.prod(bias.result)))
-
-
 @layer(
     rows=as_rows,
     grad_rows=as_rows,
     where=lambda attrs: attrs.get("bias") in (None, attrs["weight"][:1]),
     leading=True,
+    bias_along=-1,
+    spelled=Spelling(F.linear, {**XW, "bias": None}, data_first=True),
+    tf_kind="fully_connected",
     example=(
         lambda: (nn.Linear(5, 3), torch.randn(4, 5)),
         lambda: (nn.Linear(5, 3), torch.randn(4, 7, 2, 5)),
@@ -70,19 +60,8 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @linear.form(
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][0]),
-    layouts={"bias": as_one_row},
-    example=(
-        written(lambda x, w, b: F.linear(x, w) + b, (4, 7, 5), w=(3, 5), b=(3,)),
-        written(lambda x, w, b: b + F.linear(x, w), (4, 5), w=(3, 5), b=(1, 3)),
-    ),
-)
-def linear_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, weight) + bias
-
-
-@linear.form(
     grad_rows=lambda dy, attrs: as_rows(dy.index_select(-1, attrs["index"]), attrs),
+    bias_along=None,
     example=written(
         lambda x, w: F.linear(x, torch.index_copy(torch.ones(3, 5), 0, torch.tensor([2, 0]), w)), (4, 7, 5), w=(2, 5)
     ),
@@ -96,6 +75,7 @@ def some_outputs(x: Tensor, _base: Tensor, index: Tensor, *, weight: Tensor) -> 
 
 @linear.form(
     layouts={"weight": "i o -> o i"},
+    spelled=Spelling(torch.matmul, {**X, "other": REQUIRED}),
     example=(
         written(lambda x, w: x @ w, (4, 7, 5), w=(5, 3)),
         written(lambda x, w: torch.matmul(x, w.t()), (5,), w=(3, 5)),
@@ -105,21 +85,10 @@ def product(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight)
 
 
+# Without beta and alpha, here and below: with them it is another operation.
 @linear.form(
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "i o -> o i", "bias": as_one_row},
-    example=(
-        written(lambda x, w, b: x @ w + b, (4, 7, 5), w=(5, 3), b=(3,)),
-        written(lambda x, w, b: b + torch.mm(x, w), (4, 5), w=(5, 3), b=(1, 3)),
-    ),
-)
-def product_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(x, weight) + bias
-
-
-@linear.form(
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "i o -> o i", "bias": as_one_row},
+    layouts={"weight": "i o -> o i"},
+    spelled=Spelling(torch.addmm, {**X, "mat1": REQUIRED, "mat2": REQUIRED}),
     example=written(lambda x, w, b: torch.addmm(b, x, w), (4, 5), w=(5, 3), b=(3,)),
 )
 def addmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -130,7 +99,11 @@ def one_row(dy: Tensor, attrs: Attrs) -> Tensor:
     return as_rows(dy.unsqueeze(-1), attrs)
 
 
-ONE_OUTPUT: dict[str, Any] = {"grad_rows": one_row, "layouts": {"weight": "i -> 1 i"}}
+ONE_OUTPUT: dict[str, Any] = {
+    "grad_rows": one_row,
+    "layouts": {"weight": "i -> 1 i"},
+    "bias_along": lambda attrs, dims: (1,),
+}
 
 
 @linear.form(
@@ -144,11 +117,11 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
 # --- a weight [o, i] on the left ------------------------------------------------------------------------------------
 
 
-FROM_LEFT: dict[str, Any] = {"rows": columns_as_rows, "grad_rows": columns_as_rows, "leading": False}
-FROM_LEFT_AND_BIAS: dict[str, Any] = {
-    **FROM_LEFT,
-    "where": lambda attrs: attrs["bias"] == (attrs["weight"][0], 1),
-    "layouts": {"bias": as_one_row},
+FROM_LEFT: dict[str, Any] = {
+    "rows": columns_as_rows,
+    "grad_rows": columns_as_rows,
+    "leading": False,
+    "bias_along": lambda attrs, dims: attrs["weight"][:1] if dims == 1 else (attrs["weight"][0], 1),
 }
 
 
@@ -164,12 +137,7 @@ def product_from_left(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(weight, x)
 
 
-@linear.form(**FROM_LEFT_AND_BIAS, example=written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(3, 1)))
-def product_from_left_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(weight, x) + bias
-
-
-@linear.form(**FROM_LEFT_AND_BIAS, example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)))
+@linear.form(**FROM_LEFT, example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)))
 def addmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, weight, x)
 
@@ -192,17 +160,29 @@ def stacked_weights(weight: Layout, attrs: Attrs) -> Layout:
     return weight.reshape((math.prod(stack), i, o)).rearrange("g i o -> g o i")
 
 
+def along_stack(attrs: Attrs, dims: int | None) -> Shape:
+    """[..., 1, o], or [..., o] if x is a vector, so that the output has no S."""
+    *stack, _, o = attrs["weight"]
+    return (*stack, o) if dims == len(stack) + 1 else (*stack, 1, o)
+
+
 def stacked_biases(bias: Layout, attrs: Attrs) -> Layout:
     *stack, o = bias.result
     return bias.reshape((math.prod(stack), o))
 
 
+STACK: dict[str, Any] = {
+    "rows": by_matrix,
+    "grad_rows": grad_by_matrix,
+    "where": lambda attrs: len(attrs["weight"]) > 2,
+    "layouts": {"weight": stacked_weights, "bias": stacked_biases},
+    "leading": False,
+    "bias_along": along_stack,
+}
+
+
 @linear.form(
-    rows=by_matrix,
-    grad_rows=grad_by_matrix,
-    where=lambda attrs: len(attrs["weight"]) > 2,
-    layouts={"weight": stacked_weights},
-    leading=False,
+    **STACK,
     example=(
         written(lambda x, w: x @ w, (4, 2, 7, 5), w=(2, 5, 3)),
         written(lambda x, w: x @ w, (4, 1, 6, 7, 5), w=(2, 1, 5, 3)),
@@ -215,48 +195,12 @@ def products(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    rows=by_matrix,
-    grad_rows=grad_by_matrix,
-    where=lambda attrs: len(attrs["weight"]) > 2 and attrs["bias"] == (*attrs["weight"][:-2], 1, attrs["weight"][-1]),
-    layouts={"weight": stacked_weights, "bias": stacked_biases},
-    leading=False,
-    example=written(lambda x, w, b: x @ w + b, (4, 2, 7, 5), w=(2, 5, 3), b=(2, 1, 3)),
-)
-def products_and_biases(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(x, weight) + bias
-
-
-@linear.form(
-    rows=by_matrix,
-    grad_rows=by_matrix,
-    where=lambda attrs: attrs["bias"] == (attrs["weight"][0], 1, attrs["weight"][-1]),
-    layouts={"weight": stacked_weights, "bias": stacked_biases},
-    leading=False,
+    **STACK,
+    spelled=Spelling(torch.baddbmm, {**X, "batch1": REQUIRED, "batch2": REQUIRED}),
     example=written(lambda x, w, b: torch.baddbmm(b.unsqueeze(1), x, w), (2, 4, 5), w=(2, 5, 3), b=(2, 3)),
 )
 def baddbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias, x, weight)
-
-
-# --- bilinear layers ------------------------------------------------------------------------------------------------
-
-
-def bilinear_products(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ..., i] and [N, ..., j] -> [N, S, i j]"""
-    return as_rows((x.unsqueeze(-1) * attrs["second"].unsqueeze(-2)).flatten(-2), attrs)
-
-
-@layer(
-    rows=bilinear_products,
-    grad_rows=as_rows,
-    layouts={"weight": "o i j -> o (i j)"},
-    example=(
-        written(lambda x, w, b: F.bilinear(x, x[..., :2].sin(), w, b), (4, 5), w=(3, 5, 2), b=(3,)),
-        written(lambda x, w: F.bilinear(x, x[..., 1:3].tanh(), w), (4, 7, 5), w=(3, 5, 2)),
-    ),
-)
-def bilinear(x: Tensor, second: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.bilinear(x, second, weight, bias)
 
 
 # --- torch.tensordot -------------------------------------------------------------------------------------------------
@@ -274,6 +218,12 @@ def free_rows(dy: Tensor, attrs: Attrs) -> Tensor:
     return as_rows(dy.flatten(-number), attrs) if number else one_row(dy, attrs)
 
 
+def along_free(attrs: Attrs, dims: int | None) -> Shape:
+    """The dimensions of the weight that are not summed."""
+    shape, summed = attrs["weight"], [dim % len(attrs["weight"]) for dim in attrs["weight_dims"]]
+    return tuple(size for dim, size in enumerate(shape) if dim not in summed) or (1,)
+
+
 def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
     dims = len(weight.result)
     summed = tuple(dim % dims for dim in attrs["weight_dims"])
@@ -288,6 +238,7 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
     where=lambda attrs: len(attrs["dims"]) > 0 and 0 not in attrs["dims"],
     layouts={"weight": contracted_weight},
     leading=False,
+    bias_along=along_free,
     example=(
         written(lambda x, w: torch.tensordot(x, w, 1), (4, 7, 5), w=(5, 3)),
         written(lambda x, w: torch.tensordot(x, w, 2), (4, 7, 5), w=(7, 5, 3)),
@@ -298,29 +249,6 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
 )
 def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tensor:
     return torch.ops.aten.tensordot.default(x, weight, dims, weight_dims)  # type: ignore[no-any-return]
-
-
-def has_free_sizes(attrs: Attrs) -> bool:
-    """Whether the bias has the dimensions of the weight that are not summed, and there are some."""
-    shape, summed = attrs["weight"], [dim % len(attrs["weight"]) for dim in attrs["weight_dims"]]
-    free = tuple(size for dim, size in enumerate(shape) if dim not in summed)
-    return bool(free) and attrs["bias"] == free
-
-
-@linear.form(
-    rows=contracted_rows,
-    grad_rows=free_rows,
-    where=lambda attrs: len(attrs["dims"]) > 0 and 0 not in attrs["dims"] and has_free_sizes(attrs),
-    layouts={"weight": contracted_weight, "bias": as_one_row},
-    leading=False,
-    example=(
-        written(lambda x, w, b: torch.tensordot(x, w, 1) + b, (4, 7, 5), w=(5, 3), b=(3,)),
-        written(lambda x, w, b: torch.tensordot(x, w, 2) + b, (4, 7, 5), w=(7, 5, 3), b=(3,)),
-        written(lambda x, w, b: torch.tensordot(x, w, ([2, 1], [1, 2])) + b, (4, 7, 5), w=(3, 5, 7, 2), b=(3, 2)),
-    ),
-)
-def tensordot_and_bias(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.ops.aten.tensordot.default(x, weight, dims, weight_dims) + bias  # type: ignore[no-any-return]
 
 
 # --- torch.inner, torch.linalg.vecdot --------------------------------------------------------------------------------
@@ -387,8 +315,8 @@ def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
 @linear.form(
     rows=lambda x, attrs: x.transpose(0, 1).flatten(1).unsqueeze(1),
     grad_rows=lambda dy, attrs: dy.unsqueeze(1),
-    where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "b i o -> o (b i)", "bias": as_one_row},
+    layouts={"weight": "b i o -> o (b i)"},
+    spelled=Spelling(torch.addbmm, {**X, "batch1": REQUIRED, "batch2": REQUIRED}),
     leading=False,
     example=written(lambda x, w, b: torch.addbmm(b, x, w), (2, 4, 5), w=(2, 5, 3), b=(3,)),
 )
@@ -397,7 +325,7 @@ def addbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addbmm(bias, x, weight)
 
 
-# --- sums over named indices, and experts -----------------------------------------------------------------------------
+# --- torch.einsum: sums over named indices ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -466,12 +394,11 @@ class Contraction:
         parts = [self.groups, self.outputs, self.inputs] if inputs else [self.groups, self.outputs]
         return " ".join(f"({spaced(part)})" for part in parts)
 
-    def takes(self, bias: Shape) -> bool:
-        """Whether y + bias is one layer: the bias varies along all groups and outputs, and along no positions."""
+    def along(self) -> Shape | None:
+        """The shape of a bias that varies along all groups and outputs of y, and along no positions."""
         last = self.y.rpartition("...")[2]
         varying = self.groups + self.outputs
-        shape = tuple(self.size[k] if k in varying else 1 for k in last)
-        return set(varying) <= set(last) and len(bias) <= len(last) and (1,) * (len(last) - len(bias)) + bias == shape
+        return tuple(self.size[k] if k in varying else 1 for k in last) if set(varying) <= set(last) else None
 
 
 def spaced(names: Any) -> str:
@@ -494,10 +421,6 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
     def parts(attrs: Attrs) -> Contraction:
         return contraction(attrs, weight_first)
 
-    def where(attrs: Attrs) -> bool:
-        terms = parts(attrs)
-        return terms.linear() and ("bias" not in attrs or terms.takes(attrs["bias"]))
-
     return {
         "rows": lambda x, attrs: parts(attrs).rows(x),
         "grad_rows": lambda dy, attrs: parts(attrs).grad_rows(dy),
@@ -505,8 +428,9 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
             "weight": lambda weight, attrs: parts(attrs).weight_layout(weight),
             "bias": lambda bias, attrs: parts(attrs).bias_layout(bias),
         },
-        "where": where,
+        "where": lambda attrs: parts(attrs).linear(),
         "leading": False,
+        "bias_along": lambda attrs, dims: parts(attrs).along(),
     }
 
 
@@ -529,17 +453,6 @@ def einsum(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    **as_einsum(weight_first=False),
-    example=(
-        written(lambda x, w, b: torch.einsum("btd,dhk->bhtk", x, w) + b, (4, 7, 5), w=(5, 2, 3), b=(2, 1, 3)),
-        written(lambda x, w, b: torch.einsum("...i,oi->...o", x, w) + b, (4, 7, 5), w=(3, 5), b=(3,)),
-    ),
-)
-def einsum_and_bias(x: Tensor, equation: str, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.einsum(equation, x, weight) + bias
-
-
-@linear.form(
     **as_einsum(weight_first=True),
     example=(
         written(lambda x, w: torch.einsum("oi,nij->noj", w, x), (4, 5, 7), w=(3, 5)),
@@ -550,13 +463,32 @@ def einsum_from_left(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
     return torch.einsum(equation, weight, x)
 
 
-@linear.form(
-    **as_einsum(weight_first=True),
-    example=written(lambda x, w, b: torch.einsum("oi,nij->noj", w, x) + b, (4, 5, 7), w=(3, 5), b=(3, 1)),
-)
-def einsum_from_left_and_bias(x: Tensor, equation: str, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.einsum(equation, weight, x) + bias
+# --- bilinear layers ------------------------------------------------------------------------------------------------
 
+
+def bilinear_products(x: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., i] and [N, ..., j] -> [N, S, i j]"""
+    return as_rows((x.unsqueeze(-1) * attrs["second"].unsqueeze(-2)).flatten(-2), attrs)
+
+
+@layer(
+    rows=bilinear_products,
+    grad_rows=as_rows,
+    layouts={"weight": "o i j -> o (i j)"},
+    bias_along=-1,
+    spelled=Spelling(
+        F.bilinear, {"input1": REQUIRED, "input2": REQUIRED, "weight": REQUIRED, "bias": None}, data_first=True
+    ),
+    example=(
+        written(lambda x, w, b: F.bilinear(x, x[..., :2].sin(), w, b), (4, 5), w=(3, 5, 2), b=(3,)),
+        written(lambda x, w: F.bilinear(x, x[..., 1:3].tanh(), w), (4, 7, 5), w=(3, 5, 2)),
+    ),
+)
+def bilinear(x: Tensor, second: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.bilinear(x, second, weight, bias)
+
+
+# --- experts --------------------------------------------------------------------------------------------------------
 
 GROUPED_MM_NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kfac_fx.passes.layers import linear as forms
 from kfac_fx.passes.layers.linear import Contraction, contraction
 from kfac_fx.passes.matrix import Layout, Shape
 
@@ -95,7 +96,9 @@ def test_which_contractions_hold_every_element_of_the_weight_once(terms: tuple[s
     ],
 )
 def test_which_biases_belong_to_the_layer(bias: Shape, taken: bool) -> None:
-    assert Contraction("btd", "dhk", "bhtk", (5, 2, 3)).takes(bias) is taken
+    attrs = {"equation": "btd,dhk->bhtk", "weight": (5, 2, 3), "bias": bias}
+    assert forms.einsum.takes_bias(attrs, None) is taken
+    assert forms.einsum.takes_bias(attrs, (0, 1, 2, 3)) is taken
 
 
 def test_a_bias_is_laid_out_as_the_outputs_of_the_weight() -> None:

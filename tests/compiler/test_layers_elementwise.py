@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.layers import elementwise as forms
 from kfac_fx.passes.matrix import Shape
 
@@ -117,20 +118,28 @@ def test_which_masks_put_one_value_everywhere(mask: Tensor, bias: Shape, same: b
 
 
 @pytest.mark.parametrize(
-    ("attrs", "taken"),
+    ("layer", "weight", "bias", "dims", "taken"),
     [
-        ({"weight": (5,), "bias": (5,)}, True),
-        ({"weight": (5,), "bias": (7, 5)}, False),
-        ({"weight": (5,)}, True),
-        ({"bias": (5,)}, True),
+        (forms.scale_and_shift, (5,), (5,), None, True),
+        (forms.scale_and_shift, (5,), (7, 5), 3, False),
+        (forms.scale_and_shift, (7, 5), (5,), 3, False),
+        (forms.scale_and_shift, (1, 5), (5,), None, True),
+        (forms.group_norm, (6,), (6, 1), 3, True),
+        (forms.group_norm, (6,), (6, 1), 4, False),
+        (forms.group_norm, (6,), (6, 1), None, False),  # the second dimension from the front
+        (forms.prelu, (4,), (4, 1, 1), 4, True),
+        (forms.prelu, (1,), (), 4, True),
     ],
 )
-def test_scale_and_shift_have_one_shape(attrs: dict[str, Shape], taken: bool) -> None:
-    assert forms.one_shape(attrs) is taken
+def test_which_shifts_are_in_the_block_of_their_scale(
+    layer: Layer, weight: Shape, bias: Shape, dims: int | None, taken: bool
+) -> None:
+    order = None if dims is None else tuple(range(dims))
+    assert layer.forms[0].takes_bias({"weight": weight, "bias": bias}, order) is taken
 
 
 @pytest.mark.parametrize(
     ("weight", "sizes", "shape"), [((4,), (3, 4), (4,)), ((4,), (3, 4, 5, 2), (4, 1, 1)), ((1,), (3, 4, 5), (1,))]
 )
 def test_slopes_are_of_channels_or_of_all(weight: Shape, sizes: Shape, shape: Shape) -> None:
-    assert forms.slopes(weight, torch.zeros(sizes)) == shape
+    assert forms.slopes(weight, len(sizes)) == shape

@@ -82,17 +82,8 @@ def test_a_bilinear_layer_has_a_row_of_all_products_in_the_order_of_its_weight()
     [
         (forms.linear.forms[0], {"weight": (3, 5), "bias": (3,)}, True),
         (forms.linear.forms[0], {"weight": (3, 5)}, True),
-        (forms.linear_and_bias, {"weight": (3, 5), "bias": (1, 3)}, True),
-        (forms.linear_and_bias, {"weight": (3, 5), "bias": (7, 3)}, False),  # a bias of every position
-        (forms.linear_and_bias, {"weight": (3, 5), "bias": ()}, False),  # one number for all outputs
-        (forms.product_and_bias, {"weight": (5, 3), "bias": (3,)}, True),
-        (forms.product_and_bias, {"weight": (5, 3), "bias": (5,)}, False),
-        (forms.product_from_left_and_bias, {"weight": (3, 5), "bias": (3, 1)}, True),
-        (forms.product_from_left_and_bias, {"weight": (3, 5), "bias": (3,)}, False),  # along the positions
         (forms.products, {"weight": (2, 5, 3)}, True),
         (forms.products, {"weight": (5, 3)}, False),
-        (forms.products_and_biases, {"weight": (2, 5, 3), "bias": (2, 1, 3)}, True),
-        (forms.products_and_biases, {"weight": (2, 5, 3), "bias": (1, 1, 3)}, False),  # shared by the matrices
         (forms.tensordot, {"dims": [2, 1]}, True),
         (forms.tensordot, {"dims": [0]}, False),  # the cases are summed
         (forms.product_of_copies, {"weight": (1, 5, 3)}, True),
@@ -104,9 +95,39 @@ def test_which_shapes_are_a_layer(form: Form, attrs: dict[str, Any], taken: bool
     assert form.where(attrs) is taken
 
 
+@pytest.mark.parametrize(
+    ("form", "weight", "bias", "order", "taken"),
+    [
+        (forms.linear.forms[0], (3, 5), (1, 3), None, True),
+        (forms.linear.forms[0], (3, 5), (1, 1, 3), None, False),  # which may have more dimensions than the product
+        (forms.linear.forms[0], (3, 5), (1, 1, 3), (0, 1, 2), True),
+        (forms.linear.forms[0], (3, 5), (7, 3), None, False),  # a bias of every position
+        (forms.linear.forms[0], (3, 5), (), None, False),  # one number for all outputs
+        (forms.linear.forms[0], (1, 5), (), None, True),
+        (forms.linear.forms[0], (3, 5), (3,), (1, 0), False),  # along the positions, behind a transpose
+        (forms.linear.forms[0], (3, 5), (3, 1), (1, 0), True),
+        (forms.product, (5, 3), (3,), None, True),
+        (forms.product, (5, 3), (5,), None, False),
+        (forms.one_output, (5,), (1,), None, True),
+        (forms.one_output, (5,), (1, 1), None, False),
+        (forms.product_from_left, (3, 5), (3, 1), None, True),
+        (forms.product_from_left, (3, 5), (3,), None, False),  # along the positions
+        (forms.product_from_left, (3, 5), (3,), (0,), True),  # times a vector
+        (forms.product_from_left, (3, 5), (3,), (1, 0), True),
+        (forms.products, (2, 5, 3), (2, 1, 3), None, True),
+        (forms.products, (2, 5, 3), (1, 1, 3), None, False),  # shared by the matrices
+        (forms.products, (2, 5, 3), (2, 3), (1, 0, 2), True),
+    ],
+)
+def test_which_biases_are_in_the_block_of_their_weight(
+    form: Form, weight: Shape, bias: Shape, order: Shape | None, taken: bool
+) -> None:
+    assert form.takes_bias({"weight": weight, "bias": bias}, order) is taken
+
+
 def test_a_bias_of_stacked_weights_is_laid_out_by_group() -> None:
     bias = torch.arange(6.0).view(2, 1, 3)
-    layout = forms.products_and_biases.layout("bias", Layout((2, 1, 3)), {})
+    layout = forms.products.layout("bias", Layout((2, 1, 3)), {})
     assert layout.apply(bias).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 

@@ -7,21 +7,29 @@ both in sum and, where the output has a dimension of cases, case by case.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import kfac_fx
+from kfac_fx.passes.check import check, link
 from kfac_fx.passes.ir import Program, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers.declaration import Example, Form, written
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
-from kfac_fx.passes.matrix import MatrixForm
+from kfac_fx.passes.matrix import MatrixForm, Shape
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.parametrization import Value
+from kfac_fx.passes.pipeline import MATCHED, run
+from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import trace_model
 from tests.contract.values import Values
 
@@ -200,31 +208,162 @@ def test_what_is_not_linear_in_the_parameters_or_not_in_their_gradient_is_no_lay
     assert matches(*prepared(example), exported=False).matches == ()
 
 
-TWO_LAYERS: dict[str, tuple[Example, set[str]]] = {
-    "product and a bias for every case": (
-        written(lambda x, w, b: x @ w + b, (4, 5), w=(5, 3), b=(4, 3)),
-        {"linear(w)", "scale_and_shift(b)"},
+# --- a form and its bias are one block --------------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """Copies of a module: for every shape one with a bias added to its output, and one to its output turned around."""
+
+    def __init__(self, module: nn.Module, shapes: Sequence[Shape]) -> None:
+        super().__init__()
+        self.order = tuple(reversed(range(len(shapes[0]))))
+        self.shapes = [*shapes, *(shape[::-1] for shape in shapes)]
+        self.copies = nn.ModuleList(copy.deepcopy(module) for _ in self.shapes)
+        self.biases = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in self.shapes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        half = len(self.shapes) // 2
+        outputs = [module(x) for module in self.copies]
+        turned = [output.permute(self.order) for output in outputs[half:]]
+        return tuple(output + bias for output, bias in zip(outputs[:half] + turned, self.biases, strict=True))
+
+
+def without_bias() -> Iterator[Any]:
+    """The examples that have one parameter, which is a weight, and return the output of the form."""
+    for param in declared(composite=False):
+        name, form, example = param.values
+        one = form.roles[0] == "weight" and len(list(example()[0].parameters())) == 1
+        if one and not form.inputs[0].startswith("_"):
+            marks = () if str(param.id).endswith("-0") else pytest.mark.slow
+            yield pytest.param(name, form, example, id=param.id, marks=marks)
+
+
+def bias_shapes(output: Tensor) -> list[Shape]:
+    """All shapes that a bias can have which is as large as the output along some dimensions, and has all dimensions."""
+    return sorted(set(itertools.product(*((1, size) for size in output.shape))))
+
+
+def is_a_bias(shape: Shape, layer: str, form: Form, use: Use, values: Mapping[str, Any]) -> bool:
+    """Whether an added tensor of this shape is a column of the matrix: it has one element for every group and output,
+    and the same one for all cases and positions."""
+    if not LAYERS[layer].dense_rows:
+        return False
+    number = math.prod(shape)
+    numbers = torch.arange(number).to(torch.float64).view(shape).expand(values[use.output.name].shape)
+    _, elements = rows_of(use, form, values, numbers)
+    groups, outputs, _ = use.matrix.shape
+    constant = bool((elements == elements[:1, :1]).all())
+    return constant and sorted(elements[0, 0].flatten().tolist()) == list(range(number)) and number == groups * outputs
+
+
+def registered(module: nn.Module, x: Tensor, exported: bool) -> Program:
+    program = find_losses(normalize(trace_model(module, (x,) if exported else None, layers=LAYERS).program))
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    (returned,) = output.args
+    assert isinstance(returned, (tuple, list))
+    return run(program.but(outputs=tuple(returned)), (link, *MATCHED, resolve, check))
+
+
+def bias_column(use: Use, layer: str, values: Mapping[str, Any], last: Tensor) -> tuple[Tensor, Tensor]:
+    """(the gradient by rows, the gradient of autograd) of the sum `last`, both [g, o, i]."""
+    form, grad = LAYERS[layer].forms[use.form], torch.randn_like(last)
+    parameters = {name: values[name.replace(".", "_")] for name in use.matrix.parameters}
+    at_output, *grads = torch.autograd.grad(last, [values[use.output.name], *parameters.values()], grad)
+    rows, grad_rows = rows_of(use, form, values, at_output)
+    exact = use.matrix.pack(dict(zip(parameters, grads, strict=True)))
+    return torch.einsum("nsgo,nsgi->goi", grad_rows, rows), exact
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("layer", "form", "example"), list(without_bias()))
+def test_a_form_and_its_bias_are_one_block_and_other_sums_are_not(
+    layer: str, form: Form, example: Example, exported: bool
+) -> None:
+    module, x = prepared(example)
+    program = matches(module, x, exported=True)
+    use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
+    values = Values(program)
+    values.run(x)
+    output = values.value[use.output.name]
+    shapes = bias_shapes(output)
+    expected = [is_a_bias(shape, layer, form, use, values.value) for shape in shapes] * 2
+
+    program = registered(Sums(module, shapes), x, exported)
+
+    blocks = {name: block for block in program.registrations for name in block.parameters}
+    joined = [len(blocks[f"biases.{number}"].parameters) == 2 for number in range(len(expected))]
+    if exported:
+        assert joined == expected
+    else:
+        assert all(expected[number] for number, one_block in enumerate(joined) if one_block)
+    values = Values(program)
+    values.run(x)
+    for number in (number for number, one_block in enumerate(joined) if one_block):
+        (use,) = blocks[f"biases.{number}"].uses
+        by_rows, exact = bias_column(use, layer, values.value, values.value[program.outputs[number].name])
+        torch.testing.assert_close(by_rows, exact)
+
+
+def conv2d_of_one_case(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.conv2d(x, w) + b.view(1, -1, 1, 1)
+
+
+ONE_BLOCK: dict[str, Example] = {
+    "conv1d": written(lambda x, w, b: F.conv1d(x, w) + b.view(1, -1, 1), (4, 2, 9), w=(3, 2, 3), b=(3,)),
+    "conv2d": written(lambda x, w, b: F.conv2d(x, w) + b, (4, 2, 9, 7), w=(3, 2, 3, 3), b=(3, 1, 1)),
+    "conv2d of one case": written(conv2d_of_one_case, (2, 9, 7), w=(3, 2, 3, 3), b=(3,)),
+    "conv2d of groups": written(
+        lambda x, w, b: F.conv2d(x, w, groups=2) + b[:, None, None], (4, 4, 9, 7), w=(6, 2, 3, 3), b=(6,)
     ),
-    "product and one bias for all outputs": (
-        written(lambda x, w, b: x @ w + b, (4, 5), w=(5, 3), b=(1,)),
-        {"linear(w)", "scale_and_shift(b)"},
+    "conv_transpose2d": written(
+        lambda x, w, b: F.conv_transpose2d(x, w) + b.view(-1, 1, 1), (4, 2, 9, 7), w=(2, 3, 3, 3), b=(3,)
     ),
-    "product from the left and a bias along its columns": (
-        written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(7,)),
-        {"linear(w)", "scale_and_shift(b)"},
+    "depthwise conv2d": written(
+        lambda x, w, b: b.view(-1, 1, 1) + F.conv2d(x, w, groups=4), (4, 4, 9, 7), w=(8, 1, 3, 3), b=(8,)
     ),
-    "einsum and a bias for every position": (
-        written(lambda x, w, b: torch.einsum("nti,io->nto", x, w) + b, (4, 7, 5), w=(5, 3), b=(7, 3)),
-        {"linear(w)", "scale_and_shift(b)"},
+    "bilinear": written(lambda x, w, b: F.bilinear(x, x[..., :2].sin(), w) - b, (4, 5), w=(3, 5, 2), b=(3,)),
+    "product with a vector, and a number": written(lambda x, w, b: x @ w + b, (4, 5), w=(5,), b=()),
+    "product with a vector, and one element": written(lambda x, w, b: x @ w + b, (4, 7, 5), w=(5,), b=(1,)),
+    "linear with one output, and a number": written(lambda x, w, b: F.linear(x, w) + b, (4, 5), w=(1, 5), b=()),
+    "linear and a row": written(lambda x, w, b: b + F.linear(x, w), (4, 5), w=(3, 5), b=(1, 3)),
+    "addmm and a row": written(lambda x, w, b: torch.addmm(b, x, w), (4, 5), w=(5, 3), b=(1, 3)),
+    "scale and a shift of fewer dimensions": written(lambda x, w, b: b + x * w, (4, 7, 5), w=(1, 5), b=(5,)),
+    "scale and shift": written(lambda x, w, b: x.mul(w).add_(b), (4, 7, 2, 5), w=(7, 1, 5), b=(7, 1, 5)),
+    "scale from one and shift": written(lambda x, w, b: x * (w + 1.0) + b, (4, 7, 5), w=(5,), b=(5,)),
+}
+ONE_BLOCK_IF_SIZES_ARE_KNOWN: dict[str, Example] = {
+    "bmm of experts, turned back": written(
+        lambda x, w, b: torch.bmm(x.transpose(0, 1), w).transpose(0, 1) + b, (4, 2, 5), w=(2, 5, 3), b=(2, 3)
     ),
-    "scale of an element, shift of a row": (
-        written(lambda x, w, b: x * w + b, (4, 7, 5), w=(7, 5), b=(5,)),
-        {"scale_and_shift(w)", "scale_and_shift(b)"},
+    "product from the left, turned back": written(lambda x, w, b: (w @ x.T).T + b, (4, 5), w=(3, 5), b=(3,)),
+    "convolution, its channels last": written(
+        lambda x, w, b: F.conv1d(x.mT, w).permute(0, 2, 1) + b, (4, 7, 5), w=(3, 5, 1), b=(3,)
+    ),
+    "linear and a row of more dimensions": written(
+        lambda x, w, b: F.linear(x, w) + b, (4, 7, 5), w=(3, 5), b=(1, 1, 3)
+    ),
+    "group norm and a shift of channels": written(
+        lambda x, w, b: F.group_norm(x, 2, w) + b.view(-1, 1), (4, 6, 5), w=(6,), b=(6,)
+    ),
+    "experts by einsum, turned": written(
+        lambda x, w, b: torch.einsum("ni,gio->gno", x, w).permute(1, 2, 0) + b.mT, (4, 5), w=(2, 5, 3), b=(2, 3)
     ),
 }
 
 
-@pytest.mark.parametrize(("example", "expected"), TWO_LAYERS.values(), ids=TWO_LAYERS.keys())
-def test_a_bias_of_another_shape_is_a_layer_of_its_own(example: Example, expected: set[str]) -> None:
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(
+    ("example", "sized"),
+    [
+        *(pytest.param(example, False, id=name) for name, example in ONE_BLOCK.items()),
+        *(pytest.param(example, True, id=name) for name, example in ONE_BLOCK_IF_SIZES_ARE_KNOWN.items()),
+    ],
+)
+def test_every_spelling_of_a_bias_is_one_block(example: Example, sized: bool, exported: bool) -> None:
+    torch.manual_seed(0)
     module, x = example()
-    assert {str(use) for use in matches(module, x, exported=False).matches} == expected
+    net = kfac_fx.compile(module, (x,) if exported else None, loss="normal")
+    joined = [registration.parameters for registration in net.program.registrations] == [("w", "b")]
+    assert joined or (sized and not exported)
+    kfac_fx.FisherEstimator(net, estimation_mode="exact").update_covariances(x)  # compares rows with autograd

@@ -363,11 +363,15 @@ __all__ = [
     "ScaleAndShiftFullFB",
 ]
 
-LINEAR = ("linear",)
-EMBEDDINGS = ("embedding", "embedding_bag")
-CONVOLUTIONS = tuple(name for name in LAYERS if name.startswith("conv"))
-DEPTHWISE = tuple(name for name in LAYERS if name.startswith("depthwise"))
-SCALES = ("scale_and_shift", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
+
+def of_kind(kind: str) -> tuple[str, ...]:
+    """The names of the declared layers that are of a kind of TF K-FAC."""
+    return tuple(name for name, layer in LAYERS.items() if layer.tf_kind == kind)
+
+
+LINEAR, EMBEDDINGS = of_kind("fully_connected"), of_kind("embedding")
+CONVOLUTIONS, DEPTHWISE = of_kind("conv2d"), of_kind("depthwise_conv2d")
+SCALES = of_kind("scale_and_shift")
 
 
 # --- by approximation -----------------------------------------------------------------------------------------------
@@ -506,29 +510,30 @@ class ScaleAndShiftDiagonalFB(DiagonalFB, layers=SCALES):
 
 
 KRON, MULTI = "kron", "multi"
-CLASSES: Mapping[tuple[str, ...], Mapping[str, type[FisherBlock]]] = {
-    LINEAR: {
+CLASSES: Mapping[str, Mapping[str, type[FisherBlock]]] = {  # by kind
+    "fully_connected": {
         KRON: FullyConnectedKFACBasicFB,
         MULTI: FullyConnectedMultiIndepFB,
         "diagonal": FullyConnectedDiagonalFB,
         "series": FullyConnectedSeriesFB,
     },
-    EMBEDDINGS: {KRON: EmbeddingKFACFB, MULTI: EmbeddingKFACMultiIndepFB},
-    CONVOLUTIONS: {KRON: ConvKFCBasicFB, MULTI: ConvKFCBasicMultiIndepFB, "diagonal": ConvDiagonalFB},
-    DEPTHWISE: {KRON: DepthwiseConvKFCBasicFB, "diagonal": DepthwiseConvDiagonalFB},
-    SCALES: {"full": ScaleAndShiftFullFB, "diagonal": ScaleAndShiftDiagonalFB},
-    (GENERIC,): {"full": NaiveFullFB, "diagonal": NaiveDiagonalFB},
+    "embedding": {KRON: EmbeddingKFACFB, MULTI: EmbeddingKFACMultiIndepFB},
+    "conv2d": {KRON: ConvKFCBasicFB, MULTI: ConvKFCBasicMultiIndepFB, "diagonal": ConvDiagonalFB},
+    "depthwise_conv2d": {KRON: DepthwiseConvKFCBasicFB, "diagonal": DepthwiseConvDiagonalFB},
+    "scale_and_shift": {"full": ScaleAndShiftFullFB, "diagonal": ScaleAndShiftDiagonalFB},
+    GENERIC: {"full": NaiveFullFB, "diagonal": NaiveDiagonalFB},
 }
 OTHERS: Mapping[str, type[FisherBlock]] = {"full": FullFB, "diagonal": DiagonalFB}
 
 
 def block_class(layer: str, approximation: str, multi: bool) -> type[FisherBlock]:
     """The class that TF K-FAC has for this, or the plain one of the approximation's kind if it has none."""
-    named = next((classes for layers, classes in CLASSES.items() if layer in layers), {})
+    kind = LAYERS[layer].tf_kind if layer in LAYERS else layer
+    named = CLASSES.get(kind or "", {})
     if approximation in OTHERS:
         return named.get(approximation, OTHERS[approximation])
-    kind = "series" if APPROXIMATIONS[approximation].series else MULTI if multi else KRON
-    return named.get(kind, KroneckerProductFB)
+    structure = "series" if APPROXIMATIONS[approximation].series else MULTI if multi else KRON
+    return named.get(structure, KroneckerProductFB)
 
 
 # --- kinds of layers ------------------------------------------------------------------------------------------------

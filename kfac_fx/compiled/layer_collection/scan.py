@@ -10,7 +10,7 @@ from math import prod
 from torch import fx
 
 from kfac_fx.compiled.layer_collection.find_use import Collection
-from kfac_fx.compiled.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, FisherBlock, block_class
+from kfac_fx.compiled.layer_collection.fisher_blocks import INDEP, KINDS, FisherBlock, block_class
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.cases import with_batch_dim
 from kfac_fx.passes.choose import cut_sides
@@ -133,8 +133,7 @@ class Scan:
 
     def approximation(self, registration: Registration, multi: bool) -> str:
         """Towers are no uses: one use in each is a plain layer. Several take the default of the kind's multi form."""
-        family = next((layers for layers in CLASSES if registration.layer in layers), ())
-        kinds = [name for name, kind in KINDS.items() if (kind.layers or (name,)) == family]
+        kinds = [name for name, kind in KINDS.items() if registration.layer in (kind.layers or (name,))]
         if self.asked(registration) is not None:
             return self.linked_approximation(registration, kinds)
         if not multi:
