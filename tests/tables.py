@@ -13,7 +13,9 @@ def every(step: int, rows: Iterable[Any], first: int = 0) -> list[Any]:
     """The rows, or names of cases, of which every `step`-th is quick. first: the number of the first quick one."""
     params = [row if isinstance(row, ParameterSet) else pytest.param(row) for row in rows]
     return [
-        param if number % step == first else pytest.param(*param.values, id=param.id, marks=pytest.mark.slow)
+        param
+        if number % step == first
+        else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
         for number, param in enumerate(params)
     ]
 
