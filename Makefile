@@ -4,6 +4,8 @@ BIN := .venv/bin
 TORCH ?= 2.11.0
 TESTS ?= tests/errors tests/compiler
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept, whatever the shell says: every process of the tests imports torch.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick slow guards cuda bench site format clean

@@ -32,6 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -59,7 +60,6 @@ GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 LAYOUT = frozenset({"is_contiguous", "stride", "as_strided", "dim_order", "storage_offset", "data_ptr"})
 CALLED = (FunctionType, MethodType, partial, nn.Module)  # kinds of functions that an operation of torch may be given
-COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})  # functions that live for one call
 TRAINED = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 
 
@@ -128,11 +128,15 @@ class Observer:
     Attributes:
         codes: the codes that ran with their globals, and whether they are followed. Copies of a function in two files
             have equal codes, so all are told apart by their ids.
-        variables: the free ones of the followed codes, by ids.
+        closures: the followed codes that have free variables, by ids.
+        frames: those of closures that have not run to their end, by ids.
+        functions: the closures that ran.
     """
 
     codes: dict[tuple[int, int], tuple[CodeType, dict[str, Any], bool]] = field(default_factory=dict)
-    variables: dict[tuple[int, int], dict[tuple[int, ...], list[Any]]] = field(default_factory=dict)
+    closures: set[tuple[int, int]] = field(default_factory=set)
+    frames: dict[int, FrameType] = field(default_factory=dict)
+    functions: dict[ref[FunctionType], None] = field(default_factory=dict)
     effects: dict[str, None] = field(default_factory=dict)
 
     @contextmanager
@@ -157,9 +161,9 @@ class Observer:
         code, key = frame.f_code, (id(frame.f_code), id(frame.f_globals))
         if key not in self.codes:
             self.meet(key, code, frame.f_globals)
-        if key in self.variables:
-            values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
-            self.variables[key].setdefault(tuple(map(id, values)), values)
+        self.note_functions()
+        if key in self.closures:
+            self.frames[id(frame)] = frame
 
     def meet(self, key: tuple[int, int], code: CodeType, namespace: dict[str, Any]) -> None:
         """Note a function that runs for the first time."""
@@ -169,8 +173,16 @@ class Observer:
             return
         for point in BytecodeNames.of(code).points(code, namespace):
             point.summary(self.before)
-        if code.co_name not in COMPREHENSIONS and any(name != "__class__" for name in code.co_freevars):
-            self.variables[key] = {}
+        if any(name != "__class__" for name in code.co_freevars):
+            self.closures.add(key)
+
+    def note_functions(self) -> None:
+        """Note the functions of the frames that have ended: before that, a frame does not tell the garbage collector
+        which function it is of. A function that lives for one call, as a comprehension's, is gone when it is read."""
+        for key, frame in list(self.frames.items()):
+            if (function := function_in(frame, frame.f_code)) is not None:
+                self.functions[ref(function)] = None
+                del self.frames[key]
 
     def follows(self, frame: FrameType) -> bool:
         return self.codes.get((id(frame.f_code), id(frame.f_globals)), (None, None, False))[2]
@@ -199,29 +211,29 @@ class Observer:
                 points.setdefault((id(point.holder), point.name), point)
         for point in self.cells():
             points.setdefault((id(point.holder), point.name), point)
-        self.variables.clear()  # a capture keeps its observer, and these may be activations
         return Outside(tuple(points.values()), frozenset(names), frozenset(loaded), tuple(self.effects))
 
     def cells(self) -> Iterator[OutsideName]:
-        """The closure cells of the functions that ran.
-
-        A frame does not know its function, so it is looked for among all objects of the process, which takes a tenth of
-        a second. The function of a comprehension is not: it is gone, and its cells are those of the function around it.
-        """
-        codes = [self.codes[key][0] for key in self.variables]
-        if codes and gc.get_freeze_count():
-            gc.unfreeze()  # the search does not see frozen objects; without their cells a capture would go stale unseen
-        for function in gc.get_referrers(*codes) if codes else ():
-            if not isinstance(function, FunctionType) or not function.__closure__:
-                continue
+        """The closure cells of the functions that ran and are still there."""
+        self.note_functions()
+        if self.frames:  # of generators that wait, which a search of all objects of the process finds
+            gc.unfreeze()  # it does not see frozen objects; without their cells a capture would go stale unseen
+            for holder in gc.get_referrers(*self.frames.values()):
+                functions = (function_in(holder, frame.f_code) for frame in self.frames.values())
+                self.functions |= {ref(function): None for function in functions if function is not None}
+        self.frames.clear()  # a capture keeps its observer, and their variables may be activations
+        for function in [function for known in self.functions if (function := known()) is not None]:
             code = function.__code__
-            cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-            contents = tuple(id(getattr_or_missing(cell, "cell_contents")) for cell in cells.values())
-            if contents in self.variables.get((id(code), id(function.__globals__)), ()):
-                for name, cell in cells.items():
-                    if name != "__class__":
-                        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-                        yield OutsideName(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                if name != "__class__":
+                    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                    yield OutsideName(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
+
+
+def function_in(holder: Any, code: CodeType) -> FunctionType | None:
+    """The first function of this code that an object refers to."""
+    kinds = (held for held in gc.get_referents(holder) if isinstance(held, FunctionType))
+    return next((function for function in kinds if function.__code__ is code), None)
 
 
 class Unobserved(TorchFunctionMode):

@@ -16,9 +16,10 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.recording.moments import additive
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
+from tests.tables import pairs
 
-every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
-POWERS = [(form, approximation, exp) for form, approximation in CASES for exp in (1, -2, -1, -0.5, 0.5)]
+NAMED = {f"{form}-{approximation}": (form, approximation) for form, approximation in CASES}
+every_block = pytest.mark.parametrize(("form", "approximation"), NAMED.values(), ids=NAMED)
 
 
 def matrix(block: BlockOperator, name: str) -> Tensor:
@@ -90,7 +91,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(one[name], other[name])
 
 
-@pytest.mark.parametrize(("form", "approximation", "exp"), POWERS, ids=["-".join(map(str, power)) for power in POWERS])
+@pairs(("form, approximation", NAMED), ("exp", (1, -2, -1, -0.5, 0.5)))
 def test_powers_are_those_of_the_dense_damped_block(form: str, approximation: str, exp: float) -> None:
     block, vector = trained(form, approximation)
     values, vectors = torch.linalg.eigh(damped(block, 0.3))

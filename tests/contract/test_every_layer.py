@@ -32,6 +32,7 @@ from kfac_fx.passes.pipeline import MATCHED, run
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import trace_model
 from tests.contract.values import Values
+from tests.tables import every
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +109,16 @@ def ids() -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
-@pytest.mark.parametrize(("layer", "form", "example"), list(declared(composite=False)))
+@pytest.mark.parametrize(
+    ("layer", "form", "example", "exported"),
+    [
+        pytest.param(
+            *case.values, exported, id=f"{case.id}-{way}", marks=pytest.mark.slow if later and exported else ()
+        )
+        for case, later in ((case, case.id[-1] > "1") for case in declared(composite=False))
+        for way, exported in (("symbolic", False), ("exported", True))
+    ],
+)
 def test_rows_make_the_gradient(layer: str, form: Form, example: Example, exported: bool) -> None:
     module, x = prepared(example)
     program = matches(module, x, exported)
@@ -140,11 +149,7 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
 
 
 @pytest.mark.parametrize(
-    ("layer", "form", "example"),
-    [
-        pytest.param(*layer.values, id=layer.id, marks=pytest.mark.slow if number % 3 else ())
-        for number, layer in enumerate(layer for layer in declared(composite=False) if layer.id.endswith("-0"))
-    ],
+    ("layer", "form", "example"), every(6, [case for case in declared(composite=False) if case.id.endswith("-0")])
 )
 def test_rows_compile_without_graph_breaks(layer: str, form: Form, example: Example) -> None:
     torch.compiler.reset()

@@ -29,9 +29,6 @@ def t(*rows: Any) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-EYE = torch.eye(2, dtype=torch.float64)
-
-
 def golden(cases: int = 1) -> FullyConnectedKFACBasicFB:
     """A = [[5, 7], [7, 10]] and G = [[2, 1], [1, 3]], of two rows that span them."""
     lc = collection(lambda x, w: F.linear(x, w), w=(2, 2))

@@ -13,6 +13,7 @@ import kfac_fx
 from kfac_fx.losses import Categorical
 from kfac_fx.recording.meeting_cases import keys_that_meet
 from kfac_fx.recording.moments import Key
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -81,8 +82,7 @@ def of_rows(model: nn.Module, logits: Tensor, wanted: list[Tensor]) -> list[tupl
     return grads
 
 
-@pytest.mark.parametrize("memory", [None, 1])
-@pytest.mark.parametrize(("build", "logits_of", "meet"), MODELS.values(), ids=MODELS)
+@pairs(("build, logits_of, meet", MODELS), ("memory", [None, 1]))
 def test_exact_modes_are_exact_where_cases_meet(
     build: Callable[[], nn.Module], logits_of: Logits, meet: bool, memory: int | None
 ) -> None:

@@ -18,6 +18,7 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.recording import equivalence
 from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
+from tests.tables import pairs
 
 # --- gradients that are missing, zero, or not finite ------------------------------------------------------------------
 
@@ -54,9 +55,7 @@ def test_a_step_without_any_gradient_does_nothing() -> None:
     assert_same(before, flat_state(opt.state_dict()))
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("where", ["gradient", "inputs", "loss"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pairs(("value", [torch.nan, torch.inf]), ("where", ["gradient", "inputs", "loss"]), ("options", KINDS))
 def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], where: str, value: float) -> None:
     net, opt = made(**options, invert_every=5, weight_decay=0.1)
     train(net, opt, range(3))

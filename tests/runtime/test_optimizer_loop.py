@@ -332,7 +332,7 @@ def test_a_fraction_of_the_batch_is_recorded() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("adaptive", "eigen_moments") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+    [kind if kind == "adaptive" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_a_compiled_step_is_the_eager_step(kind: str) -> None:
     torch.compiler.reset()

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.passes.errors import LossError, RegistrationError, UntraceableError
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -142,8 +143,7 @@ def check_blocks(estimator: kfac_fx.FisherEstimator, dense: Tensor, places: dict
     return compared
 
 
-@pytest.mark.parametrize("kind", ["categorical", "normal"])
-@pytest.mark.parametrize("name", MODELS)
+@pairs(("name", list(MODELS)), ("kind", ["categorical", "normal"]))
 def test_time_first_blocks_are_the_dense_fisher(name: str, kind: str) -> None:
     make, options = MODELS[name]
     model, x = make(), torch.randn(T, N, D)
@@ -202,8 +202,7 @@ class Backward(Loop):
         return super().forward(x.flip(0)).flip(0)
 
 
-@pytest.mark.parametrize("model", [Attention, Loop, Backward])
-@pytest.mark.parametrize("inputs", [(T, 3, D), (T, T, D)])
+@pairs(("inputs", {"inputs0": (T, 3, D), "inputs1": (T, T, D)}), ("model", [Attention, Loop, Backward]))
 def test_a_guess_is_refused(model: Callable[[], nn.Module], inputs: tuple[int, ...]) -> None:
     with pytest.raises(RegistrationError, match="would be a guess.*not along dimension 1") as caught:
         kfac_fx.compile(model(), (torch.randn(inputs),), loss="categorical")

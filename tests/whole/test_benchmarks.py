@@ -38,6 +38,7 @@ from benchmarks.methods import Method
 from benchmarks.step_models import Loss, Problem
 from kfac_fx.optim.schedule import is_early
 from kfac_fx.recording.equivalence import OutputWatch
+from tests.tables import pairs
 
 FILES = tuple(benchmark.OUT for benchmark in (step_time, default_step, step_parts, host_time, scale))
 
@@ -129,6 +130,7 @@ def test_decompositions_take_the_widths_stacks_and_methods_that_are_given(tmp_pa
     assert [row["accepted"] for row in rows] == pytest.approx([1 / 2, 1 / 3])
 
 
+@pytest.mark.slow
 def test_quick_steps_on_a_device_show_every_method_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     before = device_step.OUT.read_bytes() if device_step.OUT.exists() else None
     others = ("sgd", "kfac_fx, sampled", "kfac_fx, empirical", device_step.FACTORS)
@@ -156,8 +158,7 @@ class Fake:
         self.counter += 1
 
 
-@pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("parts", [methods.SECOND_ORDER, ("inverses",), ("statistics",), ()])
+@pairs(("start", [0, 1]), ("parts", [methods.SECOND_ORDER, ("inverses",), ("statistics",), ()]))
 def test_turns_tell_what_each_part_of_a_step_costs(
     start: int, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +206,9 @@ def test_the_mean_step_of_the_default_follows_from_its_intervals() -> None:
     [
         (basis_products, ["float32, milliseconds", "TF32, milliseconds", "bfloat16, Tflop/s", "[2, 8, 9] [2, 9, 9]"]),
         (check_precision, ["predicted_change, highest", "rho, high"]),
-        (device_training, ["KFAC(net)", "AdamW", "Muon", "SOAP", "steps to AdamW's loss"]),
+        pytest.param(
+            device_training, ["KFAC(net)", "AdamW", "Muon", "SOAP", "steps to AdamW's loss"], marks=pytest.mark.slow
+        ),
     ],
     ids=["basis_products", "check_precision", "device_training"],
 )
@@ -319,7 +322,7 @@ def test_the_page_of_costs_is_made_of_the_results() -> None:
 def test_the_page_of_costs_has_sections_on_a_gpu_where_there_are_results(tmp_path: Path) -> None:
     steps, trainings = tmp_path / "device_step.json", tmp_path / "device_training.json"
     assert [*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)] == []
-    device_step.main(["--quick", "--out", str(steps)])
+    device_step.main(["--quick", "--out", str(steps), "--methods", device_step.KFAC])
     device_training.main(["--quick", "--out", str(trainings)])
     shown = "\n".join([*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)])
     assert "## A step on a GPU" in shown and "a small GPT, eager, on one cpu" in shown

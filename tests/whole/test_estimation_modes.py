@@ -15,6 +15,7 @@ from kfac_fx import losses
 from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.recording import exact
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -107,8 +108,7 @@ def estimator(model: nn.Module, x: Tensor, make: Losses, approximation: str, mod
     return kfac_fx.FisherEstimator(net, estimation_mode=mode, **more)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("approximation", ["full", "diagonal"])
+@pairs(("approximation", ["full", "diagonal"]), ("name", list(LOSSES)))
 def test_exact_is_the_dense_fisher_in_every_block(name: str, approximation: str) -> None:
     """Also of generic parameters, whose sources are coordinates of single cases."""
     model, x = case()
@@ -157,8 +157,7 @@ def test_one_layer_under_a_softmax_has_the_kronecker_factors_of_the_formula() ->
     )
 
 
-@pytest.mark.parametrize("mode", MONTE_CARLO)
-@pytest.mark.parametrize("approximation", [pytest.param("full", marks=pytest.mark.slow), "kron", "diagonal"])
+@pairs(("approximation", ["kron", "diagonal", "full"]), ("mode", MONTE_CARLO))
 def test_monte_carlo_modes_agree_with_exact(mode: str, approximation: str) -> None:
     model, x = case()
     hold_to_its_own_variance(mode, estimator(model, x, two_losses, approximation, "exact"), x)
@@ -354,8 +353,7 @@ FLATTENED: dict[str, tuple[type[Steps], Any]] = {
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("kind", "loss"), FLATTENED.values(), ids=FLATTENED)
-@pytest.mark.parametrize("mode", ["exact", "exact_GGN"])
+@pairs(("mode", ["exact", "exact_GGN"]), ("kind, loss", FLATTENED))
 def test_exact_fishers_have_no_products_of_two_rows_of_an_example(kind: type[Steps], loss: Any, mode: str) -> None:
     x, fishers = torch.randn(4, 5, 3), []
     for model, of_model in ((Steps(), "categorical"), (kind(), loss)):

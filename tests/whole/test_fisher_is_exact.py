@@ -5,7 +5,7 @@ The oracle knows nothing of graphs, rows or factors: it differentiates the loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from kfac_fx import losses
 from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.linalg.vectors import split
 from tests.models import ZOO, Case
+from tests.tables import every
 from tests.whole.generated import Recipe, recipes
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -90,12 +91,7 @@ def prepared(case: Case) -> tuple[nn.Module, tuple[Any, ...], Tensor]:
     return model, args, loss.sample(torch.Generator().manual_seed(1))
 
 
-def every_second(names: Sequence[str], first: int) -> list[Any]:
-    """The names, every second one for the slow tests. first: 0 or 1, the first of the quick ones."""
-    return [pytest.param(name, marks=pytest.mark.slow) if n % 2 != first else name for n, name in enumerate(names)]
-
-
-@pytest.mark.parametrize("name", every_second(SEPARATE_CASES, 0))
+@pytest.mark.parametrize("name", every(2, SEPARATE_CASES))
 def test_full_blocks_are_the_dense_fisher(name: str) -> None:
     """Gradients of one case summed over all uses and positions, whatever the layer."""
     case = ZOO[name]
@@ -108,7 +104,7 @@ def test_full_blocks_are_the_dense_fisher(name: str) -> None:
             torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, cases))
 
 
-@pytest.mark.parametrize("name", every_second(SEPARATE_CASES + IN_PART, 1))
+@pytest.mark.parametrize("name", every(4, SEPARATE_CASES + IN_PART, first=1))
 def test_diagonal_blocks_are_the_diagonal_of_the_dense_fisher(name: str) -> None:
     case = ZOO[name]
     check_diagonal_blocks(*prepared(case), case.loss, in_part=name in IN_PART)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -36,7 +35,19 @@ def counted(run: object, *args: torch.Tensor) -> Counts:
     return counting.counts
 
 
-def test_a_quick_count_shows_every_part_and_every_step_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def without_numbers() -> tuple[dict[str, launches.Sections], StepIntervals, float]:
+    """The count of a small GPT."""
+    with fake_accelerator(replace(QUICK["gpt2"].make(), cast=torch.bfloat16)) as problem, launches.true_rows(problem):
+        return launches.ours(problem)
+
+
+def test_a_quick_count_shows_every_part_and_every_step_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    without_numbers: tuple[dict[str, launches.Sections], StepIntervals, float],
+) -> None:
+    monkeypatch.setattr(launches, "ours", lambda problem: without_numbers)
     threads, before = torch.get_num_threads(), launches.OUT.read_bytes()
     try:
         launches.main(["--quick"])
@@ -127,15 +138,14 @@ def test_a_plain_step_turns_the_gradient_and_the_step_of_a_layer() -> None:
     assert more[0] > more[1] and kinds[CHECK]["step()"].kernels > kinds[PLAIN]["step()"].kernels
 
 
-def test_a_step_launches_without_numbers_what_it_launches_with_numbers() -> None:
-    make = partial(QUICK["gpt2"].make)
+def test_a_step_launches_without_numbers_what_it_launches_with_numbers(
+    without_numbers: tuple[dict[str, launches.Sections], StepIntervals, float],
+) -> None:
     with as_on_a_gpu():
-        with_numbers, _, _ = launches.ours(replace(make(), cast=torch.bfloat16))
-    with fake_accelerator(replace(make(), cast=torch.bfloat16)) as problem:
-        without, _, _ = launches.ours(problem)
+        with_numbers, _, _ = launches.ours(replace(QUICK["gpt2"].make(), cast=torch.bfloat16))
     for kind, sections in with_numbers.items():
         for name, counts in sections.items():
-            assert counts.record() == without[kind][name].record(), (kind, name)
+            assert counts.record() == without_numbers[0][kind][name].record(), (kind, name)
 
 
 def test_the_committed_count_is_of_the_models_of_the_device_benchmark() -> None:

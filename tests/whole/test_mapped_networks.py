@@ -14,7 +14,12 @@ from torch.func import functional_call, stack_module_state, vmap
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.tracing.derivatives import maps_parameters
+<<<<<<< HEAD
 from kfac_fx.recording.captures import Capturing
+=======
+from kfac_fx.recording.capture_cache import Capturing
+from tests.tables import pairs
+>>>>>>> refs/heads/tests
 
 pytestmark = pytest.mark.usefixtures("float64")
 N = 6
@@ -34,10 +39,10 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], Callable[[nn.Modul
     "behind an operation": (lambda net, x: vmap(lambda row: net(row).tanh())(2 * x), lambda net, x: net(2 * x).tanh()),
     "twice": (lambda net, x: vmap(net)(x) * vmap(net)(x + 1), lambda net, x: net(x) * net(x + 1)),
 }
+MODES = {"True-exact": (True, "exact"), "False-gradients": (False, "gradients")}
 
 
-@pytest.mark.parametrize(("mapped", "plain"), CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize(("verify", "mode"), [(True, "exact"), (False, "gradients")])
+@pairs(("verify, mode", MODES), ("mapped, plain", CALLS))
 def test_a_network_mapped_over_the_cases_has_the_statistics_of_the_batch(
     mapped: Callable[[nn.Module, Tensor], Tensor],
     plain: Callable[[nn.Module, Tensor], Tensor],

@@ -14,6 +14,7 @@ import kfac_fx
 from kfac_fx import LayerCollection, losses
 from kfac_fx.optim.curvature import fisher_inner_products
 from tests.runtime.collections_of_toys import collection
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -56,9 +57,7 @@ SPLITS: dict[str, tuple[Callable[..., Any], Tensor, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("approximation", ["diagonal", "full", "kron_indep"])
-@pytest.mark.parametrize("mode", ["empirical", "exact"])
-@pytest.mark.parametrize("split", SPLITS)
+@pairs(("split", list(SPLITS)), ("mode", ["empirical", "exact"]), ("approximation", ["diagonal", "full", "kron_indep"]))
 def test_uses_of_one_case_add_up_and_those_of_other_towers_do_not(split: str, mode: str, approximation: str) -> None:
     function, x, targets = SPLITS[split]
     whole_targets = torch.cat(targets)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.passes.errors import ModelChangedError
+from tests.tables import pairs
 
 HIDDEN = (ctypes.c_double * 1)(1.0)  # memory of C, which Python's objects do not tell about
 X, Y = torch.randn(8, 3), torch.randint(2, (8,))
@@ -162,9 +163,7 @@ def runs_lstm_in_bfloat16() -> bool:
     return True
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pairs(("autocast", [False, True]), ("mode", ["gradients", "empirical"]), ("architecture", list(ARCHITECTURES)))
 def test_a_model_that_does_not_change_is_not_told_so(architecture: str, mode: str, autocast: bool) -> None:
     if autocast and architecture == "power iterations":
         pytest.skip("its graph does not run under autocast")

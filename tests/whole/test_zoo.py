@@ -20,6 +20,7 @@ from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.moments import Moments
 from tests.compiler.untouched import run_untouched
 from tests.models import CASES, ZOO, Case
+from tests.tables import pairs
 from tests.whole.training import apart, differences, step
 
 
@@ -164,8 +165,7 @@ PRECISIONS = ("autocast", "bfloat16", "float64")
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # rms_norm under autocast
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["mlp", "conv_options", "norms", "gpt_tied", "recurrent_from_zero"])
+@pairs(("name", ["mlp", "conv_options", "norms", "gpt_tied", "recurrent_from_zero"]), ("precision", PRECISIONS))
 def test_every_precision_keeps_the_blocks_and_the_bits(name: str, precision: str) -> None:
     case = ZOO[name]
     torch.manual_seed(0)
