@@ -11,6 +11,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.linalg.arguments import (
     a_flag,
+    choice,
     refuse_other_approximations,
     refuse_other_inputs,
     refuse_other_layers,
@@ -20,7 +21,7 @@ from kfac_fx.linalg.arguments import (
     refuse_unfit_names,
 )
 from kfac_fx.losses.registered import loss_from
-from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
@@ -109,9 +110,7 @@ def compile(
     refuse_other_inputs(example_inputs, example_kwargs)
     for option, flag in {"strict": strict, "verify": verify, "in_place": in_place}.items():
         a_flag(option, flag)
-    if backend not in COMPILE_BACKENDS:
-        names = ", ".join(COMPILE_BACKENDS)
-        raise ValueError(f"backend={backend!r} is none of {names}.{nearest(backend, COMPILE_BACKENDS)}")
+    choice("backend", backend, COMPILE_BACKENDS)
     if isinstance(model, LayerCollection):
         of_collection = {
             "example_inputs": example_inputs,

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from kfac_fx.estimator.queries import Queries, as_batch
 from kfac_fx.fisher.spectrum import Relative, Spectrum, System
-from kfac_fx.linalg.arguments import check_variables
+from kfac_fx.linalg.arguments import check_variables, choice
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
 from kfac_fx.losses.sources import Measurement
-from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.moments import Key
@@ -83,9 +82,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError for an unknown case or mode, and if there are no batches.
         """
-        if case not in CASE_KINDS:
-            known = ", ".join(map(repr, CASE_KINDS))
-            raise ValueError(f"unknown case {case!r}; known are {known}.{nearest(case, CASE_KINDS)}")
+        choice("case", case, CASE_KINDS)
         totals = {key: torch.zeros_like(system.values[index]) for key, (system, index) in self.places().items()}
         number = 0
 
@@ -246,8 +243,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError if an eigenvalue of s F + δ I is zero.
         """
-        if by not in ("sum", "block"):
-            raise ValueError(f"self-scores are by 'sum' or 'block', got by={by!r}.")
+        choice("by", by, ("sum", "block"))
         self.refuse_singular()
         weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
         scores: dict[Key, list[tuple[int, Tensor]]] = {}

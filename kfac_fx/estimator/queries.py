@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from kfac_fx.estimator.manifests import FORMAT, digest, write_manifest
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.sources import Measurement
-from kfac_fx.passes.errors import nearest
 from kfac_fx.recording import case_gradients
 from kfac_fx.recording.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.recording.case_recorder import Consumer, Counts
@@ -125,9 +125,7 @@ class Queries:
 
         Raises ValueError for another `by`, and for "position" if the blocks have different numbers of positions.
         """
-        if by not in BY:
-            raise ValueError(f"unknown by={by!r}; known are {', '.join(map(repr, BY))}.{nearest(by, BY)}")
-        if by == "position":
+        if choice("by", by, BY) == "position":
             return self.scores_by_position(batch, measurement)
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 

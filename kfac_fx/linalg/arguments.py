@@ -11,7 +11,7 @@ import functools
 import inspect
 import keyword
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
@@ -77,21 +77,12 @@ a_weight = number_that("be between 0 and 1", lambda value: 0 <= value <= 1)
 a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
-def one_of(choices: Sequence[str]) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if str(value).lower() not in choices:
-            names = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), choices)}")
-
-    return check
-
-
-def either(first: str, second: str) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if value not in (first, second):
-            raise ValueError(f"{name} {value!r} is neither {first!r} nor {second!r}")
-
-    return check
+def choice(name: str, value: object, known: Iterable[str], error: type[ValueError] = ValueError) -> str:
+    """The value, which must be one of `known`. Raises `error` with the nearest one and all of them for any other."""
+    known = list(known)
+    if isinstance(value, str) and value in known:
+        return value
+    raise error(f"{name} {value!r} is none of {', '.join(map(repr, known))}.{nearest(value, known)}")
 
 
 def whole_number(least: int, of: str) -> Callable[[str, Any], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -18,10 +18,9 @@ from kfac_fx.linalg.arguments import (
     a_seed,
     a_share,
     a_weight,
-    either,
+    choice,
     finite,
     not_negative,
-    one_of,
     positive,
     whole_number,
 )
@@ -47,6 +46,15 @@ DEFAULTS = {  # of options that are None, by momentum type; "" for all others th
 
 def a_mode(name: str, value: Any) -> None:
     check_mode(value)
+
+
+def in_any_case(known: Sequence[str]) -> Callable[[str, Any], None]:
+    """A check of a name that may be written in capitals."""
+
+    def check(name: str, value: Any) -> None:
+        choice(name, value.lower() if isinstance(value, str) else value, known)
+
+    return check
 
 
 def of_first_order(name: str, value: Any) -> None:
@@ -139,7 +147,7 @@ class KFACOptions:
     _: KW_ONLY
     damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = None
-    momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
+    momentum_type: Annotated[str | None, in_any_case(MOMENTUM_TYPES)] = None
     second_moment_decay: Annotated[float | None, a_weight] = None
     eigenvalue_exponent: Annotated[float | None, a_weight] = None
     relative_damping: Annotated[float | None, positive] = None
@@ -149,7 +157,7 @@ class KFACOptions:
     overhead: Annotated[float | None, positive] = None
     num_burnin_steps: Annotated[int, whole_number(0, STEPS)] = 0
     norm_constraint: Annotated[float | None, positive] = None
-    norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
+    norm_constraint_form: Annotated[str, functools.partial(choice, known=("update", "gradient"))] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: Annotated[bool, a_flag] = False
     update_damping_immediately: Annotated[bool, a_flag] = True
@@ -164,12 +172,12 @@ class KFACOptions:
     estimation_mode: Annotated[str, a_mode] = "gradients"
     fraction: Annotated[float, a_share] = 1.0
     seed: Annotated[int | None, a_seed] = None
-    reduction: Annotated[str, either("mean", "sum")] = "mean"
+    reduction: Annotated[str, functools.partial(choice, known=("mean", "sum"))] = "mean"
     first_order: Annotated[Mapping[str, Any] | None, of_first_order] = None
     grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler] = None
     params: Iterable[Any] | None = None
     process_group: Annotated[Any, a_process_group] = None
-    placement: Annotated[str, one_of(PLACEMENTS)] = "replicated"
+    placement: Annotated[str, in_any_case(PLACEMENTS)] = "replicated"
 
     def __post_init__(self) -> None:
         annotations = get_type_hints(KFACOptions, include_extras=True)

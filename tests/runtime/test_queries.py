@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 import kfac_fx
 from kfac_fx import Queries
-from kfac_fx.estimator.estimator import queries as module
+from kfac_fx.estimator import queries as module
 from kfac_fx.recording.case_gradients import Cases
 from kfac_fx.recording.case_recorder import Counts
 from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, of_positions, spectrum_of
@@ -75,7 +75,7 @@ def test_blocks_with_different_positions_have_no_sum_by_position() -> None:
     queries = spectrum_of(model, x, y).precondition((x, y))
     with pytest.raises(ValueError, match=r"(?s)different numbers of positions.*\n +1  3\.weight.*\n +16  0\.weight"):
         queries.scores((x, y), by="position")
-    with pytest.raises(ValueError, match=r"unknown by='blocks'; known are 'sum', 'block', 'position'"):
+    with pytest.raises(ValueError, match=r"by 'blocks' is none of 'sum', 'block', 'position'\. Did you mean 'block'"):
         queries.scores((x, y), by="blocks")
 
 

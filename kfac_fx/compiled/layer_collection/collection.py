@@ -28,7 +28,7 @@ from kfac_fx.compiled.layer_collection.names import (
     on_another_capture,
 )
 from kfac_fx.compiled.layer_collection.scan import Scan, block_of, misplaced
-from kfac_fx.linalg.arguments import optional, whole_number
+from kfac_fx.linalg.arguments import choice, optional, whole_number
 from kfac_fx.losses.registered import LossSpec, RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.check import check_registration, uses_in_graph
 from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError
@@ -178,10 +178,8 @@ class LayerCollection(RegisterMethods):
 
     def set_default_approximation(self, kind: str, value: str) -> None:
         """Raises ApproximationError if the kind of layer does not have this approximation, or is unknown."""
-        if kind_named(kind).ours(value) is None:
-            valid = ", ".join(KINDS[kind].approximations)
-            raise ApproximationError(f"{value!r} is not a valid approximation for {kind}; valid are {valid}")
-        self._defaults[kind] = value
+        known = kind_named(kind).approximations
+        self._defaults[kind] = choice(f"{kind}: approximation", value, known, ApproximationError)
 
     def set_default_sub_sampling(self, inputs: bool | float = False, patches: bool | float = False) -> None:
         """Compute the input factors that are registered from now on from a share of the rows.
@@ -193,10 +191,8 @@ class LayerCollection(RegisterMethods):
     def chosen(self, kind: str, names: Key, approx: str | None) -> str:
         """Our name of `approx`, else of the approximation of these linked parameters, else of the kind's default."""
         asked = approx or self.linked_parameters.get(frozenset(names)) or self._defaults[kind]
-        if (ours := KINDS[kind].ours(asked)) is None:
-            valid = ", ".join(KINDS[kind].approximations)
-            raise ApproximationError(f"Bad value {asked!r} for approx of {', '.join(names)}; {kind} has {valid}")
-        return ours
+        known = KINDS[kind].approximations
+        return known[choice(f"{', '.join(names)}: approximation", asked, known, ApproximationError)]
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 

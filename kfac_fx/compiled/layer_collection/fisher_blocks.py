@@ -20,11 +20,12 @@ from torch import Tensor, fx
 
 from kfac_fx.compiled.layer_collection.find_use import Collection, Nodes, in_time
 from kfac_fx.fisher import block as blocks
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
 from kfac_fx.passes.choose import cases_apart
-from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError, nearest
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError
 from kfac_fx.passes.ir import GENERIC, Registration, Sampling, Use
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pieces import Piece
@@ -76,10 +77,7 @@ class FisherBlock:
         """
         self.layer_collection = layer_collection
         self.params = layer_collection.names_of(params)
-        self.approximation = approximation or self.default
-        if self.approximation not in APPROXIMATIONS:
-            available = ", ".join(APPROXIMATIONS)
-            raise ApproximationError(f"{self.approximation!r} is no approximation; known are {available}")
+        self.approximation = choice("approximation", approximation or self.default, APPROXIMATIONS, ApproximationError)
         self.num_uses, self.reason = num_uses, reason
         self.sampling: Sampling | None = layer_collection.sampling
         self.patch_mask: Tensor | None = None
@@ -586,16 +584,14 @@ KINDS: Mapping[str, Kind] = {
 
 def kind_named(kind: str) -> Kind:
     """Raises ApproximationError for a kind that does not exist."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ApproximationError(f"{kind!r} is no kind of layer; there are {', '.join(KINDS)}.{nearest(kind, KINDS)}")
-    return KINDS[kind]
+    return KINDS[choice("kind of layer", kind, KINDS, ApproximationError)]
 
 
 def check_approximation(approximation: str | None) -> None:
     """Raises ApproximationError for a name that no kind of layer has."""
-    if approximation is not None and not any(kind.ours(approximation) for kind in KINDS.values()):
-        names = dict.fromkeys(name for kind in KINDS.values() for name in kind.approximations)
-        raise ApproximationError(f"{approximation!r} is no approximation.{nearest(approximation, names)}")
+    if approximation is not None:
+        known = dict.fromkeys(name for kind in KINDS.values() for name in kind.approximations)
+        choice("approximation", approximation, known, ApproximationError)
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------

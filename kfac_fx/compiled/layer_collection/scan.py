@@ -11,6 +11,7 @@ from torch import fx
 
 from kfac_fx.compiled.layer_collection.find_use import Collection
 from kfac_fx.compiled.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, FisherBlock, block_class
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import cut_sides
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
@@ -151,10 +152,8 @@ class Scan:
         asked = self.asked(registration) or ""
         ours = next((ours for kind in kinds if (ours := KINDS[kind].ours(asked))), None)
         if registration.generic and ours is None:
-            there = " and ".join(map(repr, KINDS["generic"].approximations))
-            raise ApproximationError(
-                f"Bad value {asked!r} for the linked {registration}, which no layer has: there are {there}"
-            )
+            name = f"the linked {registration}, which no layer has: approximation"
+            choice(name, asked, KINDS["generic"].approximations, ApproximationError)
         return registration.approximation if ours is None or ours == asked else ours
 
     def folded(self, registration: Registration) -> int | None:
