@@ -12,14 +12,16 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiler import compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
-from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
+from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.fisher.group_kinds import DividedGroup
@@ -30,11 +32,9 @@ from kfac_fx.linalg.arguments import (
     a_seed,
     a_share,
     a_weight,
-    check_variables,
     finite_numbers,
     not_negative,
     optional,
-    refuse_other_variables,
     whole_number,
     wrong_value,
 )
@@ -189,25 +189,6 @@ def symmetric_statistics(approximation: Approximation) -> set[str]:
 # --- the estimator ----------------------------------------------------------------------------------------------------
 
 
-class Net(CaseNet, Protocol):
-    """The part of a compiled module that an estimator uses."""
-
-    @property
-    def registrations(self) -> tuple[Registration, ...]: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def record(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        mode: str,
-        targets: Any,
-        fraction: float,
-        generator: torch.Generator | None,
-        **options: Any,
-    ) -> Moments: ...
-
-
 class FisherEstimator(BlockDiagonalFisher):
     """A running estimate of the Fisher matrix of `net`'s parameters, the mean over cases.
 
@@ -226,7 +207,7 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def __init__(
         self,
-        net: Net | LayerCollection,
+        net: CompiledModule | LayerCollection,
         *,
         variables: Iterable[Any] | None = None,
         cov_ema_decay: float = 0.95,
@@ -318,7 +299,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.params_stats: dict[str, Tensor] = {}
         self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
-        self.net: Net = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
+        self.net: CompiledModule = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
         if collection is not None:
             collection.estimator = self
 

@@ -15,21 +15,21 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
-from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import as_batch, digest_of
 from kfac_fx.fisher.block import make_groups
 from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
-from kfac_fx.linalg.arguments import check_variables
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
@@ -40,16 +40,7 @@ from kfac_fx.recording.moments import Key
 VALUES = "values"
 
 
-class DescribedNet(CaseNet, Protocol):
-    """The part of a compiled module that a manifest describes."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def registrations(self) -> tuple[Registration, ...]: ...
-
-
-def manifest_of(net: DescribedNet, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
+def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
     """The description of a folder's files. settings: how they were made, which a resumed run must share."""
     registrations = list(registrations)
     parameters = dict(net.model.named_parameters())
@@ -132,13 +123,13 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     Raises ValueError if the folder holds another spectrum.
     """
     folder = Path(folder)
-    manifest = manifest_of(spectrum.net, spectrum.registrations, spectrum.mode, case=spectrum.case)  # type: ignore[arg-type]
+    manifest = manifest_of(spectrum.net, spectrum.registrations, spectrum.mode, case=spectrum.case)
     write_manifest(folder, manifest)
     write_blocks(folder, manifest, spectrum.systems)
 
 
 def load_spectrum(
-    net: DescribedNet, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
+    net: CompiledModule, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
 ) -> ModelSpectrum:
     """Load a spectrum that `save_spectrum` or `fit_spectrum` wrote for the same model.
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.queries import Queries, as_batch
 from kfac_fx.fisher.spectrum import Relative, Spectrum, System
-from kfac_fx.linalg.arguments import check_variables, choice
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
@@ -26,14 +28,6 @@ from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.moments import Key
 
 CASE_KINDS = ("row", "position", "sequence")
-
-
-class CaseNet(Protocol):
-    """The part of a compiled module that records the gradients of single cases."""
-
-    def record_cases(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
-    ) -> Counts: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,7 +43,7 @@ class ModelSpectrum(Spectrum):
         case: the kind of case of the eigenvalues; None: they are those of the factors.
     """
 
-    net: CaseNet = field(kw_only=True)
+    net: CompiledModule = field(kw_only=True)
     mode: str = field(default="empirical", kw_only=True)
     case: str | None = field(default=None, kw_only=True)
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from kfac_fx.linalg.arguments import (
     a_flag,
-    a_grad_scaler,
     a_process_group,
-    a_rate,
     a_seed,
     a_share,
     a_weight,
@@ -27,6 +26,7 @@ from kfac_fx.linalg.arguments import (
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.rules import NEW_STATES, DampingRule, FirstOrder, new_velocity
+from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.unchanged import compiled
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
@@ -42,6 +42,19 @@ DEFAULTS = {  # of options that are None, by momentum type; "" for all others th
     "norm_constraint": {"": 0.03},
     "damping_adaptation_decay": {"adaptive": 0.9, "": 0.95},
 }
+
+
+def a_rate(name: str, value: Any) -> None:
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
+        )
+    not_negative(name, value)
+
+
+def a_grad_scaler(name: str, value: Any) -> None:
+    if not callable(getattr(value, "get_scale", None)):
+        raise ValueError(f"{name} is {value!r}; it must be a torch.amp.GradScaler")
 
 
 def a_mode(name: str, value: Any) -> None:
@@ -412,3 +425,41 @@ class KFACOptions:
 
 
 KFACOptions.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
+
+
+# --- the signature ----------------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT")
+SelfT = TypeVar("SelfT")
+OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... in the place of betas."}  # of other optimizers
+
+
+def takes(
+    options: Callable[P, OptionsT],
+) -> Callable[[Callable[[SelfT, OptionsT], None]], Callable[Concatenate[SelfT, P], None]]:
+    """Decorate `__init__(self, options)` to take the fields of the dataclass `options` as its own arguments.
+
+    An explicit signature would repeat every name, type and default, and the body would repeat the names once more;
+    `**kwargs` would hide the arguments from `help` and from type checkers. With `takes`, type checkers infer the
+    arguments from the dataclass through the ParamSpec; `__signature__` and `__doc__` are the dataclass's, too.
+    """
+
+    def decorated(init: Callable[[SelfT, OptionsT], None]) -> Callable[Concatenate[SelfT, P], None]:
+        @functools.wraps(init)
+        def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            unknown = [name for name in kwargs if name not in written.parameters]
+            if unknown:
+                near = "".join(OTHER_NAMES.get(name) or nearest(name, written.parameters) for name in unknown)
+                names = ", ".join(map(repr, unknown))
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {names}.{near}")
+            init(self, options(*args, **kwargs))
+
+        written, types, public = inspect.signature(options), get_type_hints(options), cast(Any, __init__)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = [argument.replace(annotation=types[name]) for name, argument in written.parameters.items()]
+        public.__signature__ = written.replace(parameters=[itself, *arguments], return_annotation=None)
+        public.__doc__ = options.__doc__
+        return __init__
+
+    return decorated

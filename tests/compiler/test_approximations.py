@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfac_fx.compiled.layer_collection.fisher_blocks import KINDS
+from kfac_fx.compiled.fisher_blocks import KINDS
 from kfac_fx.fisher.block import GROUPS, group_class
 from kfac_fx.fisher.group_kinds import WideGroup
 from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation

@@ -11,7 +11,7 @@ from torch import nn
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import (
+from kfac_fx.compiled.fisher_blocks import (
     FullyConnectedDiagonalFB,
     FullyConnectedKFACBasicFB,
     NaiveDiagonalFB,

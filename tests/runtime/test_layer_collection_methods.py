@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import KINDS, FisherBlock
-from kfac_fx.compiled.layer_collection.methods import RegisterMethods
+from kfac_fx.compiled.fisher_blocks import KINDS, FisherBlock
+from kfac_fx.compiled.register_methods import RegisterMethods
 from kfac_fx.losses.registered import RegisteredLoss
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, ReuseError
 from tests.runtime.collections_of_toys import affine, collection

@@ -6,7 +6,7 @@ import pytest
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import (
+from kfac_fx.compiled.fisher_blocks import (
     ConvKFCBasicFB,
     FisherBlock,
     FullyConnectedKFACBasicFB,
