@@ -498,11 +498,27 @@ class FisherEstimator(BlockDiagonalFisher):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ModelSpectrum:
-        """As of `BlockDiagonalFisher`; it can also correct its eigenvalues and score examples, see `ModelSpectrum`."""
-        spectrum = super().spectrum(scale=scale, damping=damping, dtype=dtype, device=device)
-        return ModelSpectrum(
-            spectrum.systems, spectrum.shapes, scale, spectrum.damping, net=self.net, mode=self.estimation_mode
-        )
+        """s F + δ I by the eigenvectors of the present factors: powers, determinants, diagonals and samples, for any s
+        and δ.
+
+        It decomposes all factors once and does not need `update_inverses`. The damping is not split between the sides.
+        The result can also correct its eigenvalues and score examples, see `ModelSpectrum`.
+
+        Args:
+            scale: s; the number of training cases for the precision of a Laplace approximation.
+            damping: δ, see `Spectrum`; None: λ.
+            dtype: the precision of the decompositions, such as torch.float64; the results have that of the factors.
+                None: that of the factors, and float64 for factors whose decomposition fails.
+            device: where they are computed, such as "cpu" for want of memory; None: where the factors are.
+
+        Raises:
+            FactorNotReady: there was no first update.
+            ValueError: another dtype, or a device that is not there.
+            ApproximationError: a series is too wide to be dense.
+        """
+        systems = self._systems(dtype, device)
+        damping = self.damping.clone() if damping is None else damping
+        return ModelSpectrum(systems, self._shapes, scale, damping, net=self.net, mode=self.estimation_mode)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""

@@ -27,7 +27,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import as_batch, digest_of
-from kfac_fx.fisher.block import make_groups
+from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.factor import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
 from kfac_fx.linalg.vectors import connected
@@ -51,7 +51,7 @@ def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode
         "mode": mode,
         "parameters": {name: list(parameters[name].shape) for name in owners},
         "blocks": {
-            ",".join(registration.parameters): {
+            key_text(registration.parameters): {
                 "file": f"block-{number:05}.safetensors",
                 "approximation": registration.approximation,
                 "sides": list(registration.blocks),
@@ -68,7 +68,7 @@ def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) ->
         for index, registration in enumerate(system.group.registrations):
             operators = system.group.operators_of(index, system.operators)
             tensors = {VALUES: system.values[index], **{f"operator {n}": op for n, op in enumerate(operators)}}
-            path = folder / manifest["blocks"][",".join(registration.parameters)]["file"]
+            path = folder / manifest["blocks"][key_text(registration.parameters)]["file"]
             part = path.with_suffix(".part")
             save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, part)
             os.replace(part, path)
@@ -77,7 +77,7 @@ def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) ->
 def is_written(folder: Path, manifest: Manifest, registrations: Iterable[Registration]) -> bool:
     """Whether the files of all these blocks are there."""
     blocks = manifest["blocks"]
-    return all((folder / blocks[",".join(block.parameters)]["file"]).is_file() for block in registrations)
+    return all((folder / blocks[key_text(block.parameters)]["file"]).is_file() for block in registrations)
 
 
 def read_systems(
@@ -85,9 +85,8 @@ def read_systems(
 ) -> list[System]:
     """The systems of these blocks. Raises FileNotFoundError with all files that are missing, ValueError for tensors of
     other shapes than the blocks have."""
-    files = {
-        block.parameters: folder / manifest["blocks"][",".join(block.parameters)]["file"] for block in registrations
-    }
+    blocks = manifest["blocks"]
+    files = {block.parameters: folder / blocks[key_text(block.parameters)]["file"] for block in registrations}
     if missing := [path.name for path in files.values() if not path.is_file()]:
         raise FileNotFoundError(
             f"{len(missing)} of {len(files)} blocks are missing in {str(folder)!r}, the first is {missing[0]}. The run "
@@ -141,8 +140,7 @@ def load_spectrum(
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    names = {name for block in manifest["blocks"] for name in block.split(",")}
-    registrations = [block for block in net.registrations if names & set(block.parameters)]
+    registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
     here = manifest_of(net, registrations, manifest["mode"])
     settings = {name: value for name, value in manifest.items() if name not in here}
     refuse_other(folder, manifest, here | settings)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from kfac_fx.estimator.manifests import FORMAT, digest, write_manifest
+from kfac_fx.fisher.block import key_text
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.recording import case_gradients
@@ -159,7 +160,7 @@ class Queries:
             )
         path = None if folder is None else Path(folder)
         if path is not None:
-            norms = {",".join(key): float(self.like(key).double().norm()) for key in self.matrices}
+            norms = {key_text(key): float(self.like(key).double().norm()) for key in self.matrices}
             told = None if measurement is None else digest(measurement)
             write_manifest(path, {"format": FORMAT, "queries": len(self), "norms": norms, "measurement": told})
         number = len(batches) if isinstance(batches, Sized) else 0

@@ -62,12 +62,20 @@ a_weight = number_that("be between 0 and 1", lambda value: 0 <= value <= 1)
 a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
-def choice(name: str, value: object, known: Iterable[str], error: type[ValueError] = ValueError) -> str:
-    """The value, which must be one of `known`. Raises `error` with the nearest one and all of them for any other."""
-    known = list(known)
-    if isinstance(value, str) and value in known:
+def choice(
+    name: str, value: object, known: Iterable[str], error: type[ValueError] = ValueError, meant: str | None = None
+) -> str:
+    """The value, if it is one of the names that are known.
+
+    meant: the name that somebody who writes this value means; None: the nearest one.
+
+    Raises `error` for anything else, with the name that is meant and with all of them.
+    """
+    names = list(known)
+    if isinstance(value, str) and value in names:
         return value
-    raise error(f"{name} {value!r} is none of {', '.join(map(repr, known))}.{nearest(value, known)}")
+    hint = f" Did you mean {meant!r}?" if meant else nearest(value, names)
+    raise error(f"{name} {value!r} is none of {', '.join(map(repr, names))}.{hint}")
 
 
 def whole_number(least: int, of: str) -> Callable[[str, Any], None]:
