@@ -1,9 +1,7 @@
-"""`FisherEstimator`: the Fisher matrix of a compiled module, estimated batch by batch.
+"""The Fisher matrix of a compiled module, estimated batch by batch, and the batch that is taken into it next.
 
-The batch that the next fold takes into the factors: sums of micro-batches, added up over processes.
-
-Statistics are sums over cases, so those of the whole batch are the sums over micro-batches and processes, and only
-these are sent.
+Statistics are sums over cases, so those of a whole batch are the sums over its micro-batches and over processes, and
+only these are sent.
 """
 
 from __future__ import annotations

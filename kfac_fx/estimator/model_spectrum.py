@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
-from kfac_fx.estimator.queries import Queries, as_batch
+from kfac_fx.estimator.queries import Queries, as_batch, in_order
 from kfac_fx.fisher.spectrum import Relative, Spectrum, System
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import full_precision
@@ -221,11 +221,7 @@ class ModelSpectrum(Spectrum):
                 parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
         self.record(batch, keep, measurement)
-        matrices = {
-            key: torch.cat([part for _, part in sorted(parts[key], key=lambda pair: pair[0])])
-            for key in self.keys
-            if key in parts
-        }
+        matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
         kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
         return Queries(kept, self.record)
 
@@ -249,9 +245,7 @@ class ModelSpectrum(Spectrum):
 
         counts = self.record(batch, add, measurement)
         by_block = {
-            key: torch.cat([part for _, part in sorted(scores[key], key=lambda pair: pair[0])])
-            if key in scores
-            else weights[key].new_zeros(counts.examples)
+            key: in_order(scores[key]) if key in scores else weights[key].new_zeros(counts.examples)
             for key in self.keys
         }
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)

@@ -136,7 +136,7 @@ class Queries:
 
         counts = self.record(batch, add, measurement)
         zeros = torch.zeros(len(self), counts.examples)
-        by_block = {key: in_order(parts[key]) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
+        by_block = {key: in_order(parts[key], 1) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
     def scores_of_all(
@@ -219,6 +219,6 @@ class Queries:
         return torch.stack([product for products in parts.values() for product in products]).sum(0)
 
 
-def in_order(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """Scores [Q, n] of some examples each, joined in the order of their first examples."""
-    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim=1)
+def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:
+    """Results for some examples each, along `dim`, joined in the order of their first examples."""
+    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
