@@ -45,13 +45,15 @@ from kfac_fx.passes.tracing.functions import plain_backward
 __version__ = "0.1.0"
 
 # `import kfac_fx.plot` works, as `kfac_fx.plot` does, although the modules lie in rooms.
-PUBLIC_MODULES = {
-    "fisher_blocks": fisher_blocks,
-    "layer_collection": layer_collection,
-    "metrics": metrics,
-    "plot": plot,
+sys.modules |= {
+    f"kfac_fx.{name}": module
+    for name, module in {
+        "fisher_blocks": fisher_blocks,
+        "layer_collection": layer_collection,
+        "metrics": metrics,
+        "plot": plot,
+    }.items()
 }
-sys.modules |= {f"kfac_fx.{name}": module for name, module in PUBLIC_MODULES.items()}
 
 __all__ = [
     "AUTO_REUSE",

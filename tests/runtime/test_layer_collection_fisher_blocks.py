@@ -152,6 +152,6 @@ def test_what_tf_kfac_has_no_class_for_gets_one_of_its_kind() -> None:
     assert block_class("a user's", "kron_indep", True) is KroneckerProductFB
 
 
-def test_the_public_names_are_every_class_and_nothing_else() -> None:
+def test_the_public_module_has_every_class_and_nothing_else() -> None:
     classes = {name for name in vars(kfac_fx.fisher_blocks) if name.endswith("FB")}
     assert set(kfac_fx.fisher_blocks.__all__) == classes | {"FisherBlock", "FisherFactor"}

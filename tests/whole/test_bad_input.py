@@ -1,6 +1,6 @@
 """One row for every wrong input over the whole API: the call, the kind of the error, and what it says to write.
 
-Further rows of `compile` are in test_arguments.py, those of KFAC's options in test_options.py.
+Further rows of `compile` are in test_compiler.py, those of KFAC's options in test_options.py.
 """
 
 from __future__ import annotations
@@ -355,12 +355,12 @@ COLLECTIONS: Rows = {
     },
     **{
         f"kind {kind!r}": (
-            lambda kind=kind: collection().default_approximation(kind), kfac_fx.ApproximationError, "is no kind of lay",
+            lambda kind=kind: collection().default_approximation(kind), kfac_fx.ApproximationError, "kind of layer",
         )
         for kind in (None, [])
     },
     "no approximation": (
-        lambda: collection().set_default_generic_approximation([]), kfac_fx.ApproximationError, r"\[\] is not a valid",
+        lambda: collection().set_default_generic_approximation([]), kfac_fx.ApproximationError, r"\[\] is none",
     ),
 }  # fmt: skip
 INFERENCE: Rows = {
