@@ -207,7 +207,8 @@ def capture(
     """Capture a model as one graph, to register its layers in a `LayerCollection`.
 
     Args:
-        model: the model. Its parameters stay the same objects.
+        model: the model, also in a wrapper of data parallelism or torch.compile. Its parameters stay the same objects,
+            and have the names of the module inside.
         example_inputs, example_kwargs: inputs to capture with, a tuple or one tensor. Without them torch.fx traces the
             model symbolically, if the model allows it.
         layers: the user's own layer declarations, see `kfac_fx.layer`.

@@ -1,6 +1,6 @@
 """Linear algebra: matrices, operators, vectors by name, shards of them, the processes that have these, and checks of
-arguments. A registration is known here as the names and the matrix of its parameters; only the checks see models, and
-`sharded` the units of FSDP2 in a model, which it tells what to drop.
+arguments. A registration is known here as the names and the matrix of its parameters. `sharded` alone sees models: it
+tells the units of FSDP2 in one what to drop.
 
 **Sharded parameters** (FSDP2, `sharded`). The model is compiled with whole parameters and sharded then, because a
 capture runs the model on values. `fully_shard` replaces the parameters by DTensors, and swaps these with whole tensors
