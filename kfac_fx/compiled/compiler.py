@@ -110,11 +110,11 @@ def compile(
 
     Each error names all culprits.
     """
-    refuse_inference_mode("a model is compiled")
-    refuse_other_inputs(example_inputs, example_kwargs)
     for option, flag in {"strict": strict, "verify": verify, "in_place": in_place}.items():
         a_flag(option, flag)
     choice("backend", backend, COMPILE_BACKENDS)
+    refuse_inference_mode("a model is compiled")
+    refuse_other_inputs(example_inputs, example_kwargs)
     if isinstance(model, LayerCollection):
         of_collection = {
             "example_inputs": example_inputs,
