@@ -3,20 +3,16 @@
 import sys
 
 from kfac_fx import losses
-from kfac_fx.compiled import layer_collection
+from kfac_fx.compiled import fisher_blocks, layer_collection
+from kfac_fx.compiled.captured_model import CapturedModel
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiler import capture, compile
 from kfac_fx.compiled.layer_collection import (
-    AUTO_REUSE,
-    VARIABLE_SCOPE,
-    CapturedModel,
     LayerCollection,
-    capture,
-    fisher_blocks,
     get_default_layer_collection,
     set_default_layer_collection,
-    variable_scope,
 )
+from kfac_fx.compiled.register_methods import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled.report import Report
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum

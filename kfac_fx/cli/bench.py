@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import random
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import kfac_fx
 from kfac_fx.cli.demo import clock
-from kfac_fx.cli.problem import CommandError, Problem, failure
+from kfac_fx.cli.problem import DEVICE, PROBLEM, CommandError, Problem, Subcommand, argument, failure, read, step_count
 from kfac_fx.compiled.report import memory_text
 from kfac_fx.passes.torch_private import pytree
 
@@ -188,3 +190,32 @@ def fitting_schedule(contestants: Mapping[str, Contestant], overhead: float) -> 
             "A larger batch makes this share smaller, and --overhead allows more"
         )
     return f"within {overhead:.0%} of AdamW's step: {fitting}, whose mean step takes {fitting.ratio:.2f} of AdamW's"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def print_times(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    contestants = bench(read(options).on(options.device), options.rounds)
+    console = Console()
+    console.print(table_of_times(contestants))
+    console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)
+
+
+BENCH = Subcommand(
+    "bench",
+    print_times,
+    "the time and memory of a training step of a model, beside SGD and AdamW",
+    "Time training steps of a model with SGD, AdamW and K-FAC, on a CPU thread or a GPU, and print a schedule of "
+    "statistics and inverses that stays within an overhead.",
+    [
+        *PROBLEM,
+        argument("--rounds", type=step_count, default=10, help="steps of every method; default: %(default)s"),
+        argument(
+            "--overhead", type=float, default=0.5, help="over a step of AdamW; 0.5 is 50 percent; default: %(default)s"
+        ),
+        DEVICE,
+    ],
+    "example: kfac-fx bench timm/resnet18 --input 8,3,96,96 --loss categorical --overhead 0.5",
+)

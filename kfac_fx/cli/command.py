@@ -1,7 +1,8 @@
-"""The `kfac-fx` command, and the scripts with which a shell completes it.
+"""The `kfac-fx` command: its parser, its exit status, and the scripts with which a shell completes it.
 
-Exit status: 0: done. 1: the model could not be built, captured or registered, or a package is missing. 2: the command
-line is wrong. 130: interrupted.
+Every command declares its arguments beside what it does; those without a module of their own are here. Exit status: 0:
+done. 1: the model could not be built, captured or registered, or a package is missing. 2: the command line is wrong.
+130: interrupted.
 """
 
 from __future__ import annotations
@@ -14,16 +15,72 @@ from pathlib import Path
 from string import Template
 
 import torch
-from rich.console import Console
 
 import kfac_fx
-from kfac_fx.cli import demo
-from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
-from kfac_fx.cli.explain import explain, passes
-from kfac_fx.cli.problem import CommandError, add_arguments, data_of, failure, load, read, seed
+from kfac_fx.cli.bench import BENCH
+from kfac_fx.cli.demo import DEMO
+from kfac_fx.cli.explain import EXPLAIN, PASSES
+from kfac_fx.cli.problem import LOSS, PROBLEM, CommandError, Subcommand, argument, data_of, failure, load, read, seed
 from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.estimator.queries import as_batch
 from kfac_fx.passes.errors import nearest
+
+FORMATS = ("text", "json", "html", "dot")
+FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status. arguments: without the program's name; None: those of the process."""
+    options = parsed(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options.command(options)
+    except CommandError as error:
+        print(f"kfac-fx {options.name}: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"kfac-fx {options.name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; exits with the usage and, for a word that is nearly right, with the right one."""
+    root, commands = parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        near = nearest(arguments[0], commands)
+        root.error(f"there is no command {arguments[0]!r}.{near} The commands are {', '.join(commands)}.")
+    options, unknown = root.parse_known_args(arguments)
+    if unknown:
+        names = [name for name, _ in commands[options.name].options()]
+        near = "".join(nearest(word.partition("=")[0], names) for word in unknown)
+        commands[options.name].error(f"there is no argument {', '.join(map(repr, unknown))}.{near}")
+    return options
+
+
+def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
+    """The parser, and the parser of every command."""
+    root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
+    root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
+    names = " | ".join(command.name for command in COMMANDS)
+    commands = root.add_subparsers(dest="name", required=True, parser_class=Command, metavar=names)
+    for command in COMMANDS:
+        command.add_to(
+            commands.add_parser(
+                command.name,
+                help=command.help,
+                description=command.description,
+                epilog=command.epilog,
+                formatter_class=argparse.HelpFormatter
+                if "\n" not in (command.epilog or "")
+                else argparse.RawDescriptionHelpFormatter,
+            )
+        )
+    return root, dict(commands.choices)
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
 
 INSTALL = """\
 bash: kfac-fx completion bash > ~/.local/share/bash-completion/completions/kfac-fx
@@ -107,190 +164,44 @@ def fish(commands: Commands) -> str:
 SHELLS: dict[str, Callable[[Commands], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
 
 
-# --- the parser -------------------------------------------------------------------------------------------------------
+def complete(options: argparse.Namespace) -> None:
+    _, commands = parser()
+    print(SHELLS[options.shell](commands), end="")
 
 
-FORMATS = ("text", "json", "html", "dot")
-FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+COMPLETION = Subcommand(
+    "completion",
+    complete,
+    "a script that completes the words of kfac-fx in your shell",
+    "Print a script that completes commands, options and their values.",
+    [argument("shell", choices=SHELLS)],
+    INSTALL,
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status. arguments: without the program's name; None: those of the process."""
-    options = parsed(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options.command(options)
-    except CommandError as error:
-        print(f"kfac-fx {options.name}: {error}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        print(f"kfac-fx {options.name}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+# --- report -----------------------------------------------------------------------------------------------------------
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; exits with the usage and, for a word that is nearly right, with the right one."""
-    root, commands = parser()
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        near = nearest(arguments[0], commands)
-        root.error(f"there is no command {arguments[0]!r}.{near} The commands are {', '.join(commands)}.")
-    options, unknown = root.parse_known_args(arguments)
-    if unknown:
-        names = [name for name, _ in commands[options.name].options()]
-        near = "".join(nearest(word.partition("=")[0], names) for word in unknown)
-        commands[options.name].error(f"there is no argument {', '.join(map(repr, unknown))}.{near}")
-    return options
-
-
-def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
-    """The parser, and the parser of every command."""
-    root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
-    root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
-    commands = root.add_subparsers(
-        dest="name",
-        required=True,
-        parser_class=Command,
-        metavar="report | explain | passes | bench | factors | demo | completion",
-    )
-
-    report = commands.add_parser(
-        "report",
-        help="the Fisher block of every parameter of a model",
-        description="Print the Fisher block of every parameter of a model, and the reason if it is not the default.",
-        epilog="example: kfac-fx report torchvision/resnet18 --input 2,3,224,224",
-    )
-    add_arguments(report)
-    report.add_argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s")
-    report.set_defaults(command=report_command)
-
-    why = commands.add_parser(
-        "explain",
-        help="every use of one parameter, its block, and what to write for another",
-        description="Print every use of one parameter with its line and its layer, the layers that nearly match, the "
-        "parameter's Fisher block, and what to write for another one.",
-        epilog="example: kfac-fx explain mine.py:Net encoder.0.weight --input 2,64",
-    )
-    add_arguments(why)
-    why.add_argument("parameter", metavar="PARAMETER", help="a name of model.named_parameters()")
-    why.set_defaults(command=explain_command)
-
-    steps = commands.add_parser(
-        "passes",
-        help="the captured graph of a model, and the changes of every pass",
-        description="Print the captured graph of a model, and the lines that every pass of the compiler changes.",
-        epilog="example: kfac-fx passes mine.py:Net --input 2,64 --pass normalize",
-    )
-    add_arguments(steps)
-    steps.add_argument("--pass", dest="only", metavar="NAME", help="print the whole graph before and after this pass")
-    steps.set_defaults(command=passes_command)
-
-    timed = commands.add_parser(
-        "bench",
-        help="the time and memory of a training step of a model, beside SGD and AdamW",
-        description="Time training steps of a model with SGD, AdamW and K-FAC, on a CPU thread or a GPU, and print a "
-        "schedule of statistics and inverses that stays within an overhead.",
-        epilog="example: kfac-fx bench timm/resnet18 --input 8,3,96,96 --loss categorical --overhead 0.5",
-    )
-    add_arguments(timed)
-    timed.add_argument("--rounds", type=step_count, default=10, help="steps of every method; default: %(default)s")
-    timed.add_argument(
-        "--overhead", type=float, default=0.5, help="over a step of AdamW; 0.5 is 50 percent; default: %(default)s"
-    )
-    add_device(timed)
-    timed.set_defaults(command=bench_command)
-
-    fit = commands.add_parser(
-        "factors",
-        help="the Kronecker factors of a model over your data, decomposed, in a folder",
-        description="Record the factors of a model, decompose them, correct their eigenvalues, and write a safetensors "
-        "file for every block. A run that was stopped resumes.",
-        epilog="example: kfac-fx factors mine.py:net --data mine.py:loader --loss categorical --case sequence "
-        "--parts 4 --out factors",
-    )
-    fit.add_argument("model", metavar="MODEL", help="package.module:Net or path/to/file.py:Net")
-    fit.add_argument(
-        "--data",
-        required=True,
-        metavar="MODULE:CALLABLE",
-        help="a function without arguments that returns a DataLoader or a list of batches, or one of these",
-    )
-    fit.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder; a run resumes in its own")
-    fit.add_argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
-    fit.add_argument("--mode", default="gradients", help="the estimation mode; default: %(default)s")
-    fit.add_argument("--case", choices=CASE_KINDS, help="correct the eigenvalues, case by case")
-    fit.add_argument("--parts", type=int, default=1, help="record so many parts of the parameters, one by one")
-    fit.add_argument("--memory", type=float, metavar="GB", help="that the factors of a part may take")
-    fit.add_argument("--seed", type=seed, default=0, help="of the samples; default: %(default)s")
-    fit.add_argument("--factors", choices=FACTOR_DTYPES, help="the precision of the factors")
-    fit.add_argument("--decompositions", choices=FACTOR_DTYPES, help="the precision of the decompositions")
-    fit.set_defaults(command=factors_command)
-
-    show = commands.add_parser(
-        "demo",
-        help="K-FAC beside SGD and AdamW on two small problems, in minutes",
-        description="Train a deep autoencoder and a deep network without skips and norms with SGD and AdamW, whose "
-        "learning rates are tuned, and with K-FAC, which has no settings.",
-    )
-    length = show.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
-    length.add_argument(
-        "--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs"
-    )
-    show.add_argument("--seed", type=seed, default=0, help="of the initial models and batches; default: %(default)s")
-    add_device(show)
-    show.add_argument(
-        "--png", type=Path, metavar="FILE", default=Path("kfac-fx-demo.png"), help="the figure; default: %(default)s"
-    )
-    show.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the tables to this file")
-    show.add_argument("--no-progress", action="store_true", help="do not show progress bars")
-    show.set_defaults(command=demo_command)
-
-    script = commands.add_parser(
-        "completion",
-        help="a script that completes the words of kfac-fx in your shell",
-        description="Print a script that completes commands, options and their values.",
-        epilog=INSTALL,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    script.add_argument("shell", choices=SHELLS)
-    script.set_defaults(command=completion_command)
-    return root, dict(commands.choices)
-
-
-# --- models ---------------------------------------------------------------------------------------------------------
-
-
-def report_command(options: argparse.Namespace) -> None:
+def print_report(options: argparse.Namespace) -> None:
     report = read(options).compiled().report
     formats = {"json": report.to_json, "html": report.to_html, "dot": report.to_dot}
     print(formats[options.format]() if options.format in formats else report)
 
 
-def explain_command(options: argparse.Namespace) -> None:
-    print(explain(read(options).compiled().program, options.parameter))
+REPORT = Subcommand(
+    "report",
+    print_report,
+    "the Fisher block of every parameter of a model",
+    "Print the Fisher block of every parameter of a model, and the reason if it is not the default.",
+    [*PROBLEM, argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s")],
+    "example: kfac-fx report torchvision/resnet18 --input 2,3,224,224",
+)
 
 
-def passes_command(options: argparse.Namespace) -> None:
-    for text in passes(read(options), options.only):
-        print(text)
+# --- factors ----------------------------------------------------------------------------------------------------------
 
 
-def bench_command(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    contestants = bench(read(options).on(options.device), options.rounds)
-    console = Console()
-    console.print(table_of_times(contestants))
-    console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)
-
-
-def completion_command(options: argparse.Namespace) -> None:
-    _, commands = parser()
-    print(SHELLS[options.shell](commands), end="")
-
-
-def factors_command(options: argparse.Namespace) -> None:
+def write_factors(options: argparse.Namespace) -> None:
     """Write the spectrum of a model over the user's batches into a folder. Raises CommandError."""
     model = load(options.model, {})
     batches = data_of(options.data)
@@ -318,61 +229,32 @@ def factors_command(options: argparse.Namespace) -> None:
     print(f"{options.out}: {len(spectrum.keys)} blocks of {numbers:,} parameters")
 
 
-# --- demo -----------------------------------------------------------------------------------------------------------
-
-
-def demo_command(options: argparse.Namespace) -> None:
-    missing = demo.missing_packages()
-    if missing:
-        raise CommandError(f"needs {' and '.join(missing)}: pip install 'kfac_fx[demo]'", status=1)
-    for path in (options.png, options.json):
-        if path is not None:
-            refuse_unwritable(path)
-    demo.run_demo(
-        demo.DemoOptions(
-            steps=options.steps,
-            quick=options.quick,
-            seed=options.seed,
-            device=options.device,
-            png=options.png,
-            json=options.json,
-            progress=not options.no_progress,
+FACTORS = Subcommand(
+    "factors",
+    write_factors,
+    "the Kronecker factors of a model over your data, decomposed, in a folder",
+    "Record the factors of a model, decompose them, correct their eigenvalues, and write a safetensors file for every "
+    "block. A run that was stopped resumes.",
+    [
+        argument("model", metavar="MODEL", help="package.module:Net or path/to/file.py:Net"),
+        argument(
+            "--data",
+            required=True,
+            metavar="MODULE:CALLABLE",
+            help="a function without arguments that returns a DataLoader or a list of batches, or one of these",
         ),
-        Console(),
-    )
+        argument("--out", required=True, type=Path, metavar="DIR", help="the folder; a run resumes in its own"),
+        LOSS,
+        argument("--mode", default="gradients", help="the estimation mode; default: %(default)s"),
+        argument("--case", choices=CASE_KINDS, help="correct the eigenvalues, case by case"),
+        argument("--parts", type=int, default=1, help="record so many parts of the parameters, one by one"),
+        argument("--memory", type=float, metavar="GB", help="that the factors of a part may take"),
+        argument("--seed", type=seed, default=0, help="of the samples; default: %(default)s"),
+        argument("--factors", choices=FACTOR_DTYPES, help="the precision of the factors"),
+        argument("--decompositions", choices=FACTOR_DTYPES, help="the precision of the decompositions"),
+    ],
+    "example: kfac-fx factors mine.py:net --data mine.py:loader --loss categorical --case sequence --parts 4 --out "
+    "factors",
+)
 
-
-def refuse_unwritable(path: Path) -> None:
-    """Raises CommandError for a path that no file can be written to, before a program has run for minutes."""
-    if path.is_dir():
-        raise CommandError(f"{str(path)!r} is a folder: name a file in it")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise CommandError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise CommandError(f"{str(path)!r} may not be written to")
-
-
-def step_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
-    )
-
-
-def device(text: str) -> torch.device:
-    """A device of this machine."""
-    try:
-        result = torch.device(text)
-        torch.empty(0, device=result)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"no device {text!r}: {reason}") from None
-    if result.type == "meta":
-        raise argparse.ArgumentTypeError("the meta device has no values to train")
-    return result
+COMMANDS = (REPORT, EXPLAIN, PASSES, BENCH, FACTORS, DEMO, COMPLETION)

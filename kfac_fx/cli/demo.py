@@ -1,19 +1,20 @@
-"""`kfac-fx demo`: the reports of two models, and K-FAC without settings beside tuned SGD and AdamW on them.
+"""`kfac-fx demo`: K-FAC without settings beside tuned SGD and AdamW, on two small problems.
 
-All methods have the same initial model, batches and measurements. Their results are shown as data, as a table, as a
-sentence, and as a picture of the training curves.
+The problems are hard for first-order methods. One is a deep sigmoid autoencoder of the 1,797 digits of scikit-learn,
+8 x 8 pixels (Hinton & Salakhutdinov 2006; Martens & Grosse 2015, section 13). The other is a deep network without skips
+and norms. `benchmarks/sweep.py` chose the settings of SGD and AdamW; a test compares them with
+`benchmarks/results/sweep.json`. K-FAC has none.
 
-Two small problems that are hard for first-order methods, and the methods' settings.
-
-One is a deep sigmoid autoencoder of the 1,797 digits of scikit-learn, 8 x 8 pixels (Hinton & Salakhutdinov 2006;
-Martens & Grosse 2015, section 13). The other is a deep network without skips and norms. `benchmarks/sweep.py` chose the
-settings of SGD and AdamW; a test compares them with `benchmarks/results/sweep.json`. K-FAC has none.
+All methods have the same initial model, batches and measurements. The reports of the models are printed, and the
+results as a table, as a sentence, as data, and as a picture of the training curves.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,15 +33,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.cli.problem import DEVICE, CommandError, Subcommand, argument, seed, step_count
 from kfac_fx.optim.plot import INK, SOFT, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-Settings = dict[str, Any]
-"""Keyword arguments of an optimizer."""
-
+Settings = dict[str, Any]  # keyword arguments of an optimizer
 SETTINGS: dict[str, dict[str, Settings]] = {
     "autoencoder": {
         "sgd": {"lr": 0.03, "momentum": 0.9},
@@ -53,24 +53,35 @@ SETTINGS: dict[str, dict[str, Settings]] = {
         "kfac": {},
     },
 }
-METHODS = {"sgd": "SGD", "adamw": "AdamW", "kfac": "K-FAC"}
-"""The methods in the order in which they run, and their names in print."""
+METHODS = {"sgd": "SGD", "adamw": "AdamW", "kfac": "K-FAC"}  # in the order in which they run; their names in print
+FEWER = 5  # K-FAC takes this many times fewer steps than the first-order methods
 
-FEWER = 5
-"""K-FAC takes this many times fewer steps than the first-order methods."""
+INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of the scan
+CODE = 16
+WIDTHS = (64, 256, 128, 64, CODE)
+POINTS, CLASSES = 40, 10  # of a shape
+PLAIN_WIDTH, PLAIN_LAYERS = 64, 34
+
+NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+QUICK = 20  # --quick divides the steps by this
+LONGEST_REPORT = 12  # rows of a report that is printed whole
+COLORS = {"sgd": "#8a8f98", "adamw": "#d9822b", "kfac": "#2f6db3"}
+NONE = "-"  # in a table
+
+TrainingStep = Callable[[Tensor, Tensor], None]  # of inputs and targets
+LossListener = Callable[[int, float], None]  # of step and loss
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of a model, and settings that are their arguments
+    "sgd": lambda model, **settings: torch.optim.SGD(model.parameters(), **settings),
+    "adamw": lambda model, **settings: torch.optim.AdamW(model.parameters(), **settings),
+    "kfac": kfac_fx.KFAC,
+}
+
+# --- the problems -----------------------------------------------------------------------------------------------------
 
 
 def method_steps(method: str, steps: int) -> int:
     """The steps of a method if the first-order methods take `steps`."""
     return max(1, steps // FEWER) if method == "kfac" else steps
-
-
-INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of the scan
-CODE = 16
-WIDTHS = (64, 256, 128, 64, CODE)
-
-POINTS, CLASSES = 40, 10  # of a shape
-PLAIN_WIDTH, PLAIN_LAYERS = 64, 34
 
 
 @dataclass(frozen=True)
@@ -186,19 +197,7 @@ def plain_network() -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-# --- the demo ---------------------------------------------------------------------------------------------------------
-
-NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
-QUICK = 20  # --quick divides the steps by this
-LONGEST_REPORT = 12  # rows of a report that is printed whole
-
-TrainingStep = Callable[[Tensor, Tensor], None]  # of inputs and targets
-LossListener = Callable[[int, float], None]  # of step and loss
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of a model, and settings that are their arguments
-    "sgd": lambda model, **settings: torch.optim.SGD(model.parameters(), **settings),
-    "adamw": lambda model, **settings: torch.optim.AdamW(model.parameters(), **settings),
-    "kfac": kfac_fx.KFAC,
-}
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -307,7 +306,6 @@ def one_thread() -> Iterator[None]:
 
 
 Runs = Mapping[str, Run]  # by method
-NONE = "-"
 
 
 def mark(runs: Runs) -> tuple[str, Point]:
@@ -385,8 +383,6 @@ def amount(point: Point) -> str:
 
 # --- plot -----------------------------------------------------------------------------------------------------------
 
-COLORS = {"sgd": "#8a8f98", "adamw": "#d9822b", "kfac": "#2f6db3"}
-
 
 def draw(by_task: Mapping[str, Runs], path: Path) -> None:
     """Write a PNG: a row for every task, with the loss against steps and against seconds. Needs matplotlib."""
@@ -446,27 +442,19 @@ def limit(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """The command line. steps: of the first-order methods; None: those of each task. png, json: files to write."""
-
-    steps: int | None = None
-    quick: bool = False
-    seed: int = 0
-    device: torch.device = torch.device("cpu")
-    png: Path | None = None
-    json: Path | None = None
-    progress: bool = True
-
-
 def missing_packages() -> list[str]:
     """The packages that the demo needs and that are not installed, by their names for pip."""
     return [package for module, package in NEEDED.items() if find_spec(module) is None]
 
 
-def run_demo(options: DemoOptions, console: Console) -> dict[str, Runs]:
-    """Train, print the results and write the files. Returns the runs by task and method."""
-    by_task: dict[str, Runs] = {}
+def run_demo(options: argparse.Namespace) -> None:
+    """Train, print the results and write the files. Raises CommandError before it trains, if it could not end."""
+    if missing := missing_packages():
+        raise CommandError(f"needs {' and '.join(missing)}: pip install 'kfac_fx[demo]'", status=1)
+    for path in (options.png, options.json):
+        if path is not None:
+            refuse_unwritable(path)
+    console, by_task = Console(), dict[str, Runs]()
     for task in tasks(options.device):
         console.rule(f"[bold]{task.name}")
         with one_thread():
@@ -482,13 +470,11 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Runs]:
         data = {name: results(runs) for name, runs in by_task.items()}
         options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", highlight=False)
-    if options.png is not None:
-        draw(by_task, options.png)
-        console.print(f"wrote {options.png}", highlight=False)
-    return by_task
+    draw(by_task, options.png)
+    console.print(f"wrote {options.png}", highlight=False)
 
 
-def compare(task: Task, options: DemoOptions, console: Console) -> Runs:
+def compare(task: Task, options: argparse.Namespace, console: Console) -> Runs:
     """Print the report of the task's model and train it with every method from the same start."""
     model = task.model(options.seed)
     net = compile_task(task, model)
@@ -496,7 +482,7 @@ def compare(task: Task, options: DemoOptions, console: Console) -> Runs:
     console.print()
     budget = options.steps or max(1, task.steps // (QUICK if options.quick else 1))
     runs = {}
-    with bars(console, options.progress) as shown_bars:
+    with bars(console, not options.no_progress) as shown_bars:
         for method, title in METHODS.items():
             steps = method_steps(method, budget)
             bar = shown_bars.add_task(title, total=steps, loss=float("nan"))
@@ -527,3 +513,40 @@ def bars(console: Console, shown: bool) -> Iterator[progress.Progress]:
         disable=not shown,
     ) as shown_bars:
         yield shown_bars
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises CommandError for a path that no file can be written to, before a program has run for minutes."""
+    if path.is_dir():
+        raise CommandError(f"{str(path)!r} is a folder: name a file in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise CommandError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CommandError(f"{str(path)!r} may not be written to")
+
+
+DEMO = Subcommand(
+    "demo",
+    run_demo,
+    "K-FAC beside SGD and AdamW on two small problems, in minutes",
+    "Train a deep autoencoder and a deep network without skips and norms with SGD and AdamW, whose learning rates are "
+    "tuned, and with K-FAC, which has no settings.",
+    [
+        [
+            argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them"),
+            argument("--quick", action="store_true", help=f"take 1/{QUICK} of the steps, to see whether it runs"),
+        ],
+        argument("--seed", type=seed, default=0, help="of the initial models and batches; default: %(default)s"),
+        DEVICE,
+        argument(
+            "--png",
+            type=Path,
+            metavar="FILE",
+            default=Path("kfac-fx-demo.png"),
+            help="the figure; default: %(default)s",
+        ),
+        argument("--json", type=Path, metavar="FILE", help="write the numbers of the tables to this file"),
+        argument("--no-progress", action="store_true", help="do not show progress bars"),
+    ],
+)

@@ -1,14 +1,13 @@
-"""`kfac-fx explain MODEL PARAMETER`: every use of one parameter, its block, and what to write for another.
+"""`kfac-fx explain` and `kfac-fx passes`: what the compiler did with a parameter, and with the graph in every pass.
 
 `match` keeps what fits and drops the rest without a word. A user whose parameter is generic asks for the rest: which
 layer did the library look for there, and what would have to be different? So the layers that match or nearly match at
 a place of the graph are listed, with the condition that each of the latter fails.
-
-`kfac-fx passes MODEL`: the captured graph, and the changes of every pass.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from kfac_fx.cli.problem import CommandError, Problem, failure
+from kfac_fx.cli.problem import PROBLEM, CommandError, Problem, Subcommand, argument, failure, read
 from kfac_fx.compiled.report import Report, factor_text
 from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.choose import lacking
@@ -351,3 +350,37 @@ def text(place: Any) -> str:
         return repr(place)
     operation = str(place.target) if place.op in ("get_attr", "placeholder") else op_name(place)
     return f"{operation} at {where(place)}"
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def print_explanation(options: argparse.Namespace) -> None:
+    print(explain(read(options).compiled().program, options.parameter))
+
+
+def print_passes(options: argparse.Namespace) -> None:
+    for program in passes(read(options), options.only):
+        print(program)
+
+
+EXPLAIN = Subcommand(
+    "explain",
+    print_explanation,
+    "every use of one parameter, its block, and what to write for another",
+    "Print every use of one parameter with its line and its layer, the layers that nearly match, the parameter's "
+    "Fisher block, and what to write for another one.",
+    [*PROBLEM, argument("parameter", metavar="PARAMETER", help="a name of model.named_parameters()")],
+    "example: kfac-fx explain mine.py:Net encoder.0.weight --input 2,64",
+)
+PASSES = Subcommand(
+    "passes",
+    print_passes,
+    "the captured graph of a model, and the changes of every pass",
+    "Print the captured graph of a model, and the lines that every pass of the compiler changes.",
+    [
+        *PROBLEM,
+        argument("--pass", dest="only", metavar="NAME", help="print the whole graph before and after this pass"),
+    ],
+    "example: kfac-fx passes mine.py:Net --input 2,64 --pass normalize",
+)

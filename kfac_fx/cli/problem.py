@@ -1,4 +1,6 @@
-"""The model, its example inputs, its data and its declarations, as the command line names them.
+"""A command and its arguments, and the problem that most commands take: a model, its inputs, data and declarations.
+
+The command line names a model in one of these ways:
 
     package.module:Net    a class, a function or a module of an installed package, or of the working folder
     path/to/file.py:Net   the same of a file
@@ -17,7 +19,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +57,40 @@ class CommandError(Exception):
         self.status = status
 
 
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """An argument of a command, as `argparse.ArgumentParser.add_argument` takes it."""
+    return names, settings
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """One command.
+
+    Attributes:
+        run: does it, with the options of the command line.
+        help, description, epilog: for the list of all commands, and for the page of this one.
+        arguments: in the order of the page; of those in a list, the command line may have one.
+    """
+
+    name: str
+    run: Callable[[argparse.Namespace], None]
+    help: str
+    description: str
+    arguments: Sequence[Argument | Sequence[Argument]]
+    epilog: str | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        for entry in self.arguments:
+            group = [entry] if isinstance(entry, tuple) else entry
+            target = parser if isinstance(entry, tuple) else parser.add_mutually_exclusive_group()
+            for names, settings in group:
+                target.add_argument(*names, **settings)
+        parser.set_defaults(command=self.run)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model with one batch of inputs, and the arguments of `kfac_fx.compile`."""
@@ -87,50 +123,6 @@ def failure(error: Exception) -> CommandError:
     by_words = (hint for words, hint in hints.items() if words in str(error))
     hint = next(by_words, LOSS_HINT if isinstance(error, kfac_fx.LossError) else "")
     return CommandError(f"{type(error).__name__}: {error}{hint}", status=1)
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments that name a problem."""
-    command.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
-    command.add_argument(
-        "--arg",
-        dest="arguments",
-        metavar="NAME=VALUE",
-        type=named_value,
-        action="append",
-        default=[],
-        help="an argument for the callable or the configuration, such as --arg width=64; repeat it for more",
-    )
-    command.add_argument(
-        "--input",
-        dest="inputs",
-        metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
-        type=example_input,
-        action="append",
-        default=[],
-        help="an example input, such as 2,3,224,224, ids=2,16:int64 (zeros) or 2,16:int64:1000 (random numbers below "
-        "1000); repeat it for every input",
-    )
-    command.add_argument(
-        "--inputs",
-        dest="file",
-        metavar="FILE",
-        type=Path,
-        help="example inputs that torch.save or numpy.savez wrote: a tensor, a tuple, or a dictionary by argument name",
-    )
-    command.add_argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
-    command.add_argument(
-        "--layer",
-        dest="layers",
-        metavar="FILE:NAME",
-        action="append",
-        default=[],
-        help="a layer that kfac_fx.layer declares, such as mine.py:circulant; repeat it for more",
-    )
-    command.add_argument("--strict", action="store_true", help="fail if a parameter has no structured block")
-    mode = command.add_mutually_exclusive_group()
-    mode.add_argument("--train-mode", dest="training", action="store_const", const=True, help="call model.train()")
-    mode.add_argument("--eval-mode", dest="training", action="store_const", const=False, help="call model.eval()")
 
 
 def read(options: argparse.Namespace) -> Problem:
@@ -392,3 +384,73 @@ def arrays_of(path: Path) -> Any:
     named = {name: torch.from_numpy(loaded[name]) for name in loaded.files}
     unnamed = [named[f"arr_{number}"] for number in range(len(named)) if f"arr_{number}" in named]
     return unnamed if len(unnamed) == len(named) else named
+
+
+def step_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def device(text: str) -> torch.device:
+    """A device of this machine."""
+    try:
+        result = torch.device(text)
+        torch.empty(0, device=result)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"no device {text!r}: {reason}") from None
+    if result.type == "meta":
+        raise argparse.ArgumentTypeError("the meta device has no values to train")
+    return result
+
+
+# --- arguments that several commands have -----------------------------------------------------------------------------
+
+LOSS = argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
+DEVICE = argument(
+    "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
+)
+PROBLEM: tuple[Argument | Sequence[Argument], ...] = (  # that `read` reads
+    argument("model", metavar="MODEL", help=MODEL_FORMS),
+    argument(
+        "--arg",
+        dest="arguments",
+        metavar="NAME=VALUE",
+        type=named_value,
+        action="append",
+        default=[],
+        help="an argument for the callable or the configuration, such as --arg width=64; repeat it for more",
+    ),
+    argument(
+        "--input",
+        dest="inputs",
+        metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
+        type=example_input,
+        action="append",
+        default=[],
+        help="an example input, such as 2,3,224,224, ids=2,16:int64 (zeros) or 2,16:int64:1000 (random numbers below "
+        "1000); repeat it for every input",
+    ),
+    argument(
+        "--inputs",
+        dest="file",
+        metavar="FILE",
+        type=Path,
+        help="example inputs that torch.save or numpy.savez wrote: a tensor, a tuple, or a dictionary by argument name",
+    ),
+    LOSS,
+    argument(
+        "--layer",
+        dest="layers",
+        metavar="FILE:NAME",
+        action="append",
+        default=[],
+        help="a layer that kfac_fx.layer declares, such as mine.py:circulant; repeat it for more",
+    ),
+    argument("--strict", action="store_true", help="fail if a parameter has no structured block"),
+    [
+        argument("--train-mode", dest="training", action="store_const", const=True, help="call model.train()"),
+        argument("--eval-mode", dest="training", action="store_const", const=False, help="call model.eval()"),
+    ],
+)

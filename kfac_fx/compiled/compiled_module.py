@@ -1,30 +1,31 @@
-"""The module that `kfac_fx.compile` returns: a model that can record its Fisher statistics."""
+"""A compiled module: a model that can record its Fisher statistics, and the optimizer that is told of its forwards.
+
+A module that is compiled in place takes the calls of its model, as `nn.Module.compile` does: the model stays the object
+that users and trainers call, and copies of it have the plain call. kfac_fx calls the model itself, too, to capture it,
+to compare it with its graph and to compute its outputs. Those calls run as they are, inside of `running`.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sized
-from functools import partial
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiled.layer_collection import CapturedModel, LayerCollection
-from kfac_fx.compiled.replaced_call import (
-    OUTSIDE,
-    ForwardListener,
-    is_running,
-    running,
-    runs_the_model,
-    with_signature_of,
-)
+from kfac_fx.compiled.captured_model import CapturedModel
+from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.report import Report, fallbacks
-from kfac_fx.linalg.arguments import refuse_other_parameters
 from kfac_fx.linalg.matrices import products_are_full
+from kfac_fx.linalg.sharded import Shard
 from kfac_fx.losses.spec import LossSpec, replaced
-from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
+from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError, nearest
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
@@ -35,6 +36,58 @@ from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
 from kfac_fx.recording.model_checks import averages_gradients, unwrapped
 from kfac_fx.recording.moments import Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
+
+RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())  # the models that kfac_fx runs itself
+OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+@runtime_checkable
+class ForwardListener(Protocol):
+    """An optimizer, which a compiled module tells about its forwards."""
+
+    def forgetting_on_error(self) -> AbstractContextManager[None]:
+        """Entered around every forward in training mode with gradients enabled, which may raise."""
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called before every forward in training mode with gradients enabled.
+
+        Returns the outputs, or None if the model is to compute them.
+        """
+
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Called after every such forward, with the outputs that the user gets."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Called after the gradients of the module are zeroed."""
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[None]:
+    """Calls of the model inside are no calls of the user."""
+    token = RUNNING.set(RUNNING.get() | {id(model)})
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
+
+
+def is_running(model: nn.Module) -> bool:
+    return id(model) in RUNNING.get()
+
+
+def runs_the_model(
+    method: Callable[Concatenate[CompiledModule, P], ResultT],
+) -> Callable[Concatenate[CompiledModule, P], ResultT]:
+    """Decorate a method that calls the model itself; see `running`."""
+
+    @functools.wraps(method)
+    def inside(self: CompiledModule, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        with running(self.model):
+            return method(self, *args, **kwargs)
+
+    return inside
 
 
 class CompiledModule(nn.Module):
@@ -185,7 +238,9 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.recorder.Recorder.record`; `args` and `kwargs` are those of forward.
         """
-        record = partial(Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options)
+        record = functools.partial(
+            Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
+        )
         return self.captures.run(args, kwargs, record)
 
     @runs_the_model
@@ -397,3 +452,37 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"kfac_fx.compile({self.model!r})"
+
+
+def with_signature_of(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function `forward(self, ...)` with the signature of the model's forward, which tells trainers the inputs."""
+
+    @functools.wraps(forward)
+    def with_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of a forward that is no Python function
+        return forward
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    arguments = [argument for name, argument in signature.parameters.items() if name != "self"]
+    cast(Any, with_signature).__signature__ = signature.replace(parameters=[itself, *arguments])
+    return with_signature
+
+
+def refuse_other_parameters(parameters: Any, model: nn.Module) -> None:
+    """Raises TypeError unless these are tensors by name, ValueError for names that the model's parameters lack."""
+    if not isinstance(parameters, Mapping):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; it must be a dict of tensors by parameter name, as in "
+            "dict(net.named_parameters()), or {} for the model's own"
+        )
+    if others := [name for name, value in parameters.items() if not isinstance(value, Tensor | Shard)]:
+        raise TypeError(f"parameters has values that are no tensors: {', '.join(map(repr, others))}")
+    names = {name for name, _ in model.named_parameters()}
+    if unknown := [name for name in parameters if name not in names]:
+        raise ValueError(
+            f"parameters has names that are not in net.named_parameters(): {', '.join(map(repr, unknown))}."
+            + nearest(unknown[0], names)
+        )

@@ -1,35 +1,40 @@
-"""`kfac_fx.compile`: from a model to a module of the same signature that can record its Fisher statistics."""
+"""`kfac_fx.compile` and `kfac_fx.capture`: their arguments, checked, and the model, made ready for a capture.
+
+`compile` returns a module of the same signature that can record its Fisher statistics. `capture` returns one graph, to
+register its layers by hand in a LayerCollection, which `compile` takes in the place of a model.
+"""
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from kfac_fx.compiled.captured_model import CapturedModel
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.layer_collection import LayerCollection
-from kfac_fx.linalg.arguments import (
-    a_flag,
-    refuse_other_approximations,
-    refuse_other_inputs,
-    refuse_other_layers,
-    refuse_other_limit,
-    refuse_other_links,
-    refuse_other_models,
-    refuse_unfit_names,
-)
+from kfac_fx.compiled.names import as_written
+from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.losses.spec import loss_from
-from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.passes.errors import ApproximationError, LayerError, LinkError, RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
+from kfac_fx.passes.pipeline import CAPTURED, run
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.backends import COMPILE_BACKENDS
 from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import refuse_compiled, refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.recording.taps import read_sampling
 
-DENSE_LIMIT = 4096
+DENSE_LIMIT = Options.dense_limit
+ONE_GRAPH = (
+    "A LayerCollection is registered on the nodes of one graph. kfac_fx.compile captures such a model in parts: say "
+    "there what you would register by hand, with approximations=..., linked=... and layers=...."
+)
 
 
 def compile(
@@ -106,13 +111,11 @@ def compile(
 
     Each error names all culprits.
     """
-    refuse_inference_mode("a model is compiled")
-    refuse_other_inputs(example_inputs, example_kwargs)
     for option, flag in {"strict": strict, "verify": verify, "in_place": in_place}.items():
         a_flag(option, flag)
-    if backend not in COMPILE_BACKENDS:
-        names = ", ".join(COMPILE_BACKENDS)
-        raise ValueError(f"backend={backend!r} is none of {names}.{nearest(backend, COMPILE_BACKENDS)}")
+    choice("backend", backend, COMPILE_BACKENDS)
+    refuse_inference_mode("a model is compiled")
+    refuse_other_inputs(example_inputs, example_kwargs)
     if isinstance(model, LayerCollection):
         of_collection = {
             "example_inputs": example_inputs,
@@ -138,44 +141,28 @@ def compile(
             "variables are for a LayerCollection; of a model, every parameter is registered that is not frozen with "
             "requires_grad_(False)"
         )
-    refuse_other_models(model, "kfac_fx.compile")
-    wrapper, model = model, unwrapped(model)
-    refuse_compiled(model, "kfac_fx.compile")
-    refuse_unfit(model)
-    refuse_unfit_names(model)
-    refuse_other_approximations(approximations, model)
-    refuse_other_limit(dense_limit)
-    refuse_other_links(linked, model)
+    inside, options, declared = prepared(model, "kfac_fx.compile", layers, dense_limit)
+    refuse_other_approximations(approximations, inside)
+    refuse_other_links(linked, inside)
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
-    options = Options(
+    options = replace(
+        options,
         linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},
         approximations=approximations or {},
         strict=strict,
         loss_given=loss is not None,
         batch_dim=read_batch_dim(batch_dim),
-        modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},
-        dense_limit=dense_limit,
         sampling=read_sampling(sub_sample_inputs, sub_sample_patches),
     )
     arguments = CompileArguments(
         options,
-        collect(*LAYERS.values(), *refuse_other_layers(layers)),
+        declared,
         None if loss is None else loss_from(loss),
         verify,
         backend,
         padding_mask=padding_mask,
     )
-    return CompiledModule(model, arguments, example_inputs, example_kwargs, wrapper=wrapper, in_place=in_place)
-
-
-def read_batch_dim(dim: Any) -> int | None:
-    """Raises RegistrationError for anything but a dimension."""
-    if dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0):
-        return dim
-    raise RegistrationError(
-        f"batch_dim is {dim!r}; it must be the number of a dimension of the inputs, counted from 0, as in batch_dim=1 "
-        "for [positions, cases, features]"
-    )
+    return CompiledModule(inside, arguments, example_inputs, example_kwargs, wrapper=model, in_place=in_place)
 
 
 def compiled_collection(
@@ -197,6 +184,165 @@ def compiled_collection(
     arguments = CompileArguments(
         captured.program.options, collection.layers, collection.registered_losses, verify, backend, collection.on
     )
-    net = CompiledModule(captured.model, arguments, captured.args, captured.kwargs, captured.capture, in_place=in_place)
+    net = CompiledModule(
+        captured.model,
+        arguments,
+        captured.args,
+        captured.kwargs,
+        captured.capture,
+        wrapper=captured.wrapper,
+        in_place=in_place,
+    )
     net._collection, collection.finalized = collection, True
     return net
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[Layer] = (),
+    dense_limit: int = DENSE_LIMIT,
+) -> CapturedModel:
+    """Capture a model as one graph, to register its layers in a `LayerCollection`.
+
+    Args:
+        model: the model, also in a wrapper of data parallelism or torch.compile. Its parameters stay the same objects,
+            and have the names of the module inside.
+        example_inputs, example_kwargs: inputs to capture with, a tuple or one tensor. Without them torch.fx traces the
+            model symbolically, if the model allows it.
+        layers: the user's own layer declarations, see `kfac_fx.layer`.
+        dense_limit: `auto_register_layers` makes a factor side that is wider than this block-diagonal.
+
+    Raises UntraceableError if no single graph holds the model, LayerError for declarations that contradict others,
+    RegistrationError for a compiled module and for a model with compiled submodules.
+    """
+    refuse_inference_mode("a model is captured")
+    refuse_other_inputs(example_inputs, example_kwargs)
+    inside, options, declared = prepared(model, "kfac_fx.capture", layers, dense_limit)
+    args = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    options = replace(
+        options, loss_given=True, strict=True
+    )  # a registration by hand that the proof refutes is an error
+    try:
+        traced = trace_model(inside, args, example_kwargs, options=options, layers=declared)
+    except UntraceableError as error:
+        raise UntraceableError(f"{error}\n{ONE_GRAPH}") from error
+    return CapturedModel(inside, traced, run(traced.program, CAPTURED), args, dict(example_kwargs or {}), model)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def prepared(
+    model: nn.Module, by: str, layers: Sequence[Layer], dense_limit: int
+) -> tuple[nn.Module, Options, dict[str, Layer]]:
+    """(the module inside of wrappers, the options that all captures of it have, all layers by name).
+
+    by: the function that takes the model.
+
+    Raises TypeError for anything but a module, UntraceableError for one that no capture can do anything with,
+    RegistrationError for a compiled one and for another limit, LayerError for other layers.
+    """
+    refuse_other_models(model, by)
+    model = unwrapped(model)
+    refuse_compiled(model, by)
+    refuse_unfit(model)
+    refuse_unfit_names(model)
+    refuse_other_limit(dense_limit)
+    modules = {name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name}
+    return (
+        model,
+        Options(modules=modules, dense_limit=dense_limit),
+        collect(*LAYERS.values(), *refuse_other_layers(layers)),
+    )
+
+
+def refuse_other_models(model: Any, by: str) -> None:
+    """Raises TypeError for anything but a module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"{by} takes a torch.nn.Module, and got the class: write {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{by} takes a torch.nn.Module, not a {type(model).__name__}")
+
+
+UNFIT = "\"'\\\n\r\0"  # characters that generated code does not quote
+
+
+def refuse_unfit_names(model: nn.Module) -> None:
+    """Raises UntraceableError for names of modules and parameters that torch cannot write into the code of a graph.
+
+    Quotes in a name would be executed as code.
+    """
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    unfit = [
+        name
+        for name in dict.fromkeys(names)
+        if any(c in UNFIT for c in name) or any(map(keyword.iskeyword, name.split(".")))
+    ]
+    if unfit:
+        raise UntraceableError(
+            f"torch cannot write these names into the code of a graph: {', '.join(map(ascii, unfit))}.\n"
+            "Rename the modules and parameters, without quotes, backslashes, line breaks and keywords of Python."
+        )
+
+
+def refuse_other_inputs(args: Any, kwargs: Any) -> None:
+    """Raises TypeError unless these are the arguments of a call: several or one tensor, and some by name."""
+    if args is not None and not isinstance(args, (tuple, list, Tensor)):
+        wanted = "example_kwargs={'x': x} for arguments by name" if isinstance(args, Mapping) else "(x,) for one tensor"
+        raise TypeError(f"example_inputs is a {type(args).__name__}; it must be a tuple: write {wanted}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"example_kwargs is a {type(kwargs).__name__}; it must be a dict, as in {{'mask': mask}}")
+
+
+def refuse_other_layers(layers: Any) -> list[Any]:
+    """The layers. Raises LayerError unless there are several; what they are is checked where they are collected."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        kind = type(layers).__name__
+        raise LayerError(f"layers takes a list of layers that @kfac_fx.layer(...) declares, and got a {kind}")
+    return list(layers)
+
+
+def refuse_other_approximations(approximations: Any, model: nn.Module) -> None:
+    """Raises ApproximationError unless this is {name or class: approximation}."""
+    if approximations is None:
+        return
+    if not isinstance(approximations, Mapping):
+        raise ApproximationError(
+            'approximations takes {name of a parameter or a module: approximation}, as in approximations={"*": '
+            f'"diagonal"}}, and got {approximations!r}'
+        )
+    if wrong := [key for key in approximations if not isinstance(key, (str, type))]:
+        raise ApproximationError(
+            f"the keys of approximations are names or classes of modules: {as_written(wrong, model)}"
+        )
+
+
+def refuse_other_links(linked: Any, model: nn.Module) -> None:
+    """Raises LinkError unless these are groups of names; a key of a mapping may be one name."""
+    groups = list(linked) if isinstance(linked, Iterable) and not isinstance(linked, (str, Tensor)) else [linked]
+    groups = [(group,) if isinstance(group, str) and isinstance(linked, Mapping) else group for group in groups]
+    if wrong := [group for group in groups if isinstance(group, (str, Tensor)) or not isinstance(group, Iterable)]:
+        kind = "names" if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
+        raise LinkError(f'linked takes groups of names, as in linked=[("fc.weight", "fc.bias")], not {kind}')
+    members = [member for group in groups for member in group]
+    if wrong := [member for member in members if not isinstance(member, str)]:
+        raise LinkError(f"linked takes groups of names: {as_written(wrong, model)}")
+
+
+def refuse_other_limit(limit: Any) -> None:
+    """Raises RegistrationError unless the width of a factor is a whole number, at least 1."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise RegistrationError(f"dense_limit is {limit!r}; it must be a whole number of columns, at least 1")
+
+
+def read_batch_dim(dim: Any) -> int | None:
+    """Raises RegistrationError for anything but a dimension."""
+    if dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0):
+        return dim
+    raise RegistrationError(
+        f"batch_dim is {dim!r}; it must be the number of a dimension of the inputs, counted from 0, as in batch_dim=1 "
+        "for [positions, cases, features]"
+    )

@@ -1,9 +1,7 @@
-"""`FisherEstimator`: the Fisher matrix of a compiled module, estimated batch by batch.
+"""The Fisher matrix of a compiled module, estimated batch by batch, and the batch that is taken into it next.
 
-The batch that the next fold takes into the factors: sums of micro-batches, added up over processes.
-
-Statistics are sums over cases, so those of the whole batch are the sums over micro-batches and processes, and only
-these are sent.
+Statistics are sums over cases, so those of a whole batch are the sums over its micro-batches and over processes, and
+only these are sent.
 """
 
 from __future__ import annotations
@@ -12,14 +10,16 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiler import compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
-from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
+from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.divided import DividedGroup
 from kfac_fx.fisher.groups import BlockGroup
@@ -30,11 +30,9 @@ from kfac_fx.linalg.arguments import (
     a_seed,
     a_share,
     a_weight,
-    check_variables,
     finite_numbers,
     not_negative,
     optional,
-    refuse_other_variables,
     whole_number,
     wrong_value,
 )
@@ -186,25 +184,6 @@ def with_symmetric(
 # --- the estimator ----------------------------------------------------------------------------------------------------
 
 
-class Net(CaseNet, Protocol):
-    """The part of a compiled module that an estimator uses."""
-
-    @property
-    def registrations(self) -> tuple[Registration, ...]: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def record(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        mode: str,
-        targets: Any,
-        fraction: float,
-        generator: torch.Generator | None,
-        **options: Any,
-    ) -> Moments: ...
-
-
 class FisherEstimator(BlockDiagonalFisher):
     """A running estimate of the Fisher matrix of `net`'s parameters, the mean over cases.
 
@@ -223,7 +202,7 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def __init__(
         self,
-        net: Net | LayerCollection,
+        net: CompiledModule | LayerCollection,
         *,
         variables: Iterable[Any] | None = None,
         cov_ema_decay: float = 0.95,
@@ -315,7 +294,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.params_stats: dict[str, Tensor] = {}
         self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
-        self.net: Net = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
+        self.net: CompiledModule = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
         if collection is not None:
             collection.estimator = self
 
@@ -514,11 +493,27 @@ class FisherEstimator(BlockDiagonalFisher):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ModelSpectrum:
-        """As of `BlockDiagonalFisher`; it can also correct its eigenvalues and score examples, see `ModelSpectrum`."""
-        spectrum = super().spectrum(scale=scale, damping=damping, dtype=dtype, device=device)
-        return ModelSpectrum(
-            spectrum.systems, spectrum.shapes, scale, spectrum.damping, net=self.net, mode=self.estimation_mode
-        )
+        """s F + δ I by the eigenvectors of the present factors: powers, determinants, diagonals and samples, for any s
+        and δ.
+
+        It decomposes all factors once and does not need `update_inverses`. The damping is not split between the sides.
+        The result can also correct its eigenvalues and score examples, see `ModelSpectrum`.
+
+        Args:
+            scale: s; the number of training cases for the precision of a Laplace approximation.
+            damping: δ, see `Spectrum`; None: λ.
+            dtype: the precision of the decompositions, such as torch.float64; the results have that of the factors.
+                None: that of the factors, and float64 for factors whose decomposition fails.
+            device: where they are computed, such as "cpu" for want of memory; None: where the factors are.
+
+        Raises:
+            FactorNotReady: there was no first update.
+            ValueError: another dtype, or a device that is not there.
+            ApproximationError: a series is too wide to be dense.
+        """
+        systems = self._systems(dtype, device)
+        damping = self.damping.clone() if damping is None else damping
+        return ModelSpectrum(systems, self._shapes, scale, damping, net=self.net, mode=self.estimation_mode)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""

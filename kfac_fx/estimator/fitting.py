@@ -15,21 +15,21 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
-from kfac_fx.estimator.model_spectrum import CaseNet, ModelSpectrum
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import as_batch, digest_of
-from kfac_fx.fisher.block import make_groups
+from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
-from kfac_fx.linalg.arguments import check_variables
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
@@ -40,16 +40,7 @@ from kfac_fx.recording.moments import Key
 VALUES = "values"
 
 
-class DescribedNet(CaseNet, Protocol):
-    """The part of a compiled module that a manifest describes."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def registrations(self) -> tuple[Registration, ...]: ...
-
-
-def manifest_of(net: DescribedNet, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
+def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
     """The description of a folder's files. settings: how they were made, which a resumed run must share."""
     registrations = list(registrations)
     parameters = dict(net.model.named_parameters())
@@ -60,7 +51,7 @@ def manifest_of(net: DescribedNet, registrations: Iterable[Registration], mode: 
         "mode": mode,
         "parameters": {name: list(parameters[name].shape) for name in owners},
         "blocks": {
-            ",".join(registration.parameters): {
+            key_text(registration.parameters): {
                 "file": f"block-{number:05}.safetensors",
                 "approximation": registration.approximation,
                 "sides": list(registration.blocks),
@@ -77,7 +68,7 @@ def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) ->
         for index, registration in enumerate(system.group.registrations):
             operators = system.group.operators_of(index, system.operators)
             tensors = {VALUES: system.values[index], **{f"operator {n}": op for n, op in enumerate(operators)}}
-            path = folder / manifest["blocks"][",".join(registration.parameters)]["file"]
+            path = folder / manifest["blocks"][key_text(registration.parameters)]["file"]
             part = path.with_suffix(".part")
             save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, part)
             os.replace(part, path)
@@ -86,7 +77,7 @@ def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) ->
 def is_written(folder: Path, manifest: Manifest, registrations: Iterable[Registration]) -> bool:
     """Whether the files of all these blocks are there."""
     blocks = manifest["blocks"]
-    return all((folder / blocks[",".join(block.parameters)]["file"]).is_file() for block in registrations)
+    return all((folder / blocks[key_text(block.parameters)]["file"]).is_file() for block in registrations)
 
 
 def read_systems(
@@ -94,9 +85,8 @@ def read_systems(
 ) -> list[System]:
     """The systems of these blocks. Raises FileNotFoundError with all files that are missing, ValueError for tensors of
     other shapes than the blocks have."""
-    files = {
-        block.parameters: folder / manifest["blocks"][",".join(block.parameters)]["file"] for block in registrations
-    }
+    blocks = manifest["blocks"]
+    files = {block.parameters: folder / blocks[key_text(block.parameters)]["file"] for block in registrations}
     if missing := [path.name for path in files.values() if not path.is_file()]:
         raise FileNotFoundError(
             f"{len(missing)} of {len(files)} blocks are missing in {str(folder)!r}, the first is {missing[0]}. The run "
@@ -132,13 +122,13 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     Raises ValueError if the folder holds another spectrum.
     """
     folder = Path(folder)
-    manifest = manifest_of(spectrum.net, spectrum.registrations, spectrum.mode, case=spectrum.case)  # type: ignore[arg-type]
+    manifest = manifest_of(spectrum.net, spectrum.registrations, spectrum.mode, case=spectrum.case)
     write_manifest(folder, manifest)
     write_blocks(folder, manifest, spectrum.systems)
 
 
 def load_spectrum(
-    net: DescribedNet, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
+    net: CompiledModule, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
 ) -> ModelSpectrum:
     """Load a spectrum that `save_spectrum` or `fit_spectrum` wrote for the same model.
 
@@ -150,8 +140,7 @@ def load_spectrum(
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    names = {name for block in manifest["blocks"] for name in block.split(",")}
-    registrations = [block for block in net.registrations if names & set(block.parameters)]
+    registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
     here = manifest_of(net, registrations, manifest["mode"])
     settings = {name: value for name, value in manifest.items() if name not in here}
     refuse_other(folder, manifest, here | settings)

@@ -9,32 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_fx.estimator.queries import Queries, as_batch
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.names import check_variables
+from kfac_fx.estimator.queries import Queries, as_batch, in_order
 from kfac_fx.fisher.spectrum import Relative, Spectrum, System
-from kfac_fx.linalg.arguments import check_variables
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
 from kfac_fx.losses.sources import Measurement
-from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.moments import Key
 
 CASE_KINDS = ("row", "position", "sequence")
-
-
-class CaseNet(Protocol):
-    """The part of a compiled module that records the gradients of single cases."""
-
-    def record_cases(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
-    ) -> Counts: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,7 +43,7 @@ class ModelSpectrum(Spectrum):
         case: the kind of case of the eigenvalues; None: they are those of the factors.
     """
 
-    net: CaseNet = field(kw_only=True)
+    net: CompiledModule = field(kw_only=True)
     mode: str = field(default="empirical", kw_only=True)
     case: str | None = field(default=None, kw_only=True)
 
@@ -83,9 +76,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError for an unknown case or mode, and if there are no batches.
         """
-        if case not in CASE_KINDS:
-            known = ", ".join(map(repr, CASE_KINDS))
-            raise ValueError(f"unknown case {case!r}; known are {known}.{nearest(case, CASE_KINDS)}")
+        choice("case", case, CASE_KINDS)
         totals = {key: torch.zeros_like(system.values[index]) for key, (system, index) in self.places().items()}
         number = 0
 
@@ -230,11 +221,7 @@ class ModelSpectrum(Spectrum):
                 parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
         self.record(batch, keep, measurement)
-        matrices = {
-            key: torch.cat([part for _, part in sorted(parts[key], key=lambda pair: pair[0])])
-            for key in self.keys
-            if key in parts
-        }
+        matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
         kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
         return Queries(kept, self.record)
 
@@ -246,8 +233,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError if an eigenvalue of s F + δ I is zero.
         """
-        if by not in ("sum", "block"):
-            raise ValueError(f"self-scores are by 'sum' or 'block', got by={by!r}.")
+        choice("by", by, ("sum", "block"))
         self.refuse_singular()
         weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
         scores: dict[Key, list[tuple[int, Tensor]]] = {}
@@ -259,9 +245,7 @@ class ModelSpectrum(Spectrum):
 
         counts = self.record(batch, add, measurement)
         by_block = {
-            key: torch.cat([part for _, part in sorted(scores[key], key=lambda pair: pair[0])])
-            if key in scores
-            else weights[key].new_zeros(counts.examples)
+            key: in_order(scores[key]) if key in scores else weights[key].new_zeros(counts.examples)
             for key in self.keys
         }
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)

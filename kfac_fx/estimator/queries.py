@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from kfac_fx.estimator.manifests import FORMAT, digest, write_manifest
+from kfac_fx.fisher.block import key_text
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.sources import Measurement
-from kfac_fx.passes.errors import nearest
 from kfac_fx.recording import case_gradients
 from kfac_fx.recording.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.recording.case_recorder import Consumer, Counts
@@ -125,9 +126,7 @@ class Queries:
 
         Raises ValueError for another `by`, and for "position" if the blocks have different numbers of positions.
         """
-        if by not in BY:
-            raise ValueError(f"unknown by={by!r}; known are {', '.join(map(repr, BY))}.{nearest(by, BY)}")
-        if by == "position":
+        if choice("by", by, BY) == "position":
             return self.scores_by_position(batch, measurement)
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
@@ -137,7 +136,7 @@ class Queries:
 
         counts = self.record(batch, add, measurement)
         zeros = torch.zeros(len(self), counts.examples)
-        by_block = {key: in_order(parts[key]) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
+        by_block = {key: in_order(parts[key], 1) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
     def scores_of_all(
@@ -161,7 +160,7 @@ class Queries:
             )
         path = None if folder is None else Path(folder)
         if path is not None:
-            norms = {",".join(key): float(self.like(key).double().norm()) for key in self.matrices}
+            norms = {key_text(key): float(self.like(key).double().norm()) for key in self.matrices}
             told = None if measurement is None else digest(measurement)
             write_manifest(path, {"format": FORMAT, "queries": len(self), "norms": norms, "measurement": told})
         number = len(batches) if isinstance(batches, Sized) else 0
@@ -220,6 +219,6 @@ class Queries:
         return torch.stack([product for products in parts.values() for product in products]).sum(0)
 
 
-def in_order(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """Scores [Q, n] of some examples each, joined in the order of their first examples."""
-    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim=1)
+def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:
+    """Results for some examples each, along `dim`, joined in the order of their first examples."""
+    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)

@@ -20,7 +20,7 @@ from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.fisher.divided import DividedForm, DividedGroup, divided_forms
 from kfac_fx.fisher.factor import Factor
 from kfac_fx.fisher.groups import BlockGroup, Failures, Inverter
-from kfac_fx.fisher.spectrum import Damping, Spectrum, System
+from kfac_fx.fisher.spectrum import System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards, unsharded
@@ -163,6 +163,11 @@ class Blocks(dict[Key, BlockOperator]):
             f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in\n"
             + "\n".join(f"  {block!r}" for block in (meant or list(self))[:8])
         )
+
+
+def key_text(key: Key) -> str:
+    """The key of a block as states, folders and metrics name it. Names of pieces have commas, too: `w[:, 0:2]`."""
+    return ",".join(key)
 
 
 class Owners(Protocol):
@@ -501,36 +506,12 @@ class BlockDiagonalFisher(Operator):
         return frozenset(n for of_group in owners if not any(name in names for name in of_group) for n in of_group)
 
     @torch.no_grad()
-    def spectrum(
-        self,
-        *,
-        scale: float | Tensor = 1.0,
-        damping: Damping | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Spectrum:
-        """s F + δ I by the eigenvectors of the present factors: powers, determinants, diagonals and samples, for any s
-        and δ.
-
-        It decomposes all factors once and does not need `update_inverses`. The damping is not split between the sides.
-
-        Args:
-            scale: s; the number of training cases for the precision of a Laplace approximation.
-            damping: δ, see `Spectrum`; None: λ.
-            dtype: the precision of the decompositions, such as torch.float64; the results have that of the factors.
-                None: that of the factors, and float64 for factors whose decomposition fails.
-            device: where they are computed, such as "cpu" for want of memory; None: where the factors are.
-
-        Raises:
-            FactorNotReady: there was no first update.
-            ValueError: another dtype, or a device that is not there.
-            ApproximationError: a series is too wide to be dense.
-        """
+    def _systems(self, dtype: torch.dtype | None, device: torch.device | str | None) -> list[System]:
+        """The eigensystems of the present factors, group by group; see `FisherEstimator.spectrum`."""
         if dtype not in (None, torch.float32, torch.float64):
             raise wrong_value("dtype", dtype, "be torch.float32 or torch.float64")
         optional(a_device, "device", device)
-        systems = [System.of(group, dtype, device) for group in self.groups]
-        return Spectrum(systems, self._shapes, scale, self.damping.clone() if damping is None else damping)
+        return [System.of(group, dtype, device) for group in self.groups]
 
     # --- products ---------------------------------------------------------------------------------------------------
 
@@ -632,7 +613,7 @@ class BlockDiagonalFisher(Operator):
         """All tensors by readable names, sharing memory, without statistics that are accumulated but not yet folded."""
         state = {"damping": self._damping}
         for key, block in self.blocks.items():
-            state |= {f"{','.join(key)}/{name}": tensor for name, tensor in block.state().items()}
+            state |= {f"{key_text(key)}/{name}": tensor for name, tensor in block.state().items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -642,9 +623,9 @@ class BlockDiagonalFisher(Operator):
         for name, tensor in BlockDiagonalFisher.state_dict(self).items():
             tensor.copy_(state[name])
         for key, block in self.blocks.items():
-            block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()
+            block.group.updated, block.group.inverted = state[f"{key_text(key)}/ready"].tolist()
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the names or shapes of a state are not those of this estimator."""
-        elsewhere = tuple(f"{','.join(key)}/" for key, block in self.blocks.items() if not block.group.here)
+        elsewhere = tuple(f"{key_text(key)}/" for key, block in self.blocks.items() if not block.group.here)
         refuse_other_state(state, self.state_dict(), elsewhere, divided=self.owners is not None)

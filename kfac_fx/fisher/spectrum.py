@@ -58,7 +58,7 @@ class System:
 
     @staticmethod
     def of(group: BlockGroup, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> System:
-        """Decompose a group. dtype, device: of the decompositions, see `BlockDiagonalFisher.spectrum`.
+        """Decompose a group. dtype, device: of the decompositions, see `FisherEstimator.spectrum`.
 
         Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
         group.check_whole()

@@ -14,6 +14,7 @@ multiple of that loss's own gradient, the multiple is the factor of the trained 
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.compiled.replaced_call import callers
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
@@ -663,3 +663,12 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
 def scale_of_caller() -> float:
     """The loss scale of the GradScaler whose `step` called, which has divided the gradients by it; 1 without one."""
     return next((float(caller.get_scale()) for caller in callers() if isinstance(caller, torch.amp.GradScaler)), 1.0)
+
+
+def callers() -> Iterator[Any]:
+    """The `self` of every frame above, from the nearest on."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.sharded import shard
@@ -192,7 +193,7 @@ class Metrics:
         for group in groups:
             for side, numbers in condition_numbers(group).items():
                 for registration, number in zip(group.registrations, numbers.tolist(), strict=True):
-                    each[f"condition/{','.join(registration.parameters)}/{side}"] = number
+                    each[f"condition/{key_text(registration.parameters)}/{side}"] = number
                     by_factor.setdefault(f"condition/{side.factor}", []).append(number)
         largest: dict[str, Tensor | float] = {
             name: max((number for number in numbers if not math.isnan(number)), default=math.nan)

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.placement import BlockOwners
-from kfac_fx.linalg.arguments import one_element, positive, takes
+from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.replicas import Replicas
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.eigen_moments import new_extras, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.options import KFACOptions, takes
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.stand_in import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.state import check_state, publish, restore

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from kfac_fx.linalg.arguments import (
     a_flag,
-    a_grad_scaler,
     a_process_group,
-    a_rate,
     a_seed,
     a_share,
     a_weight,
-    either,
+    choice,
     finite,
     not_negative,
-    one_of,
     positive,
     whole_number,
 )
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.rules import NEW_STATES, DampingRule, FirstOrder, new_velocity
+from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.model_checks import compiled
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
@@ -45,8 +44,30 @@ DEFAULTS = {  # of options that are None, by momentum type; "" for all others th
 }
 
 
+def a_rate(name: str, value: Any) -> None:
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
+        )
+    not_negative(name, value)
+
+
+def a_grad_scaler(name: str, value: Any) -> None:
+    if not callable(getattr(value, "get_scale", None)):
+        raise ValueError(f"{name} is {value!r}; it must be a torch.amp.GradScaler")
+
+
 def a_mode(name: str, value: Any) -> None:
     check_mode(value)
+
+
+def in_any_case(known: Sequence[str]) -> Callable[[str, Any], None]:
+    """A check of a name that may be written in capitals."""
+
+    def check(name: str, value: Any) -> None:
+        choice(name, value.lower() if isinstance(value, str) else value, known)
+
+    return check
 
 
 def of_first_order(name: str, value: Any) -> None:
@@ -139,7 +160,7 @@ class KFACOptions:
     _: KW_ONLY
     damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = None
-    momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
+    momentum_type: Annotated[str | None, in_any_case(MOMENTUM_TYPES)] = None
     second_moment_decay: Annotated[float | None, a_weight] = None
     eigenvalue_exponent: Annotated[float | None, a_weight] = None
     relative_damping: Annotated[float | None, positive] = None
@@ -149,7 +170,7 @@ class KFACOptions:
     overhead: Annotated[float | None, positive] = None
     num_burnin_steps: Annotated[int, whole_number(0, STEPS)] = 0
     norm_constraint: Annotated[float | None, positive] = None
-    norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
+    norm_constraint_form: Annotated[str, functools.partial(choice, known=("update", "gradient"))] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: Annotated[bool, a_flag] = False
     update_damping_immediately: Annotated[bool, a_flag] = True
@@ -164,12 +185,12 @@ class KFACOptions:
     estimation_mode: Annotated[str, a_mode] = "gradients"
     fraction: Annotated[float, a_share] = 1.0
     seed: Annotated[int | None, a_seed] = None
-    reduction: Annotated[str, either("mean", "sum")] = "mean"
+    reduction: Annotated[str, functools.partial(choice, known=("mean", "sum"))] = "mean"
     first_order: Annotated[Mapping[str, Any] | None, of_first_order] = None
     grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler] = None
     params: Iterable[Any] | None = None
     process_group: Annotated[Any, a_process_group] = None
-    placement: Annotated[str, one_of(PLACEMENTS)] = "replicated"
+    placement: Annotated[str, in_any_case(PLACEMENTS)] = "replicated"
 
     def __post_init__(self) -> None:
         annotations = get_type_hints(KFACOptions, include_extras=True)
@@ -404,3 +425,41 @@ class KFACOptions:
 
 
 KFACOptions.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
+
+
+# --- the signature ----------------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT")
+SelfT = TypeVar("SelfT")
+OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... in the place of betas."}  # of other optimizers
+
+
+def takes(
+    options: Callable[P, OptionsT],
+) -> Callable[[Callable[[SelfT, OptionsT], None]], Callable[Concatenate[SelfT, P], None]]:
+    """Decorate `__init__(self, options)` to take the fields of the dataclass `options` as its own arguments.
+
+    An explicit signature would repeat every name, type and default, and the body would repeat the names once more;
+    `**kwargs` would hide the arguments from `help` and from type checkers. With `takes`, type checkers infer the
+    arguments from the dataclass through the ParamSpec; `__signature__` and `__doc__` are the dataclass's, too.
+    """
+
+    def decorated(init: Callable[[SelfT, OptionsT], None]) -> Callable[Concatenate[SelfT, P], None]:
+        @functools.wraps(init)
+        def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            unknown = [name for name in kwargs if name not in written.parameters]
+            if unknown:
+                near = "".join(OTHER_NAMES.get(name) or nearest(name, written.parameters) for name in unknown)
+                names = ", ".join(map(repr, unknown))
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {names}.{near}")
+            init(self, options(*args, **kwargs))
+
+        written, types, public = inspect.signature(options), get_type_hints(options), cast(Any, __init__)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = [argument.replace(annotation=types[name]) for name, argument in written.parameters.items()]
+        public.__signature__ = written.replace(parameters=[itself, *arguments], return_annotation=None)
+        public.__doc__ = options.__doc__
+        return __init__
+
+    return decorated

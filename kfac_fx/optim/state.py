@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.fisher.block import key_text
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
@@ -71,7 +72,7 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
     first = parameters[0][0]
     for key, block in state.estimator.blocks.items():
         owner = next((by_name[name] for name in block.registration.owners if name in by_name), first)
-        of_block = {f"{','.join(key)}/{name}": tensor for name, tensor in block.state().items()}
+        of_block = {f"{key_text(key)}/{name}": tensor for name, tensor in block.state().items()}
         states.setdefault(owner, {}).update(on(owner, of_block))
     states.setdefault(first, {}).update(on(first, whole(state)))
 

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.replaced_call import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.batch_loss import BatchLoss, part_of_batch, share_of_checks
 from kfac_fx.optim.eigen_moments import refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
-from kfac_fx.optim.loss_scale import scale_of_caller
+from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.schedule import Rates, Schedule, StepCosts
 from kfac_fx.optim.step_checks import RATE, Check, against_quotients, more_damping, move_adaptive, move_bounded, revert
 from kfac_fx.optim.step_state import (
@@ -41,6 +40,7 @@ from kfac_fx.optim.step_state import (
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.moments import Key
 
 UNRECORDED = (
@@ -401,3 +401,27 @@ def adapt_damping(state: StepState, after: Tensor) -> None:
     damping, rho = state.options.damping_rule(state.damping, state.loss_before, after, state.predicted_change)
     state.damping.copy_(torch.where(state.loss_before.isfinite(), damping, state.damping))
     state.rho.copy_(rho)
+
+
+def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:
+    """Warn if a Trainer of Hugging Face that called has the compiled module `net` in the place of its `model`.
+
+    Trainer calls `save_pretrained` of a PreTrainedModel only. Anything else is saved as a state, which safetensors
+    refuses if weights are tied, after all the steps to the first checkpoint.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return
+    for caller in callers():
+        is_trainer = any(
+            f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(caller).__mro__
+        )
+        if is_trainer and getattr(caller, "model", None) is net:
+            name = class_of(model).__name__
+            warn_user(
+                UserWarning(
+                    f"Trainer has the compiled module in the place of {name}. Checkpoints of it have no configuration, "
+                    "and safetensors refuses to save tied weights. Give Trainer the model itself, compiled in place: "
+                    "net = kfac_fx.compile(model, ..., in_place=True), and Trainer(model, ...)."
+                )
+            )
+            return

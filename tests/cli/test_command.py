@@ -10,7 +10,7 @@ import pytest
 
 from kfac_fx import cli
 from kfac_fx.cli import command
-from kfac_fx.cli.command import refuse_unwritable
+from kfac_fx.cli.demo import refuse_unwritable
 from kfac_fx.cli.problem import CommandError
 from tests.cli.running import run
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfac_fx.compiled.layer_collection.fisher_blocks import KINDS
+from kfac_fx.compiled.fisher_blocks import KINDS
 from kfac_fx.fisher.block import group_class
 from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.passes.approximations import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import FisherBlock
+from kfac_fx.compiled.fisher_blocks import FisherBlock
 from tests.compiler.toy import Toy
 
 W, B, BOTH = "w", "b", ("w", "b")

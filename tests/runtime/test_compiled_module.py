@@ -318,6 +318,30 @@ def test_data_parallel_over_processes_is_looked_through(inside: bool) -> None:
     assert net.record((X,), {}).cases == 6
 
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, optimized, nn.parallel.DistributedDataParallel])
+def test_a_wrapper_is_captured_by_hand_as_it_is_compiled(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = mlp()
+    wrapper = wrap(model)
+    collection = kfac_fx.LayerCollection(kfac_fx.capture(wrapper, (X,)))
+    collection.register_categorical_predictive_distribution("linear_1")
+    collection.auto_register_layers()
+    assert list(collection.fisher_blocks) == [("0.weight", "0.bias"), ("3.weight", "3.bias")]
+    net, calls = kfac_fx.compile(collection), list[Any]()
+    wrapper.register_forward_pre_hook(lambda module, args: calls.append(args))
+    net(X)
+    assert net.model is model and len(calls) == 1
+
+
+def test_capture_and_compile_refuse_the_same_in_the_same_words() -> None:
+    texts = []
+    for take in (kfac_fx.compile, kfac_fx.capture):
+        with pytest.raises(kfac_fx.LayerError) as error:
+            take(mlp(), (X,), layers="ab")
+        texts.append(str(error.value))
+    assert texts == ["layers takes a list of layers that @kfac_fx.layer(...) declares, and got a str"] * 2
+
+
 def test_a_module_that_was_compiled_is_refused_inside_of_another() -> None:
     net = kfac_fx.compile(mlp(), (X,), loss="normal")
     with pytest.raises(

@@ -180,7 +180,7 @@ def test_arguments_of_compile_are_checked() -> None:
         compile(mlp(), variables=["0.weight"])
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a function"):
         compile(lambda x: x)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match=r"backend='inductr' is none of eager, .*\. Did you mean 'inductor'\?"):
+    with pytest.raises(ValueError, match=r"backend 'inductr' is none of 'eager', .*\. Did you mean 'inductor'\?"):
         compile(mlp(), backend="inductr")
     for names in ("0.weight", ("0.weight", "0.bias")):
         with pytest.raises(LinkError, match=r"linked takes groups of names, .*, not names"):

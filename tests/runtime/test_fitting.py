@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import Batch, RegistrationError, fit_spectrum
@@ -188,10 +188,10 @@ def test_neighbors_are_packed_as_evenly_as_they_can_be() -> None:
 
 
 def test_pieces_of_one_parameter_stay_together() -> None:
-    class Sliced(torch.nn.Module):
+    class Sliced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w, self.v = torch.nn.Parameter(torch.randn(6, 3)), torch.nn.Linear(3, 2)
+            self.w, self.v = nn.Parameter(torch.randn(6, 3)), nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.w[0:2].T + (x @ self.w[4:6].T).tanh() + self.v(x)
@@ -201,6 +201,27 @@ def test_pieces_of_one_parameter_stay_together() -> None:
     batches = [torch.randn(4, 3)]
     whole, parts = (fit_spectrum(net, batches, parts=n, mode="exact") for n in (1, 2))
     assert same(whole, parts)
+
+
+class InColumns(nn.Module):
+    """Halves of the columns of `w` are used apart: the names of these pieces have commas, as texts of keys have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x[:, :2] @ self.w[:, :2].mT) * (x[:, 2:] @ self.w[:, 2:].mT) @ self.v.mT
+
+
+def test_pieces_with_commas_in_their_names_are_loaded(tmp_path: Path) -> None:
+    net = kfac_fx.compile(InColumns(), (x := torch.randn(6, 4),), loss="normal")
+    assert ("w[:, 0:2]",) in [registration.parameters for registration in net.registrations]
+    estimator = kfac_fx.FisherEstimator(net, seed=0)
+    estimator.update_covariances(x)
+    spectrum = estimator.spectrum(damping=0.1)
+    kfac_fx.save_spectrum(spectrum, tmp_path)
+    assert same(kfac_fx.load_spectrum(net, tmp_path, damping=0.1), spectrum)
 
 
 def test_wrong_parts_and_batches_are_refused() -> None:
@@ -236,10 +257,10 @@ def test_a_bound_on_memory_counts_the_factors_that_there_are(approximation: str)
 def test_a_bound_on_memory_counts_the_lagged_factors_of_a_series() -> None:
     """A, A1, G and G1, each three times, and the eigenvalues."""
 
-    class Recurrent(torch.nn.Module):
+    class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = torch.nn.Linear(4, 4)
+            self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(self.linear(x).tanh())

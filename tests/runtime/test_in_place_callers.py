@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.compiled.replaced_call import callers, warn_of_trainer
-from kfac_fx.optim.loss_scale import scale_of_caller
+from kfac_fx.optim.loss_scale import callers, scale_of_caller
+from kfac_fx.optim.step import warn_of_trainer
 
 
 class Calls:

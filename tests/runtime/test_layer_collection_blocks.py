@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import FisherBlock
+from kfac_fx.compiled.fisher_blocks import FisherBlock
 from tests.runtime.collections_of_toys import SHAPES, collection, everything
 
 DAMPING = 0.3

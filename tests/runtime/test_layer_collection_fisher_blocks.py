@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.compiled.layer_collection.fisher_blocks import (
+from kfac_fx.compiled.fisher_blocks import (
     DiagonalFB,
     FullFB,
     FullyConnectedKFACBasicFB,

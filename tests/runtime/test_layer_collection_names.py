@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection import LayerParametersDict
+from kfac_fx.compiled.names import LayerParametersDict
 from kfac_fx.passes.errors import RegistrationError
 from tests.runtime.collections_of_toys import affine
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import EmbeddingKFACMultiIndepFB
+from kfac_fx.compiled.fisher_blocks import EmbeddingKFACMultiIndepFB
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError
 from tests.runtime.collections_of_toys import affine, collection, towers
 

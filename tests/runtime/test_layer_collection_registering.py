@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfac_fx.compiled.layer_collection.fisher_blocks import (
+from kfac_fx.compiled.fisher_blocks import (
     ConvDiagonalFB,
     ConvKFCBasicFB,
     ConvKFCBasicMultiIndepFB,

@@ -6,7 +6,7 @@ import pytest
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.compiled.layer_collection.fisher_blocks import (
+from kfac_fx.compiled.fisher_blocks import (
     ConvKFCBasicFB,
     FisherBlock,
     FullyConnectedKFACBasicFB,
@@ -114,5 +114,5 @@ def test_a_block_made_by_hand_finds_its_uses() -> None:
     assert (made.diagonal_approx_for_input, made.diagonal_approx_for_output) == (True, False)
     with pytest.raises(RegistrationError, match="no conv1d or"):
         ConvKFCBasicFB(lc, BOTH).register_additional_tower("x", "add")
-    with pytest.raises(ApproximationError, match="'full rank' is no approximation"):
+    with pytest.raises(ApproximationError, match="approximation 'full rank' is none of 'kron', "):
         FullyConnectedKFACBasicFB(lc, BOTH, "full rank")

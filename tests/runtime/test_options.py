@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"qmodel_update_rescale": 0.5},
         r"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type='regular' change lr",
     ),
-    "unknown reduction": ({"reduction": "none"}, r"reduction 'none' is neither 'mean' nor 'sum'"),
+    "unknown reduction": ({"reduction": "none"}, r"reduction 'none' is none of 'mean', 'sum'\."),
     "adapting a sum": (
         {"reduction": "sum", "adapt_damping": True},
         r"the quadratic model is that of the mean loss: .*divide the loss by the number of cases",
@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "norm constraint": ({"norm_constraint": 0.0}, r"norm_constraint is 0\.0; it must be positive"),
     "norm constraint form": (
         {"norm_constraint_form": "grad"},
-        r"norm_constraint_form 'grad' is neither 'update' nor 'gradient'",
+        r"norm_constraint_form 'grad' is none of 'update', 'gradient'\.",
     ),
     "adaptation decay": ({"damping_adaptation_decay": 0.0}, r"damping_adaptation_decay is 0\.0; it must be positive"),
     "weight decay": ({"weight_decay": -0.1}, r"weight_decay is -0\.1; it must not be negative"),

@@ -75,7 +75,7 @@ def test_blocks_with_different_positions_have_no_sum_by_position() -> None:
     queries = spectrum_of(model, x, y).precondition((x, y))
     with pytest.raises(ValueError, match=r"(?s)different numbers of positions.*\n +1  3\.weight.*\n +16  0\.weight"):
         queries.scores((x, y), by="position")
-    with pytest.raises(ValueError, match=r"unknown by='blocks'; known are 'sum', 'block', 'position'"):
+    with pytest.raises(ValueError, match=r"by 'blocks' is none of 'sum', 'block', 'position'\. Did you mean 'block'"):
         queries.scores((x, y), by="blocks")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx import ApproximationError, RegistrationError
-from kfac_fx.compiled.layer_collection.fisher_blocks import FullyConnectedSeriesFB
+from kfac_fx.compiled.fisher_blocks import FullyConnectedSeriesFB
 from tests.runtime.collections_of_toys import collection
 from tests.runtime.fisher_cases import SERIES, sequence_statistics
 from tests.runtime.series_models import empirical, same_fisher

@@ -139,7 +139,7 @@ INPUTS: Rows = {
         f"{option} is a text": (lambda option=option: compiled(**{option: "no"}), ValueError, f"{option} is 'no'; it m")
         for option in ("strict", "verify", "in_place")
     },
-    "backend=3": (lambda: compiled(backend=3), ValueError, "backend=3 is none of eager, inductor"),
+    "backend=3": (lambda: compiled(backend=3), ValueError, "backend 3 is none of 'eager', 'inductor'"),
     "linked=3": (lambda: compiled(linked=3), kfac_fx.LinkError, "linked takes groups of names, .*, not a int"),
     "linked=[3]": (lambda: compiled(linked=[3]), kfac_fx.LinkError, "linked takes groups of names, .*, not a int"),
     "layers=3": (lambda: compiled(layers=3), kfac_fx.LayerError, "layers takes a list of layers .*, and got a int"),
@@ -355,12 +355,12 @@ COLLECTIONS: Rows = {
     },
     **{
         f"kind {kind!r}": (
-            lambda kind=kind: collection().default_approximation(kind), kfac_fx.ApproximationError, "is no kind of lay",
+            lambda kind=kind: collection().default_approximation(kind), kfac_fx.ApproximationError, "kind of layer",
         )
         for kind in (None, [])
     },
     "no approximation": (
-        lambda: collection().set_default_generic_approximation([]), kfac_fx.ApproximationError, r"\[\] is not a valid",
+        lambda: collection().set_default_generic_approximation([]), kfac_fx.ApproximationError, r"\[\] is none",
     ),
 }  # fmt: skip
 INFERENCE: Rows = {

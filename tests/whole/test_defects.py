@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LayerCollection, losses
-from kfac_fx.compiled.layer_collection import LayerParametersDict
-from kfac_fx.compiled.layer_collection.fisher_blocks import EmbeddingKFACFB, FullyConnectedSeriesFB
+from kfac_fx.compiled.fisher_blocks import EmbeddingKFACFB, FullyConnectedSeriesFB
+from kfac_fx.compiled.names import LayerParametersDict
 from tests.runtime.collections_of_toys import affine, collection
 
 ROOT = Path(__file__).parents[2]

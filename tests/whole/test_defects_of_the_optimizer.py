@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfac_fx
-from kfac_fx.compiled.layer_collection.registering import check_geometry, layer_block, register_loss_function
+from kfac_fx.compiled.layer_collection import LayerCollection, check_geometry
 from kfac_fx.optim.options import KFACOptions
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
@@ -26,6 +26,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+WORKERS = ("_layer_block", "register_loss_function")  # what those call that do the work of a declared method
 OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"lr": 0.1},
     "damping": {"damping": 1.0},
@@ -100,8 +101,8 @@ def test_no_argument_is_taken_and_ignored() -> None:
     ignored: list[str] = []
     for name, function in public_functions():
         declared = hasattr(function, "run")
-        workers = (function.run.func, layer_block, check_geometry, register_loss_function) if declared else (function,)
-        read = set().union(*(names_read(inspect.unwrap(worker)) for worker in workers))
+        workers = [getattr(LayerCollection, work) for work in (function.run, *WORKERS)] if declared else [function]
+        read = set().union(*(names_read(inspect.unwrap(worker)) for worker in (*workers, check_geometry)))
         read |= options_read() if function is kfac_fx.KFAC.__init__ else set()
         parameters = inspect.signature(function).parameters.values()
         ignored += [

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.compiled.layer_collection.fisher_blocks import FisherBlock
+from kfac_fx.compiled.fisher_blocks import FisherBlock
 from kfac_fx.fisher.factor import Stack
 from kfac_fx.linalg.matrices import pi_correction
 from kfac_fx.passes.matrix import Layout, MatrixForm

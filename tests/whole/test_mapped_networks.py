@@ -14,12 +14,8 @@ from torch.func import functional_call, stack_module_state, vmap
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.tracing.derivatives import maps_parameters
-<<<<<<< HEAD
 from kfac_fx.recording.captures import Capturing
-=======
-from kfac_fx.recording.capture_cache import Capturing
 from tests.tables import pairs
->>>>>>> refs/heads/tests
 
 pytestmark = pytest.mark.usefixtures("float64")
 N = 6

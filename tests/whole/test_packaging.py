@@ -153,6 +153,13 @@ def test_passes_is_one_package_under_both_names() -> None:
         assert one is other, f"{name} is a second copy: passes/__init__.py must import it"
 
 
+def test_public_modules_import_by_their_public_names() -> None:
+    """They lie in rooms, and a script may name them before it imports kfac_fx itself."""
+    names = ("fisher_blocks", "layer_collection", "metrics", "plot")
+    program = f"import {', '.join(f'kfac_fx.{name}' for name in names)}\nfrom kfac_fx import {', '.join(names)}"
+    run(sys.executable, "-c", program, cwd=ROOT)
+
+
 def test_the_link_leads_to_the_compiler() -> None:
     link = ROOT / "kfac_fx" / "passes"
     assert link.is_symlink()

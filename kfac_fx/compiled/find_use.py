@@ -1,4 +1,4 @@
-"""From "the layer with these parameters that computes this node", as a user says it, to the use of a declared layer.
+"""Finds the use of a declared layer that a user names by its parameters and by the node that it computes.
 
 The layer's own form is laid over the graph at that node, as the matcher does. A use that a user registers by hand and a
 use that the matcher finds are therefore equal.
@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
-from kfac_fx.compiled.layer_collection.names import CapturedModel, LayerParametersDict
-from kfac_fx.losses.declared import RegisteredLoss, RegisteredLosses
-from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.compiled.captured_model import CapturedModel
 from kfac_fx.passes.cases import with_batch_dim, with_mask
-from kfac_fx.passes.choose import declared_by_user, lacking
-from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
-from kfac_fx.passes.graphs.labels import Label, in_example, labels_of, symbolic_sizes
-from kfac_fx.passes.ir import Program, Sampling, Use
-from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.choose import declared_by_user
+from kfac_fx.passes.errors import RegistrationError, table
+from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
+from kfac_fx.passes.ir import Program, Use
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, candidates, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pieces import Piece
@@ -30,39 +27,6 @@ from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import Key
 
 Nodes = Any  # a node, its name, or a list of them, one per use
-
-
-class Collection(Protocol):
-    """The members of a `LayerCollection` that its blocks, its register functions and its scan use."""
-
-    captured: CapturedModel
-    layers: Mapping[str, Layer]
-    parameters: Mapping[str, nn.Parameter]
-    pieces: dict[str, Piece]
-    fisher_blocks: LayerParametersDict[Any]
-    sampling: Sampling | None
-    estimator: Any
-
-    @property
-    def registered_variables(self) -> Key: ...
-    @property
-    def linked_parameters(self) -> dict[frozenset[str], str | None]: ...
-    @property
-    def registered_losses(self) -> RegisteredLosses: ...
-    @property
-    def towers_by_loss(self) -> tuple[tuple[RegisteredLoss, ...], ...]: ...
-    @property
-    def bare_program(self) -> Program: ...
-    def node(self, name: str | fx.Node) -> fx.Node: ...
-    def names_of(self, params: Any) -> Key: ...
-    def asked_pieces(self, *more: str) -> tuple[Piece, ...]: ...
-    def default_approximation(self, kind: str) -> str: ...
-    def chosen(self, kind: str, names: Key, approx: str | None) -> str: ...
-    def check_cuts(self, names: Iterable[str]) -> None: ...
-    def find_uses(self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes) -> tuple[Use, ...]: ...
-    def check_open(self) -> None: ...
-    def file_loss(self, loss: RegisteredLoss) -> RegisteredLoss: ...
-    def create_subgraph(self) -> frozenset[fx.Node]: ...
 
 
 class Finder:
@@ -204,55 +168,3 @@ class Finder:
 
 def listed(nodes: Nodes) -> list[Any]:
     return list(nodes) if isinstance(nodes, (list, tuple)) else [nodes]
-
-
-# --- series of uses -------------------------------------------------------------------------------------------------
-
-
-def in_time(
-    params: Key, approximation: str, towers: Sequence[Sequence[Use]], layers: Mapping[str, Layer], num_uses: int | None
-) -> tuple[Use, ...]:
-    """The last of `towers`, whose uses are the steps of a series or hold `num_uses` steps each.
-
-    Raises ApproximationError if these uses are no series, RegistrationError if their order is not the order in which
-    the graph computes them, or if a tensor cannot hold `num_uses` of them.
-    """
-    names, (*earlier, last) = ", ".join(params), towers
-    if num_uses is not None:
-        last = [with_steps(names, use, layers[use.layer], num_uses) for use in last]
-    uses = [replace(use, tower=n) for n, tower in enumerate([*earlier, last]) for use in tower]
-    if why := lacking(APPROXIMATIONS[approximation], layers, uses, but=("several uses",)):
-        raise ApproximationError(f"{names}: {why}, so not {approximation!r}")
-    order = {node: n for n, node in enumerate(last[0].output.graph.nodes)}
-    positions = [order[use.output] for use in last]
-    if positions not in (sorted(positions), sorted(positions, reverse=True)):
-        raise RegistrationError(
-            f"{names}: {approximation!r} takes its uses in the order of time, and the graph computes "
-            f"{', '.join(use.output.name for use in last)} in another"
-        )
-    return tuple(last)
-
-
-def with_steps(names: str, use: Use, layer: Layer, num_uses: int) -> Use:
-    """The use, whose output holds `num_uses` steps: in its first dimension, or in the one dimension of that size."""
-    value = use.output.meta.get("val")
-    sizes = [] if value is None else [in_example(size) for size in value.shape[:-1]]
-    if not layer.forms[use.form].leading:
-        raise RegistrationError(
-            f"{names} at {where(use.output)}: register the uses as a list; they cannot be told apart"
-        )
-    dims = [dim for dim, size in enumerate(sizes) if size == num_uses] if len(sizes) > 1 else []
-    if len(dims) > 1:
-        raise RegistrationError(
-            f"{names} at {where(use.output)}: num_uses={num_uses} is the size of dimensions {dims}, so that time could "
-            "be either; capture the model with another number of cases"
-        )
-    time = dims[0] if dims else 0
-    cases = use.batch_dim or 0
-    positions = [dim for dim in range(len(sizes)) if dim != cases]
-    if sizes and (sizes[time] % num_uses or (time != cases and time != positions[0])):
-        raise RegistrationError(
-            f"{names} at {where(use.output)}: {sizes} rows do not hold "
-            f"num_uses={num_uses} one after another, as [num_uses * batch, ...] or [num_uses, batch, ...]"
-        )
-    return replace(use, steps=num_uses, steps_in_positions=time != cases)

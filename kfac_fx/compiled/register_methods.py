@@ -1,8 +1,9 @@
-"""The methods of `LayerCollection` that register layers and losses, declared in one table.
+"""The methods of a LayerCollection that register one layer or one loss, as a table, and `reuse`, which they all have.
 
 A row is a signature in the order of TF K-FAC, a first sentence, and in its decorator the kind of layer. The decorator
 adds the body, the meaning of the arguments (ARGUMENTS) and the errors. Signatures are therefore written once, and
-`help`, `inspect` and type checkers read them.
+`help`, `inspect` and type checkers read them. The work is done by `_register_layer`,
+`_register_generic`, `_register_separable` and `_register_distribution` of `LayerCollection`.
 
 Strides, paddings and dilations are read from the graph at every use. If the caller gives them, they must agree.
 """
@@ -14,27 +15,26 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, fx
 
-from kfac_fx.compiled.layer_collection.find_use import Collection, Nodes
-from kfac_fx.compiled.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, LINEAR, FisherBlock
-from kfac_fx.compiled.layer_collection.names import VARIABLE_SCOPE, Reuse
-from kfac_fx.compiled.layer_collection.registering import (
-    Node,
-    Targets,
-    register_distribution,
-    register_generic,
-    register_layer,
-    register_separable,
-)
+from kfac_fx.compiled.find_use import Nodes
+from kfac_fx.compiled.fisher_blocks import EMBEDDINGS, KINDS, LINEAR, FisherBlock
 from kfac_fx.losses.declared import RegisteredLoss
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Approx = str | None
+Node = fx.Node | str
+Targets = Tensor | Node | None
+Reuse = bool | str | None
+VARIABLE_SCOPE = "VARIABLE_SCOPE"  # the `reuse` of the innermost `variable_scope`; False outside of any
+AUTO_REUSE = "AUTO_REUSE"  # add a tower if there is a registration, else make a new one
+_reuse: ContextVar[bool | str] = ContextVar("reuse", default=False)
 Share = bool | float | None
 Sizes = Sequence[int] | int | None
 
@@ -80,8 +80,36 @@ LOSS_RAISES = """
 Returns the loss. Raises LossError if the variance is no positive float, and as `register_loss_function`."""
 
 
-def declared(function: Method, run: Callable[..., Any], raises: str, **words: str) -> Method:
-    """The method with the signature of `function` that calls `run` with the collection and all arguments by name."""
+@contextmanager
+def variable_scope(reuse: bool | str) -> Iterator[None]:
+    """Inside, `reuse=VARIABLE_SCOPE`, the default of all register functions, means this `reuse`.
+
+    Raises ValueError if `reuse` is none of True, False, AUTO_REUSE and VARIABLE_SCOPE.
+    """
+    token = _reuse.set(resolved(reuse))
+    try:
+        yield
+    finally:
+        _reuse.reset(token)
+
+
+def resolved(reuse: Reuse) -> bool | str:
+    """True, False or AUTO_REUSE. Raises ValueError for anything else."""
+    if reuse == VARIABLE_SCOPE:
+        return _reuse.get()
+    if reuse is None:
+        return False
+    if reuse is True or reuse is False or reuse == AUTO_REUSE:
+        return reuse
+    raise ValueError(f"reuse={reuse!r} is none of True, False, AUTO_REUSE and VARIABLE_SCOPE")
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def declared(function: Method, run: str, fixed: dict[str, Any], raises: str, **words: str) -> Method:
+    """The method with the signature of `function` that calls the method `run` with all arguments by name, and those
+    that are `fixed`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -92,7 +120,7 @@ def declared(function: Method, run: Callable[..., Any], raises: str, **words: st
             raise TypeError(f"{function.__name__}() {error}") from None
         bound.apply_defaults()
         collection = bound.arguments.pop("self")
-        return run(collection, **bound.arguments)
+        return getattr(collection, run)(**bound.arguments, **fixed)
 
     lines = [inspect.cleandoc(function.__doc__ or ""), "", "Args:"]
     for name in list(signature.parameters)[1:]:
@@ -103,19 +131,17 @@ def declared(function: Method, run: Callable[..., Any], raises: str, **words: st
     return method  # type: ignore[return-value]
 
 
-def layer_row(
-    kind: str, layers: tuple[str, ...] = (), run: Callable[..., Any] = register_layer
-) -> Callable[[Method], Method]:
+def layer_row(kind: str, layers: tuple[str, ...] = (), run: str = "_register_layer") -> Callable[[Method], Method]:
     """A row for a layer. kind: of KINDS; layers: the declared layers to search for, empty: those of the kind."""
     words = {"kind": kind, "approximations": ", ".join(f'"{name}"' for name in KINDS[kind].approximations)}
-    bound = functools.partial(run, kind=kind, layers=layers)
-    return lambda function: declared(function, bound, LAYER_RAISES, **words)
+    fixed = {"kind": kind, "layers": layers}
+    return lambda function: declared(function, run, fixed, LAYER_RAISES, **words)
 
 
 def loss_row(distribution: type[LossFunction], base_name: str) -> Callable[[Method], Method]:
     """A row for a loss. base_name: its name in a collection, with a number if it is taken."""
-    bound = functools.partial(register_distribution, distribution=distribution, base_name=base_name)
-    return lambda function: declared(function, bound, LOSS_RAISES)
+    fixed = {"distribution": distribution, "base_name": base_name}
+    return lambda function: declared(function, "_register_distribution", fixed, LOSS_RAISES)
 
 
 class Setter(Protocol):
@@ -126,8 +152,9 @@ class Default(property):
     """The property `default_<kind>_approximation`, of type str."""
 
     def __init__(self, kind: str) -> None:
-        def default(self: Collection) -> str:
-            return self.default_approximation(kind)
+        def default(self: Any) -> str:
+            approximation: str = self.default_approximation(kind)
+            return approximation
 
         super().__init__(default)
         self.__doc__ = f"The approximation of {kind} if neither its registration nor a linked group names one."
@@ -162,7 +189,7 @@ class SetDefault:
 class RegisterMethods:
     """See the module's docstring."""
 
-    @layer_row("generic", run=register_generic)
+    @layer_row("generic", run="_register_generic")
     def register_generic(
         self, params: Any, batch_size: int | None = None, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE
     ) -> FisherBlock:
@@ -252,7 +279,7 @@ class RegisterMethods:
     ) -> FisherBlock:
         """Register a depthwise convolution. "kron" is one product per channel."""
 
-    @layer_row("conv2d", run=register_separable)
+    @layer_row("conv2d", run="_register_separable")
     def register_separable_conv2d(
         self, depthwise_params: Any, pointwise_params: Any, inputs: Nodes, depthwise_outputs: Nodes,
         pointwise_outputs: Nodes, strides: Sizes = None, padding: Any = None, rate: Sizes = None,

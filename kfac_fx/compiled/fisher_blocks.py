@@ -1,11 +1,8 @@
-"""Classes of Fisher blocks, kinds of layers and factors under their names in TF K-FAC.
+"""Fisher blocks of a `LayerCollection`, kinds of layers and factors, under their names in TF K-FAC.
 
-The classes differ in the layers that they may be registered for.
-
-`FisherBlock`: a Fisher block of a `LayerCollection`, its parameters, its approximation and its uses by tower.
-
-Its numbers are those of `kfac_fx.fisher.block`, which knows matrices and no layers. A block multiplies once an
-estimator was built on its collection, or after `instantiate_factors` on the user's own tensors.
+A `FisherBlock` holds its parameters, its approximation and its uses by tower. Its classes differ in the layers that
+they may be registered for. Its numbers are those of `kfac_fx.fisher.block`, which knows matrices and no layers. It
+multiplies once an estimator was built on its collection, or after `instantiate_factors` on the user's own tensors.
 """
 
 from __future__ import annotations
@@ -13,22 +10,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from kfac_fx.compiled.layer_collection.find_use import Collection, Nodes, in_time
+from kfac_fx.compiled.find_use import Nodes
 from kfac_fx.fisher import block as blocks
+from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
-from kfac_fx.passes.choose import cases_apart
-from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError, nearest
+from kfac_fx.passes.choose import cases_apart, lacking
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError
+from kfac_fx.passes.graphs.labels import in_example
 from kfac_fx.passes.ir import GENERIC, Registration, Sampling, Use
-from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
+from kfac_fx.passes.users_code import where
 from kfac_fx.recording.moments import Key, additive
 from kfac_fx.recording.taps import over_sources, over_uses, scales
 
@@ -39,6 +39,19 @@ REGISTERED_BY = {
     "multiply_cholesky_inverse": "register_cholesky_inverse()",
 }
 NESTED = "write instantiate_factors([[gradient]], damping, [input]) for one source, one tower and one use"
+
+
+class Collection(Protocol):
+    """The members of a `LayerCollection` that its blocks use. The collection is made of blocks, so it imports them."""
+
+    layers: Mapping[str, Layer]
+    parameters: Mapping[str, nn.Parameter]
+    pieces: dict[str, Piece]
+    sampling: Sampling | None
+    estimator: Any
+
+    def names_of(self, params: Any) -> Key: ...
+    def find_uses(self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes) -> tuple[Use, ...]: ...
 
 
 class FisherBlock:
@@ -76,10 +89,7 @@ class FisherBlock:
         """
         self.layer_collection = layer_collection
         self.params = layer_collection.names_of(params)
-        self.approximation = approximation or self.default
-        if self.approximation not in APPROXIMATIONS:
-            available = ", ".join(APPROXIMATIONS)
-            raise ApproximationError(f"{self.approximation!r} is no approximation; known are {available}")
+        self.approximation = choice("approximation", approximation or self.default, APPROXIMATIONS, ApproximationError)
         self.num_uses, self.reason = num_uses, reason
         self.sampling: Sampling | None = layer_collection.sampling
         self.patch_mask: Tensor | None = None
@@ -337,6 +347,58 @@ def listed_tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
+# --- series of uses ---------------------------------------------------------------------------------------------------
+
+
+def in_time(
+    params: Key, approximation: str, towers: Sequence[Sequence[Use]], layers: Mapping[str, Layer], num_uses: int | None
+) -> tuple[Use, ...]:
+    """The last of `towers`, whose uses are the steps of a series or hold `num_uses` steps each.
+
+    Raises ApproximationError if these uses are no series, RegistrationError if their order is not the order in which
+    the graph computes them, or if a tensor cannot hold `num_uses` of them.
+    """
+    names, (*earlier, last) = ", ".join(params), towers
+    if num_uses is not None:
+        last = [with_steps(names, use, layers[use.layer], num_uses) for use in last]
+    uses = [replace(use, tower=n) for n, tower in enumerate([*earlier, last]) for use in tower]
+    if why := lacking(APPROXIMATIONS[approximation], layers, uses, but=("several uses",)):
+        raise ApproximationError(f"{names}: {why}, so not {approximation!r}")
+    order = {node: n for n, node in enumerate(last[0].output.graph.nodes)}
+    positions = [order[use.output] for use in last]
+    if positions not in (sorted(positions), sorted(positions, reverse=True)):
+        raise RegistrationError(
+            f"{names}: {approximation!r} takes its uses in the order of time, and the graph computes "
+            f"{', '.join(use.output.name for use in last)} in another"
+        )
+    return tuple(last)
+
+
+def with_steps(names: str, use: Use, layer: Layer, num_uses: int) -> Use:
+    """The use, whose output holds `num_uses` steps: in its first dimension, or in the one dimension of that size."""
+    value = use.output.meta.get("val")
+    sizes = [] if value is None else [in_example(size) for size in value.shape[:-1]]
+    if not layer.forms[use.form].leading:
+        raise RegistrationError(
+            f"{names} at {where(use.output)}: register the uses as a list; they cannot be told apart"
+        )
+    dims = [dim for dim, size in enumerate(sizes) if size == num_uses] if len(sizes) > 1 else []
+    if len(dims) > 1:
+        raise RegistrationError(
+            f"{names} at {where(use.output)}: num_uses={num_uses} is the size of dimensions {dims}, so that time could "
+            "be either; capture the model with another number of cases"
+        )
+    time = dims[0] if dims else 0
+    cases = use.batch_dim or 0
+    positions = [dim for dim in range(len(sizes)) if dim != cases]
+    if sizes and (sizes[time] % num_uses or (time != cases and time != positions[0])):
+        raise RegistrationError(
+            f"{names} at {where(use.output)}: {sizes} rows do not hold "
+            f"num_uses={num_uses} one after another, as [num_uses * batch, ...] or [num_uses, batch, ...]"
+        )
+    return replace(use, steps=num_uses, steps_in_positions=time != cases)
+
+
 # --- the classes ------------------------------------------------------------------------------------------------------
 
 __all__ = [
@@ -591,16 +653,14 @@ KINDS: Mapping[str, Kind] = {
 
 def kind_named(kind: str) -> Kind:
     """Raises ApproximationError for a kind that does not exist."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ApproximationError(f"{kind!r} is no kind of layer; there are {', '.join(KINDS)}.{nearest(kind, KINDS)}")
-    return KINDS[kind]
+    return KINDS[choice("kind of layer", kind, KINDS, ApproximationError)]
 
 
 def check_approximation(approximation: str | None) -> None:
     """Raises ApproximationError for a name that no kind of layer has."""
-    if approximation is not None and not any(kind.ours(approximation) for kind in KINDS.values()):
-        names = dict.fromkeys(name for kind in KINDS.values() for name in kind.approximations)
-        raise ApproximationError(f"{approximation!r} is no approximation.{nearest(approximation, names)}")
+    if approximation is not None:
+        known = dict.fromkeys(name for kind in KINDS.values() for name in kind.approximations)
+        choice("approximation", approximation, known, ApproximationError)
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------
