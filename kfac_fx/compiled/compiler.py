@@ -73,7 +73,7 @@ def compile(
         verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
             gradient. This takes about the time of three training steps and at most the memory of one, one more gradient
             of all parameters, three times the largest matrix and twice the patches of the largest convolution: 1.5
-            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. Where `approximations` asks for "diagonal"
+            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. If `approximations` asks for "diagonal"
             or "full", there are two more backwards for every bit of the number of cases. False: nothing is run or
             proved.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
