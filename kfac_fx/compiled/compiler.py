@@ -78,8 +78,9 @@ def compile(
         verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
             gradient. This takes about the time of three training steps and at most the memory of one, one more gradient
             of all parameters, three times the largest matrix and twice the patches of the largest convolution: 1.5
-            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. Where `approximations` has "diagonal" or
-            "full", there are two more backwards for every bit of the number of cases. False: nothing is run or proved.
+            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. If `approximations` asks for "diagonal"
+            or "full", there are two more backwards for every bit of the number of cases. False: nothing is run or
+            proved.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
         dense_limit: the width of the largest dense factor. A wider side keeps diagonal blocks or, if it makes the
             Fisher's outputs, its diagonal, which take no more memory; the report says so.

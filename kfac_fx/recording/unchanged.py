@@ -1,4 +1,4 @@
-"""What a capture relies on: a model has the modules, parameters and shapes that it had when it was compiled.
+"""Changes of a compiled model: a capture relies on its modules, parameters and shapes, as they were then.
 
 `Structure` notices what was replaced, and `Trained` parameters that were frozen until now.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_the_one_is_a_graph_and_the_other_are_submodules_and_neither_is_the_othe
     graph, submodules = emitted(Straight()), emitted(Branching())
     assert isinstance(graph, EmittedGraph) and graph.whole
     assert isinstance(submodules, EmittedSubmodules) and not submodules.whole
-    assert type(graph).__mro__[1:] == type(submodules).__mro__[1:] == (object,)
+    assert type(graph).__mro__[1:] == type(submodules).__mro__[1:] == (EmittedModel, ABC, object)
 
 
 @BOTH
