@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.11.0
-WHEELS ?= https://download.pytorch.org/whl/cpu
 TESTS ?= tests/errors tests/compiler
 export OMP_NUM_THREADS ?= 1
 
@@ -12,8 +11,8 @@ export OMP_NUM_THREADS ?= 1
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
 
-# torch is pinned: a free choice of pip's is the newest CUDA build, several gigabytes. Python compiles the modules that
-# are imported; that pip compiles all of them would take a minute.
+# pip takes packages from the index that it is set to. Where that has torch's CUDA builds alone, they run on a CPU, too.
+# Python compiles the modules that are imported; that pip compiles all of them would take a minute.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[test,demo]"
@@ -42,12 +41,10 @@ trainers: .venv/installed ## the loops of Hugging Face, Accelerate and Lightning
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[trainers]"
 	$(BIN)/pytest -q -n auto --dist loadfile tests/trainers
 
-# From PyTorch's own index for the CPU. WHEELS=https://pypi.org/simple has the CUDA builds, which run on a CPU, too.
 guards: ## the compiler, with another torch: make guards TORCH=2.11.0, or TORCH=newest
 	$(PYTHON) -m venv --clear .venv-torch
-	.venv-torch/bin/pip install --quiet --disable-pip-version-check --index-url $(WHEELS) \
-		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
-	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . numpy pytest pytest-xdist hypothesis
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . \
+		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH)) numpy pytest pytest-xdist hypothesis
 	.venv-torch/bin/python -m pytest -q -n auto --dist loadfile tests/compiler tests/contract/test_every_layer.py
 
 cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine

@@ -3,6 +3,7 @@
 import sys
 
 from kfac_fx import losses
+from kfac_fx.compiled import layer_collection
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiler import compile
 from kfac_fx.compiled.layer_collection import (
@@ -48,7 +49,15 @@ from kfac_fx.passes.tracing.functions import plain_backward
 __version__ = "0.1.0"
 
 # `import kfac_fx.plot` works, as `kfac_fx.plot` does, although the modules lie in rooms.
-sys.modules |= {"kfac_fx.fisher_blocks": fisher_blocks, "kfac_fx.metrics": metrics, "kfac_fx.plot": plot}
+sys.modules |= {
+    f"kfac_fx.{name}": module
+    for name, module in {
+        "fisher_blocks": fisher_blocks,
+        "layer_collection": layer_collection,
+        "metrics": metrics,
+        "plot": plot,
+    }.items()
+}
 
 __all__ = [
     "AUTO_REUSE",

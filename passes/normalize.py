@@ -9,7 +9,7 @@ Before                                   After
     b - y                                    torch.add(torch.mul(y, -1.0), b)
     self.bn(x)                               F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-05)
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
-    x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read written(x, w)
+    x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
 
 Every parameter is read once, under its canonical name.
 """

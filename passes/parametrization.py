@@ -180,7 +180,7 @@ class Transposed(Parametrization):
 
         h = F.embedding(ids, w);  y = h @ w.T        the second use has the matrix of the first, transposed
 
-    RowPair and gradient rows change sides, and both uses add up in the same two factors.
+    Rows and gradient rows change sides, so both uses add to the same two factors.
     """
 
     def step(self) -> RowsStep:

@@ -1,1 +1,15 @@
-"""Pure functions of tensors, and vectors of tensors by name. No function here knows a model."""
+"""Linear algebra: matrices, operators, vectors by name, shards of them, the processes that have these, and checks of
+arguments. A registration is known here as the names and the matrix of its parameters; only the checks see models, and
+`sharded` the units of FSDP2 in a model, which it tells what to drop.
+
+**Sharded parameters** (FSDP2, `sharded`). The model is compiled with whole parameters and sharded then, because a
+capture runs the model on values. `fully_shard` replaces the parameters by DTensors, and swaps these with whole tensors
+inside of its units. So a sharded model is compared with the compiled one by names, shapes and dtypes.
+
+- The user's forwards run the units as they are. A recording, a check and the empirical Fisher run the graph, which
+  knows no units and needs no more of FSDP2 than its DTensors (`recording.emitted`).
+- Gradients meet the inverses as whole tensors: in every process or, with owners, in that of the owner. There one
+  all-to-all brings the gradients of all shards, and another one takes the products back.
+- Shards are filled up to equal lengths, so that no process asks another one for sizes.
+- In a checkpoint the rows of a divided block are DTensors of the matrix [g, o, i].
+"""

@@ -107,7 +107,7 @@ def without_mean(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalized(BySlice):
-    """A weight that is divided by, or multiplied with, a number σ of its own. RowPair have σ and not its change."""
+    """A weight that is divided by or multiplied with a number σ of its own. Rows contain σ, but not its derivative."""
 
     left_out = PROJECTION
 

@@ -229,7 +229,7 @@ class Returned:
         assigned: the attributes that forward sets.
         observer: of the functions that forward runs.
         leaves: all outputs.
-        told: see `passes.tracing.recurrent.recurrent_layers`.
+        told: see `passes.tracing.substitutes.recurrent_layers`.
     """
 
     spec: pytree.TreeSpec | None = None

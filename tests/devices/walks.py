@@ -22,22 +22,22 @@ Walk = Callable[[Waits], None]
 
 # Where the host waits on purpose: once, to know what it could not go on without.
 FIRST_STEP = {
-    "loss_gradient.py:factors",  # is the trained loss the registered one?
+    "loss_scale.py:factors",  # is the trained loss the registered one?
     "loss_scale.py:axis_of_classes",
     "loss_scale.py:without_targets",
     "loss_scale.py:rest_of_classes",
-    "loss_gradient.py:value",
-    "loss_gradient.py:ratio",
-    "loss_gradient.py:part_with_targets",
-    "loss_gradient.py:factor_of_value",
+    "loss_scale.py:value",
+    "loss_scale.py:ratio",
+    "loss_scale.py:part_with_targets",
+    "loss_scale.py:factor_of_value",
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
-    "batch_part.py:difference_of_part",  # has a part of the batch the outputs of the batch?
+    "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
-    "eigen_means.py:have_equal_weights",  # have all blocks the same past?
+    "eigen_moments.py:have_equal_weights",  # have all blocks the same past?
     "state.py:on",  # numbers and random states, into the state by parameter
-    "host.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
-    "fisher.py:update_inverses",  # products of a block without an inverse raise
+    "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
+    "block.py:update_inverses",  # products of a block without an inverse raise
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
 PROOF = {  # on the first batch; `verify=False` does without
@@ -62,7 +62,11 @@ SPECTRUM = {  # so it has here
     "spectrum.py:of",  # whether there is anything to decompose
     "group_kinds.py:eigensystem",  # a basis of places is made on the host
 }
-BASES = {"matrices.py:rescued_eigh"}  # of "eigen_moments": whether to try again; `eigh` has waited already
+BASES = {  # of "eigen_moments"
+    "matrices.py:rescued_eigh",  # whether to try again; `eigh` has waited already
+    "matrices.py:renewed_eigh",  # whether an iteration failed
+    "eigen_moments.py:turn",  # whether there is a basis to iterate from
+}
 
 
 def on_device(small: Small) -> tuple[nn.Module, tuple[Any, ...]]:

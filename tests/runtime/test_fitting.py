@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx import Batch, RegistrationError, fit_spectrum
-from kfac_fx.estimator.estimator import fitting as module
+from kfac_fx.estimator import fitting as module
 from kfac_fx.estimator.fitting import chosen_parts, joint, pack_units, smallest_bound
 from kfac_fx.recording.recorder import Recorder
 from tests.runtime.single_cases import T, Text, V

@@ -1,6 +1,6 @@
 """One row for every wrong input over the whole API: the call, the kind of the error, and what it says to write.
 
-Further rows of `compile` are in test_arguments.py, those of KFAC's options in test_options.py.
+Further rows of `compile` are in test_compiler.py, those of KFAC's options in test_options.py.
 """
 
 from __future__ import annotations

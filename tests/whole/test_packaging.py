@@ -1,6 +1,7 @@
 """The installed files are those of the tree: the sdist, the wheel, the list of packages, the link and the alias."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,9 +77,20 @@ def test_ci_tests_the_oldest_torch_that_may_be_installed() -> None:
     first, *_, last = workflow["jobs"]["torch"]["strategy"]["matrix"]["include"]
     assert (first["torch"], last["torch"]) == (f"{oldest}.0", "newest")
     assert first["python"] == PROJECT["project"]["requires-python"].removeprefix(">=")
-    for version, wanted in ((first["torch"], f"torch=={oldest}.0\n"), ("newest", "torch\n")):
+    for version, wanted in ((first["torch"], f"torch=={oldest}.0"), ("newest", "torch")):
         planned = run("make", "--dry-run", "guards", f"TORCH={version}", cwd=ROOT)
-        assert f"https://download.pytorch.org/whl/cpu \\\n\t{wanted}" in planned
+        assert f"--editable . \\\n\t{wanted} numpy" in planned
+
+
+INDEX = re.compile(r"pypi[.]|pythonhosted[.]|download[.]pytorch|anaconda[.]|npmjs[.]|index[-_]url|find[-_]links", re.I)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
+def test_no_file_names_an_index_of_packages() -> None:
+    tracked = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    texts = {name: (ROOT / name).read_bytes().decode(errors="replace") for name in tracked if (ROOT / name).is_file()}
+    named = {name: found[0] for name, text in texts.items() if (found := INDEX.search(text))}
+    assert named == {}, "pip takes packages from the index that it is set to"
 
 
 def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:

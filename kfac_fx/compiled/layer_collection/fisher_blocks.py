@@ -308,7 +308,7 @@ class FisherBlock:
         return self._applied("multiply_cholesky_inverse", vector, transpose)
 
     def full_fisher_block(self) -> Tensor:
-        """F without damping as a dense matrix [p, p], in the order of the listed_tensors matrix [g, o, i]."""
+        """F without damping as a dense matrix [p, p], in the order of the flattened matrix [g, o, i]."""
         return self.operator.full_fisher_block()
 
     def _applied(self, method: str, vector: Any, *args: Any) -> Any:
