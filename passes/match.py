@@ -74,7 +74,7 @@ def match(program: Program) -> Program:
         if not label[node].activation or node not in behind:
             continue
         gathered = any(ELEMENTS in operand.meta for operand in node.all_input_nodes)
-        for pattern in candidates(patterns, node):
+        for pattern in patterns_at(patterns, node):
             uses = [lay_over(pattern, node, label, shapes, program.parameters, program.parameter_exprs)]
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
@@ -107,7 +107,7 @@ def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
     return patterns
 
 
-def candidates(patterns: Mapping[Any, list[Pattern]], root: fx.Node) -> Iterator[Pattern]:
+def patterns_at(patterns: Mapping[Any, list[Pattern]], root: fx.Node) -> Iterator[Pattern]:
     """The patterns that may compute the output at `root`."""
     if root.target is torch.add and root.args and isinstance(root.args[0], fx.Node):
         yield from patterns.get((torch.add, moved(root.args[0])[0].target), ())
@@ -150,7 +150,8 @@ def returned(form: Callable[..., Any], roles: tuple[str, ...], spelled_out: int)
 @lru_cache(maxsize=1000)
 def with_bias(root: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The node that computes the form's output without a bias, and the one that adds a bias, in another graph."""
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
     for node in root.graph.nodes:
         if node.op == "placeholder" and node.target == "bias":
             copies[node] = None

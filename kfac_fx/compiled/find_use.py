@@ -20,7 +20,7 @@ from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Use
 from kfac_fx.passes.losses import find_losses
-from kfac_fx.passes.match import Pattern, candidates, held_shapes, lay_over, patterns_by_target
+from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_at, patterns_by_target
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import MATCHED, run
 from kfac_fx.passes.users_code import where
@@ -95,7 +95,7 @@ class Finder:
         shapes = held_shapes(self.program)
         uses = (
             lay_over(pattern, output, self.label, shapes, self.program.parameters)
-            for pattern in candidates(self.patterns, output)
+            for pattern in patterns_at(self.patterns, output)
         )
         return [with_mask(self.with_batch(use)) for use in uses if use is not None]
 

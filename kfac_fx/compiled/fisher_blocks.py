@@ -426,14 +426,14 @@ __all__ = [
 ]
 
 
-def of_kind(kind: str) -> tuple[str, ...]:
+def layers_of(kind: str) -> tuple[str, ...]:
     """The names of the declared layers that are of a kind of TF K-FAC."""
     return tuple(name for name, layer in LAYERS.items() if layer.tf_kind == kind)
 
 
-LINEAR, EMBEDDINGS = of_kind("fully_connected"), of_kind("embedding")
-CONVOLUTIONS, DEPTHWISE = of_kind("conv2d"), of_kind("depthwise_conv2d")
-SCALES = of_kind("scale_and_shift")
+LINEAR, EMBEDDINGS = layers_of("fully_connected"), layers_of("embedding")
+CONVOLUTIONS, DEPTHWISE = layers_of("conv2d"), layers_of("depthwise_conv2d")
+SCALES = layers_of("scale_and_shift")
 
 
 # --- by approximation -----------------------------------------------------------------------------------------------

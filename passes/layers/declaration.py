@@ -91,7 +91,7 @@ class Form:
             return False
         if order is None or (list(order) == list(range(len(order))) and len(order) <= len(shape)):
             return same_size(attrs["bias"], shape, len(shape))
-        along = padded(shape, len(order))
+        along = with_dims(shape, len(order))
         return len(along) == len(order) and same_size(attrs["bias"], tuple(along[dim] for dim in order), len(order))
 
     def layout(self, role: str, used: Layout, attrs: Attrs) -> Layout:
@@ -111,14 +111,14 @@ class Form:
         return layout if len(layout.result) == full else layout.reshape((1, *layout.result))
 
 
-def padded(shape: Shape, dims: int) -> Shape:
+def with_dims(shape: Shape, dims: int) -> Shape:
     """The shape with so many dimensions: with sizes of 1 in front, or without those that it has there."""
     extra = len(shape) - dims
     return shape[extra:] if extra > 0 and set(shape[:extra]) == {1} else (1,) * -extra + shape
 
 
 def same_size(bias: Shape, shape: Shape, dims: int) -> bool:
-    return len(bias) <= dims and padded(bias, dims) == shape
+    return len(bias) <= dims and with_dims(bias, dims) == shape
 
 
 def as_in_output(bias: Layout, order: Shape | None) -> Layout:
@@ -126,7 +126,7 @@ def as_in_output(bias: Layout, order: Shape | None) -> Layout:
     if order is None or list(order) == list(range(len(order))):
         return bias
     back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return bias.reshape(padded(bias.result, len(order))).permute(back)
+    return bias.reshape(with_dims(bias.result, len(order))).permute(back)
 
 
 @dataclass

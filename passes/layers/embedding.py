@@ -303,14 +303,14 @@ def embedding_bag(
     return F.embedding_bag(ids, weight, *options, per_sample_weights, include_last_offset, padding_idx)
 
 
-BAG = {
+BAG_ARGUMENTS = {
     "weight": REQUIRED, "indices": REQUIRED, "offsets": REQUIRED, "scale_grad_by_freq": False, "mode": 0,
     "sparse": False, "per_sample_weights": None, "include_last_offset": False, "padding_idx": None,
 }  # fmt: skip
 
 
 @embedding_bag.form(
-    spelled=Spelling(torch.embedding_bag, BAG),
+    spelled=Spelling(torch.embedding_bag, BAG_ARGUMENTS),
     example=lambda: (
         Written(lambda x, w: torch.embedding_bag(w, x, torch.tensor([0, 4, 5]), mode=1)[0], {"w": (5, 3)}),
         ids(9),
