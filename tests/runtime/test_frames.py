@@ -131,7 +131,7 @@ def test_losses_outside_of_graphs_are_noted_with_their_arguments() -> None:
         watch.paused = True
         F.mse_loss(logits, logits.detach())
     first, second = watch.losses
-    assert (first.kind, first.reduction, second.kind, second.reduction) == ("categorical", "sum", "normal", "mean")
+    assert (first.loss, first.reduction, second.loss, second.reduction) == ("cross_entropy", "sum", "mse_loss", "mean")
     assert first.inputs is logits and first.targets is targets
 
 
