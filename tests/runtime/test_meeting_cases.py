@@ -136,7 +136,10 @@ def test_cases_that_meet_are_looked_for_in_one_batch_without_nan(monkeypatch: py
     assert known == [False, True]
 
 
-@pytest.mark.parametrize(("build", "logits_of", "meet"), [of for n, of in MODELS.items() if "loss" not in n], ids=str)
+@pytest.mark.parametrize(
+    ("build", "logits_of", "meet"),
+    [pytest.param(*model, id=name) for name, model in MODELS.items() if "loss" not in name],
+)
 def test_the_proof_and_an_exact_recording_agree_where_outputs_are_rows_of_the_loss(
     build: Callable[[], nn.Module], logits_of: Logits, meet: bool
 ) -> None:
