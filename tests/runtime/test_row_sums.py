@@ -14,7 +14,7 @@ from kfac_fx.passes.approximations import STATISTICS, named
 from kfac_fx.recording import row_sums as statistics
 from kfac_fx.recording.row_sums import sum_of
 
-NAMES = [s.name for s in STATISTICS.values() if not (s.lagged or s.kind_of)]
+NAMES = [s.name for s in STATISTICS.values() if s.function and not (s.lagged or s.kind_of)]
 
 
 @dataclass
