@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.cost_docs import table as markdown
 from benchmarks.program import console, table
-from kfac_fx.compiled.compiler import DENSE_LIMIT
+from kfac_fx.compiled.compiled_module import DENSE_LIMIT
 from kfac_fx.fisher.placement import loads_of, longest_processing_time, makespan, round_robin
 from kfac_fx.passes.choose import cuts
 from kfac_fx.passes.matrix import block_width

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled.page import HUE, ROW, Lanes, curve
+from kfac_fx.compiled.report import HUE, ROW, Lanes, curve
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS

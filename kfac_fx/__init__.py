@@ -4,20 +4,18 @@ import sys
 
 from kfac_fx import losses
 from kfac_fx.compiled import fisher_blocks, layer_collection
-from kfac_fx.compiled.captured_model import CapturedModel
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import capture, compile
+from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile
 from kfac_fx.compiled.layer_collection import (
     LayerCollection,
     get_default_layer_collection,
     set_default_layer_collection,
 )
+from kfac_fx.compiled.names import CapturedModel
 from kfac_fx.compiled.register_methods import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled.report import Report
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum
-from kfac_fx.estimator.model_spectrum import ModelSpectrum
-from kfac_fx.estimator.queries import Batch, Queries
+from kfac_fx.estimator.model_spectrum import Batch, ModelSpectrum, Queries
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot

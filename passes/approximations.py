@@ -4,13 +4,13 @@ A registration holds the name of its approximation, and `Registration.structure`
 objects: its statistics, which say everything about themselves but how they are computed, and its algebra, a class of
 blocks. The runtime fills these two in with the decorators `computes` and `blocks_of`, because this package does not
 know it; `check_filled` tells if one is missing. To add an approximation, write its row; to add a statistic, declare it
-here and compute it in `kfac_fx.recording.row_sums`.
+here and compute it in `kfac_fx.recording.statistics`.
 
 An approximation is a Kronecker product c A ⊗ G of an input and an output factor, or one factor F of all parameters:
 
     kron, kron_indep          A ⊗ G of one use, and of several that are taken to be independent
     kron_*_diag               the same with a diagonal A, a diagonal G, or both
-    kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.row_sums`)
+    kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.statistics`)
     diagonal, full            F from the gradients of single cases
     kron_series_*             several uses as a Markov chain in time (`kfac_fx.fisher.series`)
     kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.fisher.uncorrelated`)
@@ -54,7 +54,7 @@ class Statistic:
         kind_of: the statistic whose place it takes in the sums of a block; None: it has a place of its own.
         blocks: the number of diagonal blocks that are computed of every matrix.
         transposed: whether it sums over transposed uses only. Their rows and gradient rows have changed sides.
-        function: computes it from the rows of a use (`recording.row_sums.Rows`), or of two; and the number of blocks,
+        function: computes it from the rows of a use (`recording.statistics.Rows`), or of two; and the number of blocks,
             if this is not 1.
         twin: the same sum over transposed uses, which must be apart until all uses are of one loss.
     """

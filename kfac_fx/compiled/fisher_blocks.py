@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.compiled.find_use import Nodes
+from kfac_fx.compiled.names import Nodes
 from kfac_fx.fisher import block as blocks
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import Root
@@ -29,7 +29,7 @@ from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
 from kfac_fx.passes.users_code import where
-from kfac_fx.recording.moments import Key, additive
+from kfac_fx.recording.statistics import Key, additive
 from kfac_fx.recording.taps import over_sources, over_uses, scales
 
 REGISTERED_BY = {
@@ -448,7 +448,7 @@ class DiagonalFB(FisherBlock, default="diagonal"):
 
 
 class KroneckerProductFB(FisherBlock):
-    """c A ⊗ G of an input and an output factor (Martens & Grosse 2015, section 3); c: see `kfac_fx.fisher.factor`."""
+    """c A ⊗ G of an input and an output factor (Martens & Grosse 2015, section 3); c: see `kfac_fx.fisher.groups`."""
 
     @property
     def diagonal_approx_for_input(self) -> bool:

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from kfac_fx.compiled.captured_model import CapturedModel, on_another_capture
-from kfac_fx.compiled.find_use import Finder, Nodes, listed
 from kfac_fx.compiled.fisher_blocks import (
     EMBEDDINGS,
     INDEP,
@@ -29,7 +27,15 @@ from kfac_fx.compiled.fisher_blocks import (
     factor_keys,
     kind_named,
 )
-from kfac_fx.compiled.names import LayerParametersDict, ParameterNames
+from kfac_fx.compiled.names import (
+    CapturedModel,
+    Finder,
+    LayerParametersDict,
+    Nodes,
+    ParameterNames,
+    listed,
+    on_another_capture,
+)
 from kfac_fx.compiled.register_methods import (
     AUTO_REUSE,
     VARIABLE_SCOPE,
@@ -40,9 +46,8 @@ from kfac_fx.compiled.register_methods import (
     resolved,
 )
 from kfac_fx.linalg.arguments import choice, optional, whole_number
-from kfac_fx.losses.declared import RegisteredLoss, RegisteredLosses, evaluated, likelihood
+from kfac_fx.losses.declared import LossSpec, RegisteredLoss, RegisteredLosses, evaluated, likelihood
 from kfac_fx.losses.distributions import LossFunction, Normal, check_variance
-from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.cases import size_of_cases, with_batch_dim
 from kfac_fx.passes.check import check_registration, uses_in_graph
@@ -64,8 +69,8 @@ from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.masks import checked_mask
-from kfac_fx.recording.moments import Key
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import ALL_ROWS, read_sampling
 
 

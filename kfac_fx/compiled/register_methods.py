@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor, fx
 
-from kfac_fx.compiled.find_use import Nodes
 from kfac_fx.compiled.fisher_blocks import EMBEDDINGS, KINDS, LINEAR, FisherBlock
+from kfac_fx.compiled.names import Nodes
 from kfac_fx.losses.declared import RegisteredLoss
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
 

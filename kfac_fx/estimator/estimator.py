@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compiled_collection
+from kfac_fx.compiled.compiled_module import CompiledModule, compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.divided import DividedGroup
 from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.placement import DividedGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
     a_flag,
@@ -37,8 +36,7 @@ from kfac_fx.linalg.arguments import (
     wrong_value,
 )
 from kfac_fx.linalg.matrices import Root, are_finite, full_precision, pack_symmetric, unpack_symmetric
-from kfac_fx.linalg.replicas import Replicas
-from kfac_fx.linalg.sharded import scattered
+from kfac_fx.linalg.processes import Replicas, scattered
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import ModelChangedError
@@ -51,7 +49,7 @@ from kfac_fx.recording.model_checks import (
     refuse_without_blocks,
     refuse_wrapped,
 )
-from kfac_fx.recording.moments import Key, Moments, additive
+from kfac_fx.recording.statistics import Key, Moments, additive
 
 
 @dataclass

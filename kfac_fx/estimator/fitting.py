@@ -25,17 +25,16 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
-from kfac_fx.estimator.model_spectrum import ModelSpectrum
-from kfac_fx.estimator.queries import as_batch, digest_of
+from kfac_fx.estimator.model_spectrum import ModelSpectrum, as_batch, digest_of
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
 from kfac_fx.linalg.vectors import connected
-from kfac_fx.losses.spec import LossSpec
+from kfac_fx.losses.declared import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 
 VALUES = "values"
 

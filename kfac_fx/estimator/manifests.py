@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import dense, real_numbers
-from kfac_fx.linalg.sharded import unsharded
+from kfac_fx.linalg.processes import unsharded
 from kfac_fx.passes.errors import table
 
 NAME = "manifest.json"

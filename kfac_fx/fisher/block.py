@@ -17,18 +17,17 @@ from torch import Tensor
 
 from kfac_fx.fisher import series, uncorrelated  # noqa: F401  # they fill in their algebras
 from kfac_fx.fisher.block_diagonal import WideGroup
-from kfac_fx.fisher.divided import DividedForm, DividedGroup, divided_forms
-from kfac_fx.fisher.factor import Factor
-from kfac_fx.fisher.groups import BlockGroup, Failures, Inverter
+from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter
+from kfac_fx.fisher.placement import DividedForm, DividedGroup, divided_forms
 from kfac_fx.fisher.spectrum import System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.sharded import Shards, unsharded
+from kfac_fx.linalg.processes import Shards, unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
 from kfac_fx.passes.approximations import check_filled
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.moments import Key, additive
+from kfac_fx.recording.statistics import Key, additive
 
 check_filled()
 
@@ -76,8 +75,8 @@ class BlockOperator(Operator):
     """One block of a group.
 
     Attributes:
-        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F": see `kfac_fx.fisher.factor`.
-        statistics: the names of the sums that it needs (`recording.row_sums`); () if it needs the gradient.
+        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F": see `kfac_fx.fisher.groups`.
+        statistics: the names of the sums that it needs (`recording.statistics`); () if it needs the gradient.
     """
 
     def __init__(self, group: BlockGroup, index: int) -> None:

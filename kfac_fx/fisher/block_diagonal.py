@@ -12,7 +12,7 @@ from kfac_fx.linalg.matrices import HERE, Place, rescued_eigh
 from kfac_fx.passes.approximations import OUTPUTS, Side
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.recording.row_sums import split_rows
+from kfac_fx.recording.statistics import split_rows
 
 
 class WideGroup(BlockGroup):

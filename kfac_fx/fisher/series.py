@@ -33,8 +33,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.factor import Stack
-from kfac_fx.fisher.groups import ALL_BLOCKS, BlockGroup, Roots
+from kfac_fx.fisher.groups import ALL_BLOCKS, BlockGroup, Roots, Stack
 from kfac_fx.linalg.matrices import (
     HERE,
     RESCUES,

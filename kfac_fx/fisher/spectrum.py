@@ -25,12 +25,12 @@ from torch.func import vmap
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import not_negative, one_element, whole_number
 from kfac_fx.linalg.matrices import Place, dense
-from kfac_fx.linalg.sharded import unsharded
+from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.case_gradients import Cases
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Losses as they are declared: on what the model returns, on nodes of its graph, or by forward, which computes them.
 
-`compile(..., loss=...)` gives a `kfac_fx.losses.spec.LossSpec`, a LayerCollection gives `RegisteredLosses`, and a
+`compile(..., loss=...)` gives a `LossSpec`, a LayerCollection gives `RegisteredLosses`, and a
 forward with losses inside gives `LossesInForward`. All make (coefficient, loss) pairs of the outputs of one run.
 
 A loss on nodes has a name. A loss that is registered again under its name is another *tower*: the same loss of one more
 mini-batch, computed by the same graph. The towers of a loss add up to one batch.
+
+The `loss=` argument of `compile` is read as a function from what a model returns to its losses.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +19,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from kfac_fx.passes.ir import LossSite
-from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
+from kfac_fx.passes.torch_losses import BY_NAME, SHORT, TORCH_LOSSES, TorchLoss
+from kfac_fx.passes.torch_private import pytree
 
 WeightedLosses = list[tuple[float, LossFunction]]
 TARGET_MODES = ("data", "sample")
@@ -275,3 +280,228 @@ def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[
         scale(coefficient) * (loss.evaluate() if target_mode == "data" else loss.evaluate_on_sample())
         for coefficient, loss in pairs
     ]
+
+
+# --- losses that a user declares for the outputs ----------------------------------------------------------------------
+
+
+OF_TORCH = {name: loss.short for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
+NAMES = (*DISTRIBUTIONS, *(loss.short for loss in TORCH_LOSSES))
+MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synonyms} | {
+    synonym: name for name, kind in DISTRIBUTIONS.items() for synonym in kind.synonyms
+}
+
+
+@dataclass(frozen=True)
+class LossSpec(DeclaredLosses):
+    """From the outputs of a forward (and the true targets, where there are any) to (coefficient, loss) pairs."""
+
+    make: Callable[[Any], Any]
+    name: str
+    named: bool = False  # made of one output tensor
+    of_torch: TorchLoss | None = None  # torch's loss of this name, with its mean
+    of_outputs: ClassVar[bool] = True
+
+    def of_run(
+        self,
+        output: Any,
+        fisher: Sequence[Tensor],
+        case_dims: Sequence[int],
+        targets: Any = None,
+        kept: Sequence[Tensor | None] = (),
+    ) -> WeightedLosses:
+        pairs = self(output, targets, next(iter(case_dims), 0))
+        if case_dims and self.of_torch is None:  # a loss of torch moves the cases to the front itself
+            for number, (_, loss) in enumerate(pairs):
+                loss.with_cases_at(self.axis_of_cases(number, loss, output, list(zip(fisher, case_dims, strict=True))))
+        return without_ignored(pairs)
+
+    def axis_of_cases(self, number: int, loss: LossFunction, output: Any, placed: Sequence[tuple[Tensor, int]]) -> int:
+        """The axis of the cases in the inputs of a loss, where they are not the first in all outputs.
+
+        It is that of the output that the inputs are; or, of inputs that are computed from outputs, the one along which
+        only the first place changes if the first case does.
+
+        placed: every one of the Fisher's outputs, and the dimension of its cases.
+
+        Raises LossError if there is none.
+        """
+        for value, dim in placed:
+            if loss.inputs is value:
+                return dim
+        with torch.no_grad():
+            changed = [value.clone() for value, _ in placed]
+            for value, (_, dim) in zip(changed, placed, strict=True):
+                value.select(dim, 0).copy_(perturbed(value.select(dim, 0)))
+            other = self(replaced(output, [value for value, _ in placed], changed))[number][1]
+            differs = (
+                (loss.inputs != other.inputs).movedim(-1, 0).any(0)
+                if loss.inputs.ndim > 1
+                else loss.inputs != other.inputs
+            )
+            axes = [axis for axis in range(differs.ndim) if not differs.movedim(axis, 0)[1:].any()]
+        if len(axes) == 1 or (axes and differs.shape[axes[0]] > 1):
+            return axes[0]
+        raise LossError(
+            f"{self.name} gives a {type(loss).__name__} of inputs {list(loss.inputs.shape)}, and no axis of "
+            "it has one place for every case. The cases of the model are on another dimension than the first "
+            "(net.report): keep them apart, as in loss=lambda outputs: "
+            f"kfac_fx.losses.{type(loss).__name__}(outputs.movedim(1, 0))."
+        )
+
+    def __call__(self, outputs: Any, targets: Any = None, case_dim: int = 0) -> WeightedLosses:
+        """
+        Args:
+            targets: one tensor, or a sequence of one a loss where there are several losses.
+            case_dim: the dimension of the cases in the output of a loss of torch.
+        """
+        if self.of_torch is not None:
+            (targets,) = targets if isinstance(targets, (list, tuple)) and len(targets) == 1 else (targets,)
+            output = one_tensor(outputs, self.name, expression_of(self.of_torch), self.of_torch.classes_second)
+            return [likelihood(self.of_torch, "mean", output, targets, case_dim)]
+        try:
+            result = self.make(outputs)
+        except Exception as error:
+            if not self.named:
+                kind = type(outputs).__name__ + (f" {list(outputs.shape)}" if isinstance(outputs, Tensor) else "")
+                error.add_note(f"{self.name} raised this, called with what the model returned: a {kind}")
+            raise
+        if isinstance(result, list | tuple) and not result:
+            raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
+        single = not isinstance(result, list | tuple) or _is_pair(result)
+        losses = [_pair(loss, self.name) for loss in ([result] if single else result)]
+        if targets is None:
+            return losses
+        each_targets = targets if isinstance(targets, (list, tuple)) or len(losses) > 1 else [targets]
+        if not isinstance(each_targets, Sequence) or len(each_targets) != len(losses):
+            raise LossError(f"{self.name} gives {len(losses)} losses: pass as many targets, in a tuple")
+        for (_, loss), target in zip(losses, each_targets, strict=True):
+            loss.with_targets(target)
+        return losses
+
+
+def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec:
+    """Read `compile(..., loss=spec)`.
+
+    Args:
+        spec: a name of a distribution, such as "categorical" or "normal" (variance 0.5), where the model returns one
+            tensor with the event on its last axis; or of a loss of torch, such as "cross_entropy" or "mse", with its
+            mean and, for classes, its dimension 1; a class of `kfac_fx.losses`; or a function of the model's outputs
+            that returns a loss, several losses, or (coefficient, loss) pairs. The coefficient multiplies the loss and
+            its Fisher. `NAMES` has all names.
+
+    Raises LossError for an unknown name, for something else than a name or a function, and when called for outputs
+    that a named loss cannot read or a function that returns no loss.
+    """
+    if isinstance(spec, str):
+        if spec in SHORT:
+            of_torch = SHORT[spec]
+            fixed = not of_torch.averages_elements  # else the coefficient depends on the sizes of the output
+            return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch)
+        choice("loss", spec, NAMES, LossError, MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss")))
+        return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
+    if isinstance(spec, type) and issubclass(spec, LossFunction):
+        if spec.written:
+            arguments = inspect.signature(spec).parameters.items()
+            wanted = " and a ".join(name for name, argument in arguments if argument.default is argument.empty)
+            raise LossError(
+                f"loss={spec.__name__} needs a {wanted}: write which outputs they are, as in loss=lambda outputs: "
+                f"{spec.written}"
+            )
+        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
+    if isinstance(spec, (type, LossFunction)) and not name_in_torch(spec) or not callable(spec):
+        raise LossError(
+            f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
+            "such as lambda logits: kfac_fx.losses.Categorical(logits)"
+        )
+    if trained := name_in_torch(spec):
+        known = OF_TORCH.get(trained, "")
+        raise LossError(
+            f"loss={trained} needs targets, and K-FAC draws its own: write its name, "
+            + (f"loss={known!r}" if known else f"one of {', '.join(map(repr, NAMES))}")
+        )
+    try:
+        inspect.signature(spec).bind(None)
+    except TypeError as error:
+        raise LossError(
+            f"the function given as loss is called with what the model returns, and does not take that: {error}. Write "
+            "loss=lambda outputs: kfac_fx.losses.Categorical(outputs)"
+        ) from error
+    except ValueError:  # a function without a signature
+        pass
+    return LossSpec(spec, "the function given as loss")
+
+
+def name_in_torch(spec: Any) -> str:
+    """The name of a loss of torch: a function, a module or its class; empty for anything else."""
+    if isinstance(spec, nn.Module):
+        return type(spec).__name__
+    if isinstance(spec, type) and issubclass(spec, nn.Module):
+        return spec.__name__
+    name: str = getattr(spec, "__name__", "")
+    return name if name and spec is getattr(F, name, None) else ""
+
+
+def _of_one_tensor(kind: type[LossFunction], name: str) -> Callable[[Any], LossFunction]:
+    def make(outputs: Any) -> LossFunction:
+        return kind(one_tensor(outputs, f"loss={name!r}", f"kfac_fx.losses.{kind.__name__}({{0}})", kind.of_classes))
+
+    return make
+
+
+def expression_of(loss: TorchLoss) -> str:
+    """The expression of torch's loss on the output {0}, for messages."""
+    expression = f"kfac_fx.losses.{DISTRIBUTIONS[loss.distribution].__name__}({{0}})"
+    return f"(len({{0}}) / {{0}}.numel(), {expression})" if loss.averages_elements else expression
+
+
+def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
+    """The one tensor that a model returns. Raises LossError, which writes `function` on one of several outputs.
+
+    classes: the loss is over classes, so the tensor has an axis for them.
+    """
+    if isinstance(outputs, list | tuple) and len(outputs) == 1:
+        (outputs,) = outputs
+    if not isinstance(outputs, Tensor):
+        key = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
+        raise LossError(
+            f"{name} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
+            f"as in loss=lambda outputs: {function.format(f'outputs[{key!r}]')}"
+        )
+    if not outputs.ndim:
+        raise LossError(
+            f"{name} is that of outputs with a dimension of cases, and the model returns one number, as a loss is: let "
+            "the model return what its loss is computed from, too, and say which output that is, as in "
+            f"loss=lambda outputs: {function.format('outputs[1]')}"
+        )
+    if classes and outputs.ndim < 2:
+        shape = list(outputs.shape)
+        raise LossError(f"{name} needs logits of shape [cases, ..., classes], and the model returns {shape}")
+    return outputs
+
+
+def perturbed(value: Tensor) -> Tensor:
+    """Another value everywhere. The difference is not constant, because a softmax ignores a constant."""
+    steps = torch.linspace(1, 2, value.shape[-1] if value.dim() else 1, dtype=value.dtype, device=value.device)
+    return value + steps.view(value.shape[-1:])
+
+
+def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    """A tree with `new` tensors for `old` ones."""
+    by_id = {id(before): after for before, after in zip(old, new, strict=True)}
+    return pytree.tree_map(lambda value: by_id.get(id(value), value), tree)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], int | float)
+
+
+def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
+    coefficient, loss = value if _is_pair(value) else (1.0, value)
+    if isinstance(loss, Tensor) and not loss.ndim:
+        raise LossError(f"{name} returned a tensor; a coefficient is a number, as in (0.5, kfac_fx.losses.Normal(out))")
+    if not isinstance(loss, LossFunction):
+        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
+    if not 0 < coefficient < math.inf:
+        raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive and finite")
+    return float(coefficient), loss

@@ -40,10 +40,9 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import real_numbers
-from kfac_fx.linalg.replicas import Replicas
-from kfac_fx.linalg.sharded import in_place_of, shard
+from kfac_fx.linalg.processes import Replicas, in_place_of, shard
 from kfac_fx.losses import Normal
-from kfac_fx.losses.spec import replaced
+from kfac_fx.losses.declared import replaced
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves
 from kfac_fx.passes.errors import fatal, first_line

@@ -31,14 +31,14 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full
-from kfac_fx.linalg.sharded import in_place_of, shard
+from kfac_fx.linalg.processes import in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.graphs.labels import named_dtypes
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.derivatives import forward_mode
+from kfac_fx.passes.trace import forward_mode
 from kfac_fx.passes.tracing.signature import autocast, kinds
 from kfac_fx.recording.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder

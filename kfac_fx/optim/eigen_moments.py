@@ -58,14 +58,13 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.factor import Stack
-from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup, Stack
 from kfac_fx.linalg.matrices import copy_if_, full_precision, unsqueeze_like
 from kfac_fx.linalg.vectors import Tensors, joint_view
 from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import version
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 
 EPSILON = 1e-8
 MEANS = ("average", "squares")

@@ -13,7 +13,7 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.arguments import number, wrong_value
-from kfac_fx.linalg.sharded import is_sharded
+from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
@@ -26,8 +26,8 @@ from kfac_fx.passes.tracing.signature import autocast
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.captures import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
-from kfac_fx.recording.moments import Key, Moments, PendingMoments
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Key, Moments, PendingMoments
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss

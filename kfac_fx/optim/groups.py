@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kfac_fx.fisher.placement import UNDIVIDED, VectorDivision
 from kfac_fx.linalg.arguments import not_negative, number, one_element
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
-from kfac_fx.linalg.sharded import shard, sharded_like
+from kfac_fx.linalg.processes import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import FirstOrder, MomentumRule, Product, StepBound, inner, is_finite, new_adam_state
@@ -195,7 +195,7 @@ class FlatParameters:
 
 
 def rule_state(state: Tensors) -> Tensors:
-    """The part of a parameter's state that the rule keeps; the rest has a "/" in its names (`kfac_fx.optim.state`)."""
+    """The part of a parameter's state that the rule keeps; the rest has a "/" in its names (`optim.optimizer`)."""
     return {name: tensor for name, tensor in state.items() if "/" not in name}
 
 

@@ -28,8 +28,8 @@ from torch import Tensor, fx
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
+from kfac_fx.losses.declared import LossSpec
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
-from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree

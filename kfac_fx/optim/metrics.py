@@ -13,7 +13,7 @@ from torch import Tensor
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import dense, full_precision
-from kfac_fx.linalg.sharded import shard
+from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.groups import rule_state
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.approximations import Side

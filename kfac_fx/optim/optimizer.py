@@ -1,36 +1,442 @@
-"""`KFAC`: the optimizer of Martens & Grosse 2015 as a torch.optim.Optimizer."""
+"""`KFAC`: the optimizer of Martens & Grosse 2015 as a torch.optim.Optimizer, its checkpoint, and its part in a Join.
+
+**Join.** Inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])` processes may run out of batches.
+Such a process stands in for itself: it goes on to take part in the messages of the others until none has a batch. The
+hook of DistributedDataParallel sends zeros in the place of its gradients, and drops the average. That of KFAC takes the
+steps of a process without cases. It calls the net with an empty batch, receives the averaged gradient from a process
+that has one, and takes the step: the blocks and the momentum that it owns, and its copy of the parameters, go on.
+
+A step inside of Join tells all processes which of them have a batch: one message of a few numbers, for which the host
+waits. Two more messages carry the gradient and the numbers of the parameter groups while a process stands in.
+
+**Checkpoint.** All that the next step depends on is tensors by parameter, in the form of every torch optimizer. Tools
+that save optimizers know `state` and `param_groups` alone, so there is nothing else:
+
+    state[parameter]  "velocity", or "exp_avg", ...       of the rule that moves the parameter
+                      "0.weight,0.bias/A/moment", ...     of the Fisher block, on the first of its parameters
+                      "kfac/damping", "kfac/counter", ... of the whole optimizer, on the first of all parameters
+
+All tensors of a parameter are on its device, random states included. A step reads entries with a "/" from the estimator
+and from `StepState`, where they live.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
-from kfac_fx.linalg.replicas import Replicas
-from kfac_fx.linalg.sharded import Shards
+from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.processes import Replicas, Shards
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.eigen_moments import new_extras, refuse_without_basis
-from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
-from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.options import KFACOptions, takes
-from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optim.stand_in import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
-from kfac_fx.optim.state import check_state, publish, restore
+from kfac_fx.optim.forwards import Closure, ForwardArguments, Forwards, TrainingClosure, refuse_other_losses
+from kfac_fx.optim.groups import OF_GROUPS, Group, keep_first_lr, rule_state, split_group
+from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions, takes
+from kfac_fx.optim.rules import new_adam_state
+from kfac_fx.optim.schedule import Schedule, StepIntervals
 from kfac_fx.optim.step import Losses, check_closure, take_step
-from kfac_fx.optim.step_state import PhaseSeconds, StepState
-from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.torch_private import join_around_forward
-from kfac_fx.passes.tracing.random_streams import accelerators
+from kfac_fx.optim.step_checks import StepSize
+from kfac_fx.optim.step_state import SCALARS, PhaseSeconds, StepState
+from kfac_fx.passes.errors import ModelChangedError, table
+from kfac_fx.passes.torch_private import join_around_forward, pytree
+from kfac_fx.passes.tracing.random_streams import RandomState, accelerators
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without_blocks, refuse_without_values
+
+WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
+LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
+STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
+
+
+CHOICES: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the places of its own in these
+    "momentum_type": MOMENTUM_TYPES,
+    "estimation_mode": MODES,
+    "adapt_damping": (False, True),
+}
+
+
+def choices(options: KFACOptions) -> dict[str, Any]:
+    return {
+        "momentum_type": options.kind,
+        "estimation_mode": options.estimation_mode,
+        "adapt_damping": bool(options.adapt_damping),
+    }
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Tensors]) -> None:
+    """Put everything into the optimizer's `states` by parameter. Tensors of blocks share memory with the estimator's.
+
+    Numbers and random states are copies, as of now. Parameters that were never moved get a new state.
+    """
+    parameters, division = moved(groups), state.division
+    by_name = {state.names[parameter]: parameter for parameter, _ in parameters}
+    for parameter, first_order in parameters:
+        kept = division.keeps(state.names[parameter])
+        of_rule = rule_state(states.get(parameter, {})) if kept else {}
+        if parameter.requires_grad and kept and not of_rule:
+            of_rule = (new_adam_state if first_order else state.options.new_state)(parameter)
+        # An empty entry for a parameter of another owner: torch.distributed.checkpoint misses those without any.
+        if of_rule or parameter in states or not kept:
+            states[parameter] = of_rule
+    first = parameters[0][0]
+    for key, block in state.estimator.blocks.items():
+        owner = next((by_name[name] for name in block.registration.owners if name in by_name), first)
+        of_block = {f"{key_text(key)}/{name}": tensor for name, tensor in block.state().items()}
+        states.setdefault(owner, {}).update(on(owner, of_block))
+    states.setdefault(first, {}).update(on(first, whole(state)))
+
+
+def moved(groups: Sequence[Group]) -> list[tuple[nn.Parameter, bool]]:
+    """Every parameter, and whether the first-order rule moves it."""
+    return [(parameter, group["first_order"]) for group in groups for parameter in group["params"]]
+
+
+def on(parameter: Tensor, tensors: Tensors) -> Tensors:
+    return {name: tensor.to(parameter.device) for name, tensor in tensors.items()}
+
+
+def whole(state: StepState) -> Tensors:
+    """The tensors that belong to no block."""
+    schedule, late = state.schedule, state.late
+    values = {name: getattr(state, name) for name in ("damping", *SCALARS, "skipped")}
+    if state.options.checked:
+        values |= {name: getattr(state.size, name) for name in STEP_SIZE}
+        values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
+        values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
+    values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
+    first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
+    values |= {"first_recorded": torch.tensor(first)}
+    values |= {name: torch.tensor(CHOICES[name].index(kind)) for name, kind in choices(state.options).items()}
+    values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
+    tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
+    options = state.options
+    if options.adapt_damping and not options.update_damping_immediately:
+        streams = RandomState.now(state.forwards.devices) if late is None else late
+        tensors |= {LATE: torch.tensor(late is not None), f"{LATE}/cpu": streams.cpu}
+        tensors |= {f"{LATE}/{device}": stream for device, stream in streams.others.items()}
+    return tensors
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state_dict, sorted by what its tensors belong to."""
+
+    rules: Mapping[int, Tensors]  # by the place of the parameter
+    blocks: Tensors
+    whole: Tensors  # without late states of random streams
+    late: RandomState | None
+
+    @staticmethod
+    def of(state_dict: Mapping[str, Any]) -> Checkpoint:
+        # Tools name parameters, and torch numbers them; the order in the groups says which they are.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        places = {key: place for place, key in enumerate(keys)}
+        by_place = {places.get(key, key): values for key, values in state_dict["state"].items()}
+        rules = {place: rule_state(values) for place, values in by_place.items()}
+        others = {k: v for values in by_place.values() for k, v in values.items() if "/" in k}
+        streams = {name: others.pop(name).cpu() for name in list(others) if name.startswith(f"{LATE}/")}
+        late = others.pop(LATE, None)
+        if late is not None and late and f"{LATE}/cpu" not in streams:
+            raise ValueError(f"the state has {LATE!r} and no '{LATE}/cpu', the random state that belongs to it")
+        return Checkpoint(
+            {place: values for place, values in rules.items() if values},
+            {name: value for name, value in others.items() if not name.startswith(WHOLE)},
+            {name: value for name, value in others.items() if name.startswith(WHOLE)},
+            RandomState(streams.pop(f"{LATE}/cpu"), {name.removeprefix(f"{LATE}/"): s for name, s in streams.items()})
+            if late is not None and late
+            else None,
+        )
+
+
+def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+    """Raises ValueError for an optimizer's state_dict that does not fit, before anything of it is loaded."""
+    if not is_state(state_dict):
+        raise ValueError(
+            "this is no state_dict of an optimizer, which has 'state' and 'param_groups': write opt.state_dict()"
+        )
+    refuse_other_entries(state_dict["state"])
+    checkpoint = Checkpoint.of(state_dict)
+    if not checkpoint.whole:
+        raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
+    check_choices(state, checkpoint.whole)
+    needed = {name: tensor for name, tensor in whole(state).items() if not name.startswith(LATE)}
+    expected = needed.keys()
+    if wrong := sorted(expected ^ checkpoint.whole.keys()):
+        raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
+    state.estimator.check_state({"damping": checkpoint.whole[f"{WHOLE}estimator.damping"], **checkpoint.blocks})
+    check_shapes(needed, checkpoint.whole)
+    for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
+        here, there = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
+        if here != there:
+            raise ValueError(
+                f"parameter group {n} of the state has {there}, and this one's has {here}: it is that of another "
+                "momentum_type"
+            )
+    parameters = moved(groups)
+    rows: list[tuple[str, str]] = []
+    for place, values in checkpoint.rules.items():
+        if place not in range(len(parameters)):
+            rows.append((f"parameter {place}", f"there are {len(parameters)}"))
+            continue
+        parameter, first_order = parameters[place]
+        new = new_adam_state if first_order else state.options.new_state
+        has, needs = shapes(values), shapes(new(torch.empty_like(parameter, device="meta")))
+        if has != needs:
+            rows.append((state.names[parameter], f"has {has}, and needs {needs}"))
+    if rows:
+        raise ValueError(f"the state does not fit {len(rows)} of {len(parameters)} parameters:\n{table(rows)}")
+    return checkpoint
+
+
+def is_state(state_dict: Any) -> bool:
+    """Whether this has the form of the state_dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        return False
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    named = isinstance(states, Mapping) and all(isinstance(values, Mapping) for values in states.values())
+    return named and isinstance(groups, Sequence) and all("params" in group for group in groups)
+
+
+def refuse_other_entries(states: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Raises ValueError for entries of the state of parameters that cannot be copied."""
+    rows = [
+        (str(name), "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}")
+        for values in states.values()
+        for name, value in values.items()
+        if not isinstance(value, Tensor) or value.is_meta
+    ]
+    if rows:
+        raise ValueError(f"{len(rows)} entries of the state are no tensors with values:\n{table(rows)}")
+
+
+def check_shapes(needed: Tensors, given: Tensors) -> None:
+    """Raises ValueError for entries of the whole optimizer that cannot be loaded."""
+    generator = f"{WHOLE}generator"
+    rows = [
+        (name, f"has {list(given[name].shape)}, and needs {list(tensor.shape)}")
+        for name, tensor in needed.items()
+        if given[name].shape != tensor.shape
+    ]
+    if rows:
+        devices = "\nRandom states of one kind of device do not fit another: load on the kind that saved."
+        raise ValueError(
+            f"the state does not fit {len(rows)} entries of the optimizer:\n{table(rows)}"
+            + devices * (generator in dict(rows))
+        )
+
+
+def check_choices(state: StepState, whole: Tensors) -> None:
+    """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
+    rows: list[tuple[str, str]] = []
+    for name, here in choices(state.options).items():
+        kinds, entry = CHOICES[name], whole.get(f"{WHOLE}{name}")
+        if entry is None:
+            continue  # the names of all entries are compared next
+        place = int(entry) if entry.numel() == 1 else len(kinds)
+        if place != kinds.index(here):
+            there = repr(kinds[place]) if place in range(len(kinds)) else "another kind"
+            rows.append((name, f"{there} in the state, {here!r} here"))
+    if rows:
+        raise ValueError(
+            f"the state is that of a KFAC with other options:\n{table(rows)}\n"
+            "Create the optimizer with the options of the state, or train without it."
+        )
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def restore(
+    state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], checkpoint: Checkpoint
+) -> None:
+    """Copy a checked checkpoint into `state` and into the optimizer's `states` by parameter.
+
+    Forwards since the last step are forgotten.
+    """
+    parameters = moved(groups)
+    for place, values in checkpoint.rules.items():
+        parameter, _ = parameters[place]
+        if not state.division.keeps(state.names[parameter]):
+            continue
+        states[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
+    values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
+    for name in ("damping", *SCALARS, "skipped"):
+        getattr(state, name).copy_(values[name])
+    for name in STEP_SIZE if state.options.checked else ():
+        getattr(state.size, name).copy_(values[name])
+    if state.options.checked:
+        state.schedule.intervals = state.schedule.with_given(StepIntervals(*values["intervals"].tolist()))
+        state.schedule.overhead = float(values["overhead"])
+        state.estimator.cov_ema_decay = state.schedule.decay
+    state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
+    if state.options.checked:
+        step, apart = values["checks"].tolist()
+        state.schedule.checked(step, apart, state.size.calm)
+    first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=True)
+    state.first_recorded = {key: step for key, step in first if step}
+    state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})
+    state.forwards.generator.set_state(values["generator"].cpu())
+    state.late = checkpoint.late
+    state.grouped = None
+    state.forwards.forget()
+
+
+# --- processes without batches ----------------------------------------------------------------------------------------
+
+
+LossOfStep = Tensor | float | None
+
+
+@dataclass(eq=False)
+class StandIn(JoinHook):
+    """The hook of one optimizer in one `Join`.
+
+    Args:
+        groups: the parameter groups of the optimizer.
+        step: takes a step of the optimizer.
+        close: called when all processes have joined.
+    """
+
+    net: CompiledModule
+    replicas: Replicas
+    groups: Sequence[Group]
+    step: Callable[[], Any]
+    close: Callable[[], None]
+    call: ForwardArguments | None = None  # with an empty batch
+    standing_in: bool = False
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments of a forward, without its cases."""
+        if self.call is None:
+            self.call = self.net.recorder(args, kwargs).without_cases(args, kwargs)
+
+    def main_hook(self) -> None:
+        """A step of a process without cases. Raises ValueError if this process never had a batch."""
+        if self.call is None:
+            raise ValueError(
+                f"process {self.replicas.rank} of {self.replicas.number} had no batch inside of Join, so KFAC does not "
+                "know the inputs of the net and cannot take the steps of the others: give every process one batch, "
+                "which may be empty, x[:0]"
+            )
+        args, kwargs = self.call
+        with torch.enable_grad():
+            outputs = self.net(*args, **kwargs)
+            tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum().backward()
+        self.standing_in = True
+        try:
+            self.step()
+        finally:
+            self.standing_in = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.close()
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    def share(self, loss: LossOfStep) -> LossOfStep:
+        """Before a step: a process that stands in gets gradients, and the numbers of the groups. Returns its loss.
+
+        loss: of the batch of this process, if known. It is zero without cases, if the others know theirs.
+        """
+        mine = torch.zeros(self.replicas.number + 1, dtype=torch.float64, device=self.parameters()[0].device)
+        if not self.standing_in:
+            mine[self.replicas.rank] = 1
+            mine[-1] = float(loss is not None)
+        (both,) = self.replicas.total([mine])
+        *with_batches, with_loss = both.tolist()
+        if all(with_batches):
+            return loss
+        source = with_batches.index(1)
+        self.receive(source)
+        return 0.0 if self.standing_in and with_loss else loss
+
+    def receive(self, source: int) -> None:
+        """Take the gradients and the numbers of the groups of a process; those that have batches have the same."""
+        parameters, numbers = self.parameters(), [(group, key) for group in self.groups for key in OF_GROUPS]
+        numbers = [(group, key) for group, key in numbers if key in group]
+        values = [float(parameter.grad is not None) for parameter in parameters]
+        values += [float(group[key]) for group, key in numbers]
+        sent = torch.tensor(values, dtype=torch.float64, device=parameters[0].device)
+        gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad) for p in parameters]
+        *gradients, sent = self.replicas.broadcast([*gradients, sent], source)
+        if not self.standing_in:
+            return
+        values = sent.tolist()
+        for parameter, gradient, has in zip(parameters, gradients, values, strict=False):
+            parameter.grad = gradient if has else None
+        for (group, key), value in zip(numbers, values[len(parameters) :], strict=True):
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def refuse_in_join(options: KFACOptions, sharded: bool) -> None:
+    """Raises ValueError for an optimizer whose steps a process without batches cannot take."""
+    scaler = options.grad_scaler
+    why = {
+        "sharded parameters, which every process gathers in its own forwards": sharded,
+        "adapt_damping=True, which asks the process for the loss of its batch": bool(options.adapt_damping),
+        "a GradScaler, whose scale that process does not learn": scaler is not None and scaler.is_enabled(),
+    }
+    if wrong := [words for words, applies in why.items() if applies]:
+        raise ValueError(
+            "inside of Join, a process that has no more batches takes the steps of the others, and cannot with\n"
+            + "\n".join(f"  {words}" for words in wrong)
+            + "\nLeave Join out: a process that has no more cases calls the net with an empty batch, x[:0]."
+        )
+
+
+def refuse_other_join() -> None:
+    raise ValueError(
+        "inside of join(), processes without batches take part in the messages of DistributedDataParallel and not in "
+        "those of KFAC, which would wait for them. Write Join([wrapped, optimizer]) in its place, with Join of "
+        "torch.distributed.algorithms.join; or leave it out, and a process that has no more cases calls the net with "
+        "an empty batch, x[:0], and takes all steps with the others."
+    )
+
+
+def refuse_first(notified: object) -> None:
+    """Raises ValueError for an optimizer that is the first in `Join`. notified: of `Join.notify_join_context`."""
+    if notified is not None:
+        raise ValueError(
+            "Join runs the messages of its parts in their order, and those of KFAC come behind those of "
+            "DistributedDataParallel: write Join([wrapped, optimizer])"
+        )
+
+
+def refuse_micro_batches(forwards: int) -> None:
+    """Raises ValueError for a step inside of Join that has other than one forward."""
+    if forwards != 1:
+        raise ValueError(
+            f"inside of Join, a step has one forward, which processes without batches take part in, and this one has "
+            f"{forwards}: call optimizer.step() behind every forward and backward, or leave Join out"
+        )
+
+
+# --- KFAC -------------------------------------------------------------------------------------------------------------
 
 
 class KFAC(Optimizer, Joinable):
@@ -260,7 +666,7 @@ class KFAC(Optimizer, Joinable):
     # --- processes without batches ------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> StandIn:
-        """For `torch.distributed.algorithms.join.Join([wrapped, optimizer])`; see `kfac_fx.optim.stand_in`.
+        """For `torch.distributed.algorithms.join.Join([wrapped, optimizer])`; see `kfac_fx.optim.optimizer`.
 
         Raises ValueError for options with which a process without batches cannot take the steps of the others.
         """

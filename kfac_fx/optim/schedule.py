@@ -52,7 +52,7 @@ from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 
 PER_USE = 40  # operations that record a use
 PER_GROUP = 60  # operations that average the factors of equal blocks

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense
-from kfac_fx.linalg.sharded import shard
+from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.batch_loss import BatchLoss, part_of_batch, share_of_checks
 from kfac_fx.optim.eigen_moments import refuse_divided_momentum, update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
@@ -41,7 +41,7 @@ from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.users_code import warn_user
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 
 UNRECORDED = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "

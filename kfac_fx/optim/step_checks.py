@@ -68,7 +68,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import copy_if_
-from kfac_fx.linalg.sharded import in_place_of
+from kfac_fx.linalg.processes import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
 from kfac_fx.optim.curvature import COARSE

@@ -21,8 +21,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.linalg.matrices import zero_unless_
-from kfac_fx.linalg.replicas import Replicas
-from kfac_fx.linalg.sharded import Shards
+from kfac_fx.linalg.processes import Replicas, Shards
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import SHARE
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
@@ -56,7 +55,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.backends import compiled_function
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
 PHASES = ("record", "statistics", "inverses", "update")

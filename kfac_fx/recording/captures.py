@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from kfac_fx.losses.declared import RegisteredLosses
-from kfac_fx.losses.spec import LossSpec
+from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.passes.approximations import longest
 from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import (
@@ -45,9 +44,9 @@ from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
-from kfac_fx.recording.moments import Key, PendingMoments
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Key, PendingMoments
 from kfac_fx.recording.unchanged import Structure, Trained
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first

@@ -1,21 +1,52 @@
-"""The gradients of single cases of one registration, from the rows of all its uses.
+"""The gradients of single cases, registration by registration, as the backward reaches them.
 
-The gradient of case n is the matrix W_n [g, o, i] = Σ d rᵀ, summed over the uses and the positions of the case. A case
-may also be one position of an example. Functions of these matrices are computed for a few cases at a time, so that they
-take no more than `CHUNK` numbers, or one matrix if that is larger.
+`CaseRecorder.record` runs one forward of a batch of N examples, sends sources back, and hands the gradients of the N
+examples to a function as soon as all uses of a registration have their rows. It holds the rows of one batch, and no
+gradients.
+
+Some registrations have no rows of single examples: generic parameters, uses whose gradient is summed over the batch,
+rows that are merged with positions or routed to experts, and parametrizations whose rows leave out a part of the
+gradient. Their gradients come from autograd, with one backward for every example. `CaseRecorder.apart` has the reasons.
+
+From the rows of all uses of a registration, the gradient of case n is the matrix W_n [g, o, i] = Σ d rᵀ, summed over
+the uses and the positions of the case. A case may also be one position of an example. Functions of these matrices are
+computed for a few cases at a time, so that they take no more than `CHUNK` numbers, or one matrix if that is larger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable, pulled
+from kfac_fx.linalg.processes import unsharded
+from kfac_fx.linalg.vectors import split, vector_form
+from kfac_fx.losses.sources import CaseSource, Cotangents, Measurement, check_mode, measurement_source, source_vectors
 from kfac_fx.passes.approximations import Matrix
-from kfac_fx.recording.row_sums import CHUNK, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
+from kfac_fx.passes.choose import cases_apart
+from kfac_fx.passes.errors import LossError, RegistrationError
+from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.meeting_cases import (
+    LossRows,
+    cases_reached,
+    collected,
+    collecting,
+    collecting_taps,
+    keys_that_meet,
+    row_probes,
+)
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
+from kfac_fx.recording.taps import CollectingTap
 
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
 
@@ -250,3 +281,352 @@ def lone_rows(cases: Cases) -> Rows | None:
 def homogeneous_of_cases(rows: Rows) -> Tensor:
     """The rows of cases with one row each, with the bias column: [N, g, i]."""
     return homogeneous(rows).expand(len(rows.d), -1, -1, -1)[:, 0]
+
+
+# --- recording them ---------------------------------------------------------------------------------------------------
+
+Consumer = Callable[[Key, Cases], None]
+
+IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """examples: of a batch. rows: the terms in the mean of its loss, without padding."""
+
+    examples: int
+    rows: int
+
+
+class CaseRecorder:
+    """One capture of a model, emitted with collecting taps.
+
+    Attributes:
+        apart: by registration, why its gradients come from one backward for every example.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        if noisy := noisy_modules(recorder.model):
+            more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""
+            warn_user(
+                UserWarning(
+                    f"gradients of single examples are recorded in training mode, where {', '.join(noisy[:3])}{more} "
+                    "draw random numbers or normalize over the batch: every number is that of one draw, and of an "
+                    "example among the others of its batch. Call net.eval() before."
+                )
+            )
+        self.recorder = replace(recorder, emitted=collecting(recorder.emitted))
+        self.apart = {
+            registration.parameters: reason
+            for registration in self.recorder.registrations
+            if (reason := reason_apart(self.recorder.program, registration)) is not None
+        }
+        self.compared: set[bool] = set()  # whether it was seen which cases meet, with a measurement or without
+        self.settled = False  # whether a backward has shown the numbers of rows
+        self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
+
+    def record(
+        self,
+        values: Any,
+        consume: Consumer,
+        *,
+        mode: str = "empirical",
+        targets: Any = None,
+        by_row: bool = False,
+        only: Iterable[Key] | None = None,
+        measurement: Measurement | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Counts:
+        """Hand the gradients of all examples to `consume`, once for every source.
+
+        Args:
+            values: the model's inputs, as `capture.flatten` returns them.
+            mode: see `kfac_fx.losses.sources`; the gradients are those of the sum over rows, with the targets or signs
+                of the mode. In the exact modes, every coordinate of every slot is a source.
+            by_row: every slot is a source.
+            only: the registrations that are wanted; None: all.
+            measurement: whose gradients are recorded in place of the loss's, see `measured`.
+
+        Raises:
+            ValueError: the mode is unknown, or `measurement` returns something else than a number for every example.
+            LossError: no loss or no targets are known, or the order of the rows of the loss is not.
+            RegistrationError: a registration has several towers.
+        """
+        check_mode(mode)
+        recorder, wanted = self.recorder, None if only is None else set(only)
+        registrations = [r for r in recorder.registrations if wanted is None or r.parameters in wanted]
+        refuse_towers(registrations)
+        emitted, losses_of = recorder.emitted, recorder.losses
+        with emitted.isolated(), full_precision():
+            # Whole, also where they are sharded: a gradient of this process alone, and backwards without messages.
+            live = {name: unsharded(value.detach()) for name, value in recorder.live_parameters().items()}
+            owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
+            live |= {name: live[name].requires_grad_() for name in owners}
+            like = next(iter(live.values()))
+            keys = {registration.parameters for registration in registrations if not registration.generic}
+            probes = row_probes(recorder.registrations, keys, like)
+            output, fisher = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            examples = emitted.examples(values)
+            all_probes = [probe for by_use in probes for probe in by_use.values()]
+            backward = Backward(self, registrations, live, all_probes, examples)
+
+            def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
+                assert measurement is not None, "bug in kfac_fx: the source of no measurement"
+                leaves = list(filter(is_differentiable, pytree.tree_leaves(output)))
+                constants = [leaf.detach().requires_grad_() for leaf in leaves]
+                rebuilt = losses_of.rebuilt(output, leaves, constants)
+                return leaves, measurement_source(measurement, rebuilt, targets, constants, examples)
+
+            def rows_of_cases(output: Any, fisher: tuple[Tensor, ...]) -> LossRows:
+                if measurement is not None:
+                    leaves, source = measured(output)
+                    return LossRows(leaves, source.leaves, source.tensors)
+                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+                tensors = [loss.inputs for _, loss in losses]
+                return LossRows(fisher, constants, [t for t in tensors if t.dim() and len(t) == examples])
+
+            self.set_meeting_apart(values, rows_of_cases, measurement is not None)
+            if measurement is not None:
+                backward.outputs, source = measured(output)
+                sources, rows = iter([source]), examples
+            else:
+                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+                cases, sums = losses_of.summed(losses)
+                backward.outputs, rows = fisher, int(cases)
+
+                @cache
+                def layout() -> list[tuple[Tensor, Tensor]]:
+                    return [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
+
+                sources = (
+                    CaseSource([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
+                    for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
+                )
+            for source, last in with_last(sources):
+                backward(source, consume, keep=not last)
+        return Counts(examples, rows)
+
+    def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], measured: bool) -> None:
+        """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells."""
+        if measured in self.compared or self.recorder.emitted.examples(values) < 2:
+            return
+        parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
+        meeting = keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows)
+        if meeting is not None:
+            self.compared.add(measured)
+            self.apart = dict.fromkeys(meeting, "cases meet between it and the loss") | self.apart
+
+    def slots(
+        self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward
+    ) -> tuple[Tensor, Tensor]:
+        """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`."""
+        shape, examples = inputs.shape[:case_axes], backward.examples
+        first = shape[0] if shape else 1
+        if examples == 0 or first % examples:
+            raise LossError(
+                f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
+                "an example are not known. Let the first dimension of the outputs be that of the examples."
+            )
+        per_example = first // examples
+        place = torch.arange(first, device=inputs.device)
+        owner, slot = place // per_example, place % per_example
+        if examples > 1 and (per_example > 1 or len(shape) > 1):
+            if per_example not in self.orders:
+                self.orders[per_example] = self.order(inputs, per_example, leaves, backward)
+            if self.orders[per_example] == INTERLEAVED:
+                owner, slot = place % examples, place // examples
+        others = prod(shape[1:])
+        slot = slot.unsqueeze(-1) * others + torch.arange(others, device=inputs.device)
+        wide = (*shape, *[1] * (inputs.dim() - len(shape)))
+        return owner.unsqueeze(-1).expand_as(slot).reshape(wide), slot.reshape(wide)
+
+    def order(self, inputs: Tensor, per_example: int, leaves: Sequence[Tensor], backward: Backward) -> str:
+        """In which order the rows of a loss belong to the examples. It shows in the rows of the first example, because
+        the gradient of its loss is zero in the others. Raises LossError if it is neither."""
+        place = torch.arange(inputs.shape[0], device=inputs.device)
+        orders = {IN_ORDER: place < per_example, INTERLEAVED: place % backward.examples == 0}
+        for order, first in orders.items():
+            vector = torch.randn_like(inputs) * first.view(-1, *[1] * (inputs.dim() - 1))
+            if backward.reaches_first_only(pulled([inputs], [vector], leaves, keep=True)):
+                return order
+        raise LossError(
+            f"the loss has {per_example} rows for every example, and their order is not known: neither the rows of an "
+            "example nor those of a position are side by side, or every example depends on the others.\nLet the model "
+            "return outputs whose first dimension is that of the examples."
+        )
+
+
+class Backward:
+    """Backward passes through one forward.
+
+    Attributes:
+        outputs: the tensors that a source sends gradients to.
+        probes: of the registrations that have taps.
+        examples: the number of examples of the batch.
+    """
+
+    def __init__(
+        self,
+        of: CaseRecorder,
+        registrations: Sequence[Registration],
+        parameters: dict[str, Tensor],
+        probes: Sequence[Tensor],
+        examples: int,
+    ) -> None:
+        self.of, self.registrations, self.parameters = of, registrations, parameters
+        self.probes, self.examples = probes, examples
+        self.outputs: Sequence[Tensor] = ()
+        emitted = of.recorder.emitted
+        self.taps = {
+            registration.parameters: collecting_taps(emitted, registration.parameters)
+            for registration in registrations
+            if not registration.generic
+        }
+
+    def __call__(self, source: CaseSource, consume: Consumer, keep: bool) -> None:
+        """Send a source back. keep: another source comes."""
+        apart = self.of.apart
+        keep_for_examples = keep or not self.of.settled or any(r.parameters in apart for r in self.registrations)
+        self.collect(source.cotangents(), consume, keep_for_examples)
+        self.of.settled = True
+        separate = [registration for registration in self.registrations if registration.parameters in apart]
+        if not separate:
+            return
+        names = list(dict.fromkeys(name for registration in separate for name in registration.owners))
+        leaves = [self.parameters[name] for name in names]
+        for example in range(self.examples):
+            last = not keep and example == self.examples - 1
+            grads = self.sent_back(leaves, source.cotangents(example), keep=not last)
+            parts = split(dict(zip(names, grads, strict=True)), separate)
+            for registration in separate:
+                form = vector_form(registration, parts)
+                gradient = form.pack(parts).to(torch.promote_types(grads[0].dtype, torch.float32))
+                consume(registration.parameters, Cases(form.shape, whole=gradient.unsqueeze(0), first=example))
+
+    def collect(self, cotangents: Cotangents, consume: Consumer, keep: bool) -> None:
+        """Hand over the gradients of every registration that has rows of single examples."""
+        waiting: dict[Key, list[Rows]] = {}
+
+        def finish(key: Key, tap: CollectingTap) -> None:
+            rows = waiting.pop(key)
+            if key not in self.of.apart:
+                consume(key, Cases(tap.matrix, tuple(rows)))
+
+        def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
+            key, uses = registration.parameters, len(self.taps[registration.parameters])
+
+            def collected(rows: Rows) -> None:
+                by_example = examples_first(rows, tap.use, self.examples)
+                if by_example is None:
+                    self.of.apart[key] = f"its rows [{', '.join(map(str, rows.d.shape[:2]))}] are of no single examples"
+                waiting.setdefault(key, []).append(rows if by_example is None else by_example)
+                if len(waiting[key]) == uses and not registration.called:
+                    finish(key, tap)
+
+            return collected
+
+        self.with_sinks(sink, cotangents, keep)
+        for key in list(waiting):  # uses that this source does not reach, or calls without a fixed number
+            finish(key, self.taps[key][0])
+
+    def with_sinks(
+        self, sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]], cotangents: Cotangents, keep: bool
+    ) -> None:
+        """One backward in which every tap of a registration that is not apart has a sink."""
+        with_rows = [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]
+        with collected({tap: sink(r, tap) for r in with_rows for tap in self.taps[r.parameters]}):
+            self.sent_back(self.probes, cotangents, keep)
+
+    def reaches_first_only(self, cotangents: Cotangents) -> bool:
+        """Whether these cotangents have a gradient for the first example, and none for the others."""
+        masks: list[Tensor] = []
+
+        def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
+            def seen(rows: Rows) -> None:
+                by_example = examples_first(rows, tap.use, self.examples)
+                if by_example is not None:
+                    masks.append(cases_reached(by_example))
+
+            return seen
+
+        self.with_sinks(sink, cotangents, keep=True)
+        if not masks:
+            return False
+        any_use = torch.stack(masks).any(0)
+        return bool(any_use[0]) and not bool(any_use[1:].any())
+
+    def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
+        """The gradients of the leaves, zero where the source does not reach them."""
+        grads = pulled(self.outputs, cotangents, leaves, keep=keep)
+        return [torch.zeros_like(leaf) if g is None else dense(g) for leaf, g in zip(leaves, grads, strict=True)]
+
+
+def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]]:
+    """Every source, and whether it is the last."""
+    source = next(sources, None)
+    while source is not None:
+        following = next(sources, None)
+        yield source, following is None
+        source = following
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def noisy_modules(model: nn.Module) -> list[str]:
+    """The modules whose output for an example is one draw, or depends on the rest of the batch."""
+
+    def is_noisy(module: nn.Module) -> bool:
+        rate = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
+        drops = isinstance(module, (*DROPOUTS, nn.RNNBase, nn.MultiheadAttention)) and rate > 0
+        return module.training and (drops or isinstance(module, BATCH_NORMS))
+
+    return [name or type(model).__name__ for name, module in model.named_modules() if is_noisy(module)]
+
+
+# --- rows of single examples ------------------------------------------------------------------------------------------
+
+
+def reason_apart(program: Program, registration: Registration) -> str | None:
+    """Why the gradients of single examples are not made of rows; None if they may be."""
+    if registration.generic:
+        return "it is generic"
+    if any(use.batch_independent for use in registration.uses):
+        return "its gradient is summed over the batch"
+    if any(step.left_out for use in registration.uses for step in use.through):
+        return "its rows leave out a part of the gradient"
+    if not all(cases_apart(program.layers, use) for use in registration.uses):
+        return "its rows are merged with positions"
+    return None
+
+
+def refuse_towers(registrations: Sequence[Registration]) -> None:
+    towers = [str(registration) for registration in registrations if registration.towers > 1]
+    if towers:
+        raise RegistrationError(
+            "gradients of single cases are those of one mini-batch, and these registrations have several towers:\n  "
+            + "\n  ".join(towers)
+            + "\nCompile the model of one mini-batch."
+        )
+
+
+def examples_first(rows: Rows, use: Use, examples: int) -> Rows | None:
+    """The rows [N, S, ...] of N examples; None if they are of no single examples. The steps of a recurrent layer are
+    positions."""
+    cases = rows.d.shape[0]
+    if cases == examples:
+        return rows
+    if use.steps == 1 or use.steps_in_positions or cases != use.steps * examples:
+        return None
+
+    def steps_as_positions(tensor: Tensor) -> Tensor:
+        by_step: Tensor = tensor.unflatten(0, (use.steps, examples)).movedim(0, 1)
+        return by_step.flatten(1, 2)
+
+    return replace(
+        rows,
+        x=steps_as_positions(rows.expanded()),
+        d=steps_as_positions(rows.d),
+        mask=None if rows.mask is None else steps_as_positions(rows.mask),
+    )

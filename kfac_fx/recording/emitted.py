@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from kfac_fx.linalg.sharded import SavedShards, averaged_unsharded, is_divided, unsharded
+from kfac_fx.linalg.processes import SavedShards, averaged_unsharded, is_divided, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import FoundLoss
 from kfac_fx.passes.errors import LossError
@@ -34,7 +34,7 @@ from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
 
 

@@ -24,12 +24,20 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from kfac_fx.linalg.matrices import is_differentiable
-from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
+from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import ObservedLoss
-from kfac_fx.passes.divide import CapturedSubmodule, Division, key_of_read
+from kfac_fx.passes.divide import (
+    NOT_CAPTURED,
+    CapturedSubmodule,
+    Division,
+    Operation,
+    Read,
+    Reads,
+    differentiable,
+    key_of_read,
+)
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.following import NOT_CAPTURED, Operation, Read, Reads, differentiable
 from kfac_fx.passes.ir import ROW_MASK, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of

@@ -24,8 +24,8 @@ from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_
 from kfac_fx.passes.approximations import Approximation, named
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.moments import Key, additive, without_twins
 from kfac_fx.recording.progress import tracked
+from kfac_fx.recording.statistics import Key, additive, without_twins
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
 VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst

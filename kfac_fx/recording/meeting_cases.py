@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import pulled
-from kfac_fx.linalg.sharded import unsharded
+from kfac_fx.linalg.processes import unsharded
 from kfac_fx.losses.sources import Cotangents
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.emitted import EmittedModel
-from kfac_fx.recording.moments import Key
-from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.statistics import Key, Rows
 from kfac_fx.recording.taps import ROWS, CollectingTap, Tap
 
 

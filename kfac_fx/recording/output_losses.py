@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import is_differentiable
-from kfac_fx.losses.declared import DeclaredLosses, FoundLoss, LossesInForward, RegisteredLosses, WeightedLosses
-from kfac_fx.losses.spec import LossSpec, perturbed, replaced
+from kfac_fx.losses.declared import (
+    DeclaredLosses,
+    FoundLoss,
+    LossesInForward,
+    LossSpec,
+    RegisteredLosses,
+    WeightedLosses,
+    perturbed,
+    replaced,
+)
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.padding import spread

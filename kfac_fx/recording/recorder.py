@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense, full_precision, pulled
-from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
+from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
-from kfac_fx.losses.declared import RegisteredLosses
+from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
-from kfac_fx.losses.spec import LossSpec
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -31,8 +30,8 @@ from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
-from kfac_fx.recording.moments import Key, Moments, PendingMoments, flat, with_twins, without_twins
 from kfac_fx.recording.output_losses import OutputLosses
+from kfac_fx.recording.statistics import Key, Moments, PendingMoments, flat, with_twins, without_twins
 from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
 
 some_bytes = whole_number(1, "bytes")

@@ -39,7 +39,7 @@ from kfac_fx.passes.matrix import HALVES, precise, without_autocast
 from kfac_fx.passes.padding import spread_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep
 from kfac_fx.passes.users_code import where
-from kfac_fx.recording.row_sums import Rows, canonical, in_groups, sum_of
+from kfac_fx.recording.statistics import Rows, canonical, in_groups, sum_of
 
 Probes = Mapping[str, Tensor]
 BothRows = Callable[..., RowPair]  # (gradient of the output, input, attributes) -> (rows, gradient rows) of a use

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.sharded import is_sharded
+from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.passes.errors import ModelChangedError, table
 from kfac_fx.passes.torch_private import parameters_of, submodules_of
 

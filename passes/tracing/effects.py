@@ -26,9 +26,8 @@ from ..errors import fatal
 from ..graphs.operations import IN_PLACE
 from ..torch_private import NormBase, buffers_of, debug_unwrap, pytree, versions_kept
 from .random_streams import RandomState, same_random, same_stream, set_stream, stream
-from .settings import TORCHS
+from .settings import ATOMS, CONTAINERS, FEW, SYMBOLS, TORCHS, fields, plain
 from .substitutes import custom_functions
-from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, plain
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -29,9 +29,9 @@ from ..errors import UntraceableError, first_line
 from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
 from .effects import written_by
+from .settings import SYMBOLS
 from .signature import holds_tensor
 from .substitutes import SHAPES, Function, custom_functions, own_backward
-from .summary import SYMBOLS
 
 Source = tuple[str, Any]  # where an argument comes from: ("tensor", 0), ("size", 1), ("value", 0.5), ("list", (...))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .summary import CONTAINERS
+from .settings import CONTAINERS
 
 
 def accelerators(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:

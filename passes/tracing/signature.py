@@ -22,8 +22,7 @@ from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
 from .effects import untouched
 from .random_streams import python_random
-from .settings import Observer
-from .summary import SYMBOLS, Walk, slots
+from .settings import SYMBOLS, Observer, Walk, slots
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 ARGUMENT_DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth

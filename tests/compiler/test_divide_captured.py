@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.divide import CapturedSubmodule, captured_reads, left_to_python, under
-from kfac_fx.passes.following import ObservedRead, read_outside
+from kfac_fx.passes.divide import CapturedSubmodule, ObservedRead, captured_reads, left_to_python, read_outside, under
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.trace import trace_model

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.following import Operation, Readers, read_outside
+from kfac_fx.passes.divide import Operation, Readers, read_outside
 
 X = torch.randn(5, 4)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kfac_fx.passes.torch_private import version
-from kfac_fx.passes.tracing.summary import (
+from kfac_fx.passes.tracing.settings import (
     ArrayNumbers,
     Attributes,
     BufferBytes,

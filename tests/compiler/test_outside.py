@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.settings import Observer, Outside, OutsideName
-from kfac_fx.passes.tracing.summary import Walk
+from kfac_fx.passes.tracing.settings import Observer, Outside, OutsideName, Walk
 
 SCALE = 1.0
 TABLE = {"scale": 1.0}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.following import (
+from kfac_fx.passes.divide import (
     Followed,
     InputRef,
     InputSize,

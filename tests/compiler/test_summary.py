@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kfac_fx.passes.tracing.summary import Walk, plain, slots
+from kfac_fx.passes.tracing.settings import Walk, plain, slots
 
 
 class Slotted:

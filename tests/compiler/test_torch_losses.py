@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.losses.declared import likelihood
+from kfac_fx.losses.declared import likelihood, loss_from
 from kfac_fx.losses.distributions import DISTRIBUTIONS
-from kfac_fx.losses.spec import loss_from
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
 from kfac_fx.passes.trace import trace_model
 

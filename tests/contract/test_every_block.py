@@ -14,7 +14,7 @@ from kfac_fx.fisher.groups import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm
-from kfac_fx.recording.moments import additive
+from kfac_fx.recording.statistics import additive
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 from tests.tables import pairs
 

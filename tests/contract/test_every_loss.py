@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import losses
 from kfac_fx.losses import LossFunction
+from kfac_fx.losses.declared import MEANT, NAMES, loss_from
 from kfac_fx.losses.distributions import DISTRIBUTIONS, __all__
-from kfac_fx.losses.spec import MEANT, NAMES, loss_from
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
 

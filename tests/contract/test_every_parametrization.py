@@ -28,7 +28,7 @@ from kfac_fx.passes.parametrizations import (
 )
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.statistics import sum_of
 from kfac_fx.recording.taps import both_rows
 from tests.contract.values import Values
 from tests.tables import every, pairs

@@ -163,7 +163,7 @@ def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dt
         waits.only(purpose | FIRST_STEP if number <= burned else purpose)
         all_on_device(optimizer.state.values())
     all_on_device([optimizer.damping, optimizer.skipped, optimizer.rho, optimizer.predicted_change])
-    with mock.patch("kfac_fx.optim.state.check_choices"):  # it reads numbers, and this device has none
+    with mock.patch("kfac_fx.optim.optimizer.check_choices"):  # it reads numbers, and this device has none
         optimizer.load_state_dict(optimizer.state_dict())
 
 

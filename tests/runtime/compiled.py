@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 
 X = torch.randn(6, 4)
 

@@ -13,8 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.moments import Moments
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.statistics import Moments, sum_of
 
 ONE_USE = (cast(Use, None),)
 EXACT: dict[str, Any] = {"mode": "exact", "targets": None, "fraction": 1.0, "generator": None}

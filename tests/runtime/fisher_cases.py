@@ -14,7 +14,7 @@ from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.approximations import APPROXIMATIONS, FROM_PIXELS, LAGGED
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.row_sums import canonical, sum_of
+from kfac_fx.recording.statistics import canonical, sum_of
 
 SERIES = tuple(name for name, approximation in APPROXIMATIONS.items() if approximation.series)
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")

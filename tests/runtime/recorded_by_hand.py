@@ -13,8 +13,8 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted import EmittedGraph
-from kfac_fx.recording.moments import Moments
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Moments
 
 KEYS = ("count", "A", "G")
 Statistics = dict[str, dict[str, Tensor]]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile as compiled
+from kfac_fx.compiled.compiled_module import compile as compiled
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.recording.backends import compiled_function
 from tests.runtime.recorded_by_hand import generator

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiler import compile
-from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.compiled.compiled_module import compile
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim import step
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
 from kfac_fx.optim.curvature import JacobianProducts

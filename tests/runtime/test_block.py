@@ -16,7 +16,7 @@ from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.statistics import sum_of
 from tests.runtime.fisher_cases import FORMS, draw, register
 
 ROOTS: tuple[Root, ...] = (-1.0, -0.5, "cholesky", "cholesky_inverse")

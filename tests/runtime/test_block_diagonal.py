@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.compiled.report import rows
 from kfac_fx.passes.approximations import INPUTS, OUTPUTS, named
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.statistics import sum_of
 
 
 def struck_out(dense: Tensor, width: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import ModelChangedError, UntraceableError
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.recording import captures
 from kfac_fx.recording.captures import MAX_KINDS
 from tests.runtime.compiled import X, count, mlp, net_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_fx.recording import case_gradients as module
 from kfac_fx.recording.case_gradients import Cases, LowRank, query_products, sum_of_squares, weighted_squares
-from kfac_fx.recording.row_sums import Rows, canonical, sum_of
+from kfac_fx.recording.statistics import Rows, canonical, sum_of
 
 CASES, POSITIONS, GROUPS, OUT, IN = 5, 3, 2, 4, 6
 

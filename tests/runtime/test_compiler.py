@@ -20,8 +20,7 @@ from kfac_fx import (
     RegistrationError,
     capture,
 )
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from tests.runtime.compiled import X, count, mlp, net_of
 from tests.whole.training import differences, step
 

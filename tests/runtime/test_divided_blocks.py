@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.fisher.divided import DividedGroup, divided_forms
-from kfac_fx.linalg.sharded import ShardLayout, Shards, unsharded
+from kfac_fx.fisher.placement import DividedGroup, divided_forms
+from kfac_fx.linalg.processes import ShardLayout, Shards, unsharded
 from kfac_fx.passes.matrix import Layout
 
 pytest.importorskip("torch.distributed.fsdp")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.optim.eigen_moments import Means, means_of, new_extras, step_in_bases, update_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients

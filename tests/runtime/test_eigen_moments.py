@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.optim.eigen_moments import (
     EPSILON,

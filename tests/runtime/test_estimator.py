@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, NotRegisteredError, RegistrationError
-from kfac_fx.recording.moments import Moments
+from kfac_fx.recording.statistics import Moments
 from tests.runtime.fake_net import EXACT, FakeNet, batch, deep, exact, mixed, noise
 
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_fx.fisher.factor import Factor, Stack, batch_values
+from kfac_fx.fisher.groups import Factor, Stack, batch_values
 from kfac_fx.passes.approximations import APPROXIMATIONS, DIAGONAL, FULL, KRON
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.recording.moments import additive
+from kfac_fx.recording.statistics import additive
 
 YES, NO = torch.tensor([True]), torch.tensor([False])
 

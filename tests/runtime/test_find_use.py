@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx import ApproximationError, LayerCollection, RegistrationError
-from kfac_fx.compiled.find_use import Finder, listed
 from kfac_fx.compiled.fisher_blocks import in_time, with_steps
+from kfac_fx.compiled.names import Finder, listed
 from kfac_fx.passes.ir import Use
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrizations.parts import region_of

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.losses import Normal
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
 from kfac_fx.optim.optimizer import KFAC
@@ -18,7 +17,7 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.tracing.effects import closure_undone
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.equivalence import OutputWatch
-from kfac_fx.recording.moments import Moments
+from kfac_fx.recording.statistics import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 

@@ -182,7 +182,7 @@ def test_a_backend_that_does_not_exist_leaves_the_collection_open() -> None:
 def test_a_first_capture_that_fails_leaves_the_collection_open(monkeypatch: pytest.MonkeyPatch) -> None:
     lc = registered()
     with monkeypatch.context() as patch, pytest.raises(RegistrationError, match="refuted"):
-        patch.setattr("kfac_fx.compiled.compiler.CompiledModule.recorder", refuted)
+        patch.setattr("kfac_fx.compiled.compiled_module.CompiledModule.recorder", refuted)
         kfac_fx.FisherEstimator(lc)
     assert lc.estimator is None
     assert kfac_fx.FisherEstimator(lc) is lc.estimator

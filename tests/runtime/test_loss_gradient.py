@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, Normal, OnehotCategorical
-from kfac_fx.losses.spec import LossSpec, loss_from
+from kfac_fx.losses.declared import LossSpec, loss_from
 from kfac_fx.optim import loss_scale
 from kfac_fx.optim.loss_scale import (
     LossFactor,

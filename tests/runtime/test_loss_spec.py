@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
-from kfac_fx.losses.spec import loss_from
+from kfac_fx.losses.declared import loss_from
 from kfac_fx.passes.errors import LossError
 
 X = torch.zeros(4, 3)

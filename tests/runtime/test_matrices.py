@@ -31,7 +31,7 @@ from kfac_fx.linalg.matrices import (
     rescued_roots,
     without_cudnn,
 )
-from kfac_fx.recording import row_sums as statistics
+from kfac_fx.recording import statistics as statistics
 
 EVERY: tuple[linalg.Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
 

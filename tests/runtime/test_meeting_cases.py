@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.losses import Categorical
 from kfac_fx.recording.meeting_cases import keys_that_meet
-from kfac_fx.recording.moments import Key
+from kfac_fx.recording.statistics import Key
 from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.optim import step_state
 from kfac_fx.optim.metrics import Metrics

@@ -14,7 +14,7 @@ import kfac_fx
 from kfac_fx import Batch, FisherEstimator, RegistrationError, Relative
 from kfac_fx.losses import Normal
 from kfac_fx.losses.distributions import LossFunction
-from kfac_fx.recording.case_recorder import CaseRecorder
+from kfac_fx.recording.case_gradients import CaseRecorder
 from tests.models import ZOO
 from tests.runtime.single_cases import (
     D,

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.optimizer import KFAC
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.linalg import matrices
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.recording import equivalence

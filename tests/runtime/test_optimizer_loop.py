@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.losses import Categorical
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 

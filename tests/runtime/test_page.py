@@ -15,8 +15,7 @@ import networkx as nx
 import pytest
 import torch
 
-from kfac_fx.compiled.page import POLICY, SCRIPT, Lanes, script_source
-from kfac_fx.compiled.report import Report
+from kfac_fx.compiled.report import POLICY, SCRIPT, Lanes, Report, script_source
 from kfac_fx.passes.ir import Note, PassRecord, Program
 from tests.compiler.toy import Toy, before
 from tests.runtime.toy_reports import small_program

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, VectorDivision
-from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.groups import FlatParameters, GroupedParameters, Proposal
 from kfac_fx.optim.rules import Preconditioner, new_velocity
 

@@ -17,7 +17,7 @@ import kfac_fx
 from kfac_fx.fisher.block import make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import BlockOwners, loads_of, longest_processing_time, makespan, most
-from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.linalg.processes import Replicas
 
 
 class Group(Replicas):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.optim import plot
 from kfac_fx.optim.metrics import Metrics

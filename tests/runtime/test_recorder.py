@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
-from kfac_fx.losses.spec import loss_from
+from kfac_fx.losses.declared import loss_from
 from tests.runtime.recorded_by_hand import Words, by_hand, generator, mlp, recorder, same
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.approximations import STATISTICS, named
-from kfac_fx.recording import row_sums as statistics
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording import statistics as statistics
+from kfac_fx.recording.statistics import sum_of
 
 NAMES = [s.name for s in STATISTICS.values() if s.function and not (s.lagged or s.kind_of)]
 

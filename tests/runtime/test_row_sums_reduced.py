@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfac_fx.passes.approximations import named
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.statistics import sum_of
 
 NAMES = ("count/reduced", "A/reduced", "G/reduced")
 MATRIX = (3, 4, 2)

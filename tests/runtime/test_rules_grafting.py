@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import grafted, joined_blocks

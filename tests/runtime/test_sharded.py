@@ -1,4 +1,4 @@
-"""Tensors that are divided among processes: kfac_fx/linalg/sharded.py, kfac_fx/recording/emitted.py, and the order of
+"""Tensors that are divided among processes: kfac_fx/linalg/processes.py, kfac_fx/recording/emitted.py, and the order of
 compile, fully_shard and KFAC. tests/whole/test_fsdp.py trains with several processes."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.linalg import sharded as sharding
-from kfac_fx.linalg.sharded import ShardLayout, Shards
+from kfac_fx.linalg import processes as sharding
+from kfac_fx.linalg.processes import ShardLayout, Shards
 from kfac_fx.passes.errors import ModelChangedError
 
 pytest.importorskip("torch.distributed.fsdp")

@@ -1,4 +1,4 @@
-"""Processes without batches inside of torch's Join: kfac_fx/optim/stand_in.py. Several processes train so in
+"""Processes without batches inside of torch's Join: kfac_fx/optim/optimizer.py. Several processes train so in
 test_owners.py."""
 
 from __future__ import annotations

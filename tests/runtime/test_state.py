@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp

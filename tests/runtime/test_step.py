@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiled.compiler import compile
-from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.compiled.compiled_module import compile
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.forwards import MicroBatches
 from kfac_fx.optim.optimizer import KFAC

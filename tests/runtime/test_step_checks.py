@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.eigen_moments import means_of
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import tolerated

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.step_checks import GROWTH, LEAST_STEP
 from tests.runtime.slow_kfac import batch, mlp

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kfac_fx.compiled.compiler import compile
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim import step_checks
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC

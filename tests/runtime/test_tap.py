@@ -18,7 +18,7 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import writable
-from kfac_fx.recording.row_sums import sum_of
+from kfac_fx.recording.statistics import sum_of
 from kfac_fx.recording.taps import Tap, is_tapped, make_probes, saves_time, sums_of, tap_function, without_aliases
 from tests.compiler.toy import Toy
 

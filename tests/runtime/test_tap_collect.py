@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import kfac_fx
-from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.statistics import Rows
 from kfac_fx.recording.taps import ROWS, CollectingTap
 
 

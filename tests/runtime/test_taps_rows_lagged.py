@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kfac_fx.passes.approximations import A1, PAIRS, named
-from kfac_fx.recording.row_sums import Rows
+from kfac_fx.recording.statistics import Rows
 from kfac_fx.recording.taps import unfolded
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -8,7 +8,7 @@ from torch import Tensor
 from kfac_fx.fisher.block import make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.passes.matrix import MatrixForm
-from kfac_fx.recording.moments import additive
+from kfac_fx.recording.statistics import additive
 from tests.runtime.fisher_cases import Form as ToyForm
 from tests.runtime.fisher_cases import draw, register, weight
 

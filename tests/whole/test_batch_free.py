@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.recording.moments import Moments
+from kfac_fx.recording.statistics import Moments
 from tests.models import ZOO
 
 pytestmark = pytest.mark.usefixtures("float64")

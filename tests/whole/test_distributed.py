@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.linalg.replicas import Replicas
+from kfac_fx.linalg.processes import Replicas
 
 STEPS, CASES, WORLD = 3, 6, 2
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -21,8 +21,7 @@ from kfac_fx.passes.ir import Program
 from kfac_fx.passes.match import form_graph
 from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.tables import LinearMaps, constant
-from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
+from kfac_fx.passes.trace import note_sizes, takes_derivatives, trace_model
 from kfac_fx.recording import captures, equivalence
 from kfac_fx.recording.exact import Pullback
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.compiled.fisher_blocks import FisherBlock
-from kfac_fx.fisher.factor import Stack
+from kfac_fx.fisher.groups import Stack
 from kfac_fx.linalg.matrices import pi_correction
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.recording.taps import fewer_rows

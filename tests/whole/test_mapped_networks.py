@@ -13,7 +13,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.passes.tracing.derivatives import maps_parameters
+from kfac_fx.passes.trace import maps_parameters
 from kfac_fx.recording.captures import Capturing
 from tests.tables import pairs
 

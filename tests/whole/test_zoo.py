@@ -17,7 +17,7 @@ import kfac_fx
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.pipeline import PIPELINE
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.recording.moments import Moments
+from kfac_fx.recording.statistics import Moments
 from tests.compiler.untouched import run_untouched
 from tests.models import CASES, ZOO, Case
 from tests.tables import pairs
