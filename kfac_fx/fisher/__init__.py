@@ -1,6 +1,6 @@
 """The Fisher: factors averaged over batches, blocks made of them, their inverses, and the processes that keep them.
 
-The docstring of `factor` states the normalization: A, G and the factor c of F = c A ⊗ G. Some uses need a word more:
+The docstring of `groups` states the normalization: A, G and the factor c of F = c A ⊗ G. Some uses need a word more:
 
 - **Uses that do not depend on the batch**, as the projection of learned positions. Their output has one gradient row,
   the sum over the N cases, D = Σ_n d_n, and their N equal rows count as N rows. With sampled targets, and with random

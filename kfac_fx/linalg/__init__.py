@@ -1,7 +1,7 @@
 """Linear algebra: matrices, operators, vectors by name, shards of them, the processes that have these, and checks of
 arguments. A registration is known here as the names and the matrix of its parameters; only the checks see models.
 
-**Sharded parameters** (FSDP2, `sharded`). The model is compiled with whole parameters and sharded then, because a
+**Sharded parameters** (FSDP2, `processes`). The model is compiled with whole parameters and sharded then, because a
 capture runs the model on values. `fully_shard` replaces the parameters by DTensors, and swaps these with whole tensors
 inside of its units. So a sharded model is compared with the compiled one by names, shapes and dtypes.
 

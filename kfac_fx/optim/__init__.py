@@ -9,7 +9,7 @@ another argument, because a closure that computes gradients cannot be told from 
 
 **State.** torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a
 step before the first batch changes nothing. The tensors of a block are with its first parameter, and those of no block
-with the first parameter of all (`state`).
+with the first parameter of all (`optimizer`).
 
 **Metrics** are a pair of hooks around `step`. Hooks cannot see the seconds of a phase, so a step measures these itself,
 and only while a `Metrics` is attached. The change of the parameters is the one that happened: clipping, weight decay,
@@ -39,7 +39,7 @@ runs as it is, and the one after it is captured. `benchmarks/launches.py` counts
 other weights than the rest, and every group operations of its own. On a CPU the host reads conditions, such as whether
 a step is finite, because that costs nothing there. Other devices compute both cases.
 
-**Several processes** are micro-batches that run at once (`linalg.replicas`). DistributedDataParallel averages the
+**Several processes** are micro-batches that run at once (`linalg.processes`). DistributedDataParallel averages the
 gradients. The first step compares their norms, because processes that train apart with common factors would be wrong
 without an error. A loss that is a mean over the cases of all processes is scaled by the number of processes. The
 curvature of a batch is averaged by cases.

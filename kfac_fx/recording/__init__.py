@@ -50,7 +50,7 @@ replaced by its graph; probes add up over all calls.
 - These submodules stay Python, because Python may read what they leave: those whose children are called from outside
   (`vae.encode(x)`), those that set attributes or write into parameters, those with user hooks inside, and calls on
   parameters that functional_call put in. The hooks of a captured submodule run in Python around it.
-- Operations of Python that read parameters run as graphs, too (`passes.following`). Three kinds of them do not, and
+- Operations of Python that read parameters run as graphs, too (`passes.divide`). Three kinds of them do not, and
   leave their parameters generic: those of values that change when they are recomputed (random numbers, writes, another
   autocast), arguments of submodules and of autograd.Functions, and those that would make a registration ambiguous. A
   look at autograd's graph finds reads that were missed, which is an error.

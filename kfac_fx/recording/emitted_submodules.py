@@ -5,7 +5,7 @@ works on copies and leaves no trace, as all recordings do; only a file that it w
 parameter at any time, so those of a sharded model are all gathered before it runs.
 
 `EmittedSubmodules` is the emitted model. In one forward, `Frames` replaces the forward of every captured submodule,
-`ServedReads` replaces operations between the submodules that read parameters (see `passes.following`), and `LossWatch`
+`ServedReads` replaces operations between the submodules that read parameters (see `passes.divide`), and `LossWatch`
 notes the losses that Python computes there.
 """
 

@@ -15,7 +15,7 @@ objects that hide tensors, are refused, because a graph would keep their present
 attribute of a class, a hook, another forward. If forward itself sets attributes, two forwards in a row must compute the
 same, must not count, and must not write into a parameter. Otherwise the model is divided, so that its Python code runs.
 
-**Values from outside** (`settings`, `summary`) are followed through containers, objects, arrays, functools.partial,
+**Values from outside** (`settings`) are followed through containers, objects, arrays, functools.partial,
 weak references and context variables, to any depth. Deeper than two levels only the attributes that some function names
 count, so that a trainer that hangs on the model is not read. Values that forward itself changes are put back after
 every trace and proof, and a capture does not depend on them. If a second forward changes them again, that is an effect,
@@ -35,7 +35,7 @@ deep inside of objects whose names are computed.
   their backward could send gradients there unseen. All are refused where forward takes derivatives, and without inputs.
 - Where a compiler refuses a Function, recordings run without that compiler.
 
-**Derivatives by the inputs** (`derivatives`). A weight then has a use in the value and transposed uses in the
+**Derivatives by the inputs** (`trace`). A weight then has a use in the value and transposed uses in the
 derivatives; the bias has a use in the value only. Each input size is captured separately. A second trace with one more
 case shows which tensors have one row per case. Convolutions and norms have their own backward operations, which read
 their parameters again, so these parameters are generic if the layer is differentiated.

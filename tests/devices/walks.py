@@ -35,7 +35,7 @@ FIRST_STEP = {
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "eigen_moments.py:have_equal_weights",  # have all blocks the same past?
-    "state.py:on",  # numbers and random states, into the state by parameter
+    "optimizer.py:on",  # numbers and random states, into the state by parameter
     "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
     "block.py:update_inverses",  # products of a block without an inverse raise
 }
@@ -50,10 +50,9 @@ PROOF = {  # on the first batch; `verify=False` does without
     "proof.py:difference_in_words",
     "meeting_cases.py:revealing",
     "proof.py:proof_gradients",
-    "proof.py:reaches_others",
 }
 MEETING = {f"meeting_cases.py:{name}" for name in ("revealing", "halves", "keys_that_meet")}  # in the first exact batch
-PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch
+PADDED = {"output_losses.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
 BRANCHES = {"the model"}  # on values
 DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited already
