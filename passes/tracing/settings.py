@@ -1,8 +1,8 @@
 """Settings: all that a capture is valid for beside its inputs, in the model and outside of it.
 
 A graph keeps the values that attributes, functions and globals had while it was traced. `ForwardSettings.hold` tells
-whether they are the same. It compares identities of what is held, which costs microseconds for a
-module. Only if one of them differs are the summaries computed and compared.
+whether they are the same. It compares identities of what is held, which costs microseconds for a module. Only if one of
+them differs are the summaries computed and compared.
 
 Settings of the model are the attributes of its modules, their classes and their hooks. Those outside of it are globals,
 closure cells and attributes of classes. `Observer` notes every Python function that runs in a trace. The bytecode of a
