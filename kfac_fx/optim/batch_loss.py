@@ -402,7 +402,7 @@ def against_part(forward: ObservedForward, share: float, parameters: Mapping[str
         return "no single graph holds the model"
     if recorder.program.mask is not None:
         return "of padded positions a part may hold others than the batch"
-    if recorder.losses.declared is None:
+    if recorder.losses.given is None:
         if any(site.reduction == "sum" for site in recorder.emitted.loss_sites):
             return "forward computes a loss that is a sum over cases"
         if recorder.losses.ignoring:

@@ -166,7 +166,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     numbers = [n for n, leaf in tensors.items() if leaf.requires_grad and leaf.numel() == 1]
     if not recorder.whole:
-        if recorder.losses.declared is None:  # Python computes the loss inside
+        if recorder.losses.given is None:  # Python computes the loss inside
             return numbers, False
         return [n for n, leaf in tensors.items() if is_differentiable(leaf)], True
     (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
