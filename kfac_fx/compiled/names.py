@@ -326,8 +326,7 @@ class Finder:
     @cached_property
     def batch_sizes(self) -> list[str]:
         """The symbolic sizes that may count cases: those of the outputs, then the first ones of the inputs."""
-        inputs = [node for node in self.program.graph.nodes if node.op == "placeholder"]
-        first = [size for node in inputs for size in symbolic_sizes(node)[:1] if size]
+        first = [size for node in self.program.inputs for size in symbolic_sizes(node)[:1] if size]
         return list(dict.fromkeys([self.program.cases, *first] if self.program.cases else first))
 
     def cut(self, scope: Program) -> Program:

@@ -467,7 +467,7 @@ class Report:
     def cases(self) -> list[str]:
         """The dimension that counts the cases, and why, where there is a choice."""
         program = self.program
-        for node in program.graph.find_nodes(op="placeholder") if program.cases_reason else ():
+        for node in program.inputs if program.cases_reason else ():
             if program.cases in (sizes := symbolic_sizes(node)):
                 return [f"counted by dimension {sizes.index(program.cases)} of {node.target}: {program.cases_reason}"]
         return []

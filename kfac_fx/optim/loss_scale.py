@@ -169,8 +169,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
         if recorder.losses.given is None:  # Python computes the loss inside
             return numbers, False
         return [n for n, leaf in tensors.items() if is_differentiable(leaf)], True
-    (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
-    nodes = pytree.tree_leaves(recorder.capture.unflatten(end.args[0]))
+    nodes = pytree.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
     wanted = recorder.program.outputs
     if not wanted or len(nodes) != len(leaves):
         return [], False

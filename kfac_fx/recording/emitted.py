@@ -208,7 +208,7 @@ class EmittedGraph(EmittedModel):
         self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
         self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
         self.random = any(is_random(node) for node in self.module.graph.nodes)
-        self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        self.placeholders = self.program.inputs
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
 

@@ -58,7 +58,7 @@ def program_with_mask(
     """
     if isinstance(declared, str):
         refuse_unknown(declared, model)
-        node = next((n for n in placeholders(program) if str(n.target) == declared), None)
+        node = next((n for n in program.inputs if str(n.target) == declared), None)
         if node is None:  # this call does without the argument
             return program
     else:
@@ -134,7 +134,7 @@ def traced_mask(
 ) -> fx.Node:
     """`function` of the model's arguments, written into the graph behind its inputs."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    inputs = placeholders(program)
+    inputs = program.inputs
 
     def called_on(values: Sequence[Any]) -> Any:
         tensors = iter(values)
@@ -170,10 +170,6 @@ def checked_mask(node: fx.Node) -> fx.Node:
         )
     refuse_shape(value)
     return node
-
-
-def placeholders(program: Program) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if node.op == "placeholder"]
 
 
 def dims_in(value: Tensor, mask: Tensor) -> Dims | None:
@@ -248,7 +244,7 @@ def masked_part(program: Program, number: int) -> Program:
 
 def masked_input(program: Program, number: int, sizes: MaskSizes | None) -> fx.Node | None:
     """A placeholder for the mask, behind those of the submodule; None if its sizes are not clear."""
-    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.meta[NUMBER] == number]
+    inputs = [node for node in program.inputs if node.meta[NUMBER] == number]
     if sizes is None or not inputs:
         return None
     outputs = [

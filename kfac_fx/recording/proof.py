@@ -70,7 +70,7 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
     for other in axes[1:]:
         if not mixes_cases(recorder, values, outputs, other):
             number, dim = other.inputs[0]
-            name = program.graph.find_nodes(op="placeholder")[number].target
+            name = program.inputs[number].target
             if program.cases is None:
                 raise UntraceableError(f"dimension {dim} of {name} may count the cases, and the graph has no sizes")
             raise RegistrationError(
@@ -82,7 +82,7 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
 def with_sizes(recorder: Recorder) -> list[Axis] | None:
     """The axis of the cases and those that may be it instead, by their symbolic sizes."""
     program = recorder.program
-    inputs = program.graph.find_nodes(op="placeholder")
+    inputs = program.inputs
     axes = []
     for size in dict.fromkeys((program.cases, *free_sizes(inputs))):
         its_inputs = [
