@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from kfac_fx.fisher import series, uncorrelated  # noqa: F401  # they fill in their algebras
 from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter
-from kfac_fx.fisher.placement import DividedForm, DividedGroup, divided_forms
+from kfac_fx.fisher.placement import BlockOwners, DividedForm, DividedGroup, divided_forms
 from kfac_fx.fisher.spectrum import System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
 from kfac_fx.linalg.matrices import Root, dense
@@ -169,17 +169,6 @@ def key_text(key: Key) -> str:
     return ",".join(key)
 
 
-class Owners(Protocol):
-    """The processes among which the blocks are divided (`kfac_fx.fisher.placement`)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def shards(self) -> Shards | None: ...
-    def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> Sequence[int]: ...
-    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]: ...
-
-
 def refuse_other_state(
     state: Mapping[str, Tensor], mine: Mapping[str, Tensor], elsewhere: tuple[str, ...], divided: bool
 ) -> None:
@@ -282,7 +271,6 @@ def make_block(
 
 # --- all blocks of a model --------------------------------------------------------------------------------------------
 
-
 META = torch.device("meta")
 
 
@@ -299,7 +287,7 @@ class BlockDiagonalFisher(Operator):
         self.roots = tuple(roots)
         self._damping = damping
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
-        self.owners: Owners | None = None  # None: this process keeps all blocks
+        self.owners: BlockOwners | None = None  # None: this process keeps all blocks
         self.relative_damping: float | None = None  # of every group
         self.new_extras: Callable[[Sequence[BlockGroup]], list[dict[str, Tensor]]] | None = None
         """Makes `BlockGroup.extras` of groups in their order."""

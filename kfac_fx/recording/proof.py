@@ -3,8 +3,8 @@
     sum over uses of grad_rowsᵀ · rows  ==  the gradient that autograd gives.
 
 It finds a wrong axis, a wrong dilation, a wrong layout and a missed use alike. The second moment that a user's layer
-computes without its rows is compared with that of the rows. A parameter that fails becomes generic,
-and so does a parameter that is registered as unused and has a gradient.
+computes without its rows is compared with that of the rows. A parameter that fails becomes generic, and so does a
+parameter that is registered as unused and has a gradient.
 
 It also finds a dimension of the inputs that is not that of the cases: one along which the outputs mix.
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.matrices import dense, full_precision, pulled
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
@@ -42,98 +42,13 @@ from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Key, sum_of
 from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_grad_rows
 
-AXIS_TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
-TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One size of a batch: the dimensions that have it, of the inputs and of the Fisher's outputs."""
-
-    inputs: TensorDimensions
-    outputs: TensorDimensions
-
-
-def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
-    """Run the model on changed inputs, if its cases are those of the convention and another dimension may be it.
-
-    Raises RegistrationError if the model mixes along the first dimension and not along another; UntraceableError
-    instead for a graph without sizes, in which the other dimension cannot be followed.
-    """
-    program = recorder.program
-    if not recorder.whole or (program.cases is not None and program.cases_reason != CONVENTION):
-        return
-    _, outputs = recorder.outputs({}, values)
-    axes = with_sizes(recorder) if program.cases is not None else without_sizes(values, outputs)
-    if axes is None or not mixes_cases(recorder, values, outputs, axes[0]):
-        return
-    for other in axes[1:]:
-        if not mixes_cases(recorder, values, outputs, other):
-            number, dim = other.inputs[0]
-            name = program.inputs[number].target
-            if program.cases is None:
-                raise UntraceableError(f"dimension {dim} of {name} may count the cases, and the graph has no sizes")
-            raise RegistrationError(
-                f"which dimension of {name} counts the cases would be a guess: the outputs mix its values along the "
-                f"first dimension, as they do with positions, and not along dimension {dim}.\n{ANSWER}"
-            )
-
-
-def with_sizes(recorder: Recorder) -> list[Axis] | None:
-    """The axis of the cases and those that may be it instead, by their symbolic sizes."""
-    program = recorder.program
-    inputs = program.inputs
-    axes = []
-    for size in dict.fromkeys((program.cases, *free_sizes(inputs))):
-        its_inputs = [
-            (n, symbolic_sizes(node).index(size)) for n, node in enumerate(inputs) if size in symbolic_sizes(node)
-        ]
-        shapes = [sizes_of(node) for node in program.outputs]  # where a size that was met as a number is one
-        its_outputs = [(n, sizes.index(size)) for n, sizes in enumerate(shapes) if size in sizes]
-        if size is not None and its_inputs and its_outputs:
-            axes.append(Axis(its_inputs, its_outputs))
-    return axes if len(axes) > 1 and axes[0].inputs[0][1] == 0 else None
-
-
-def without_sizes(values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis] | None:
-    """The first two dimensions of the first input, if an output has two of these sizes."""
-    first = next((n for n, value in enumerate(values) if isinstance(value, Tensor) and value.dim() > 1), None)
-    if first is None:
-        return None
-    shape = values[first].shape
-    both = [n for n, out in enumerate(outputs) if out.shape[:2] == shape[:2]]
-    return [Axis([(first, dim)], [(n, dim) for n in both]) for dim in (0, 1)] if both else None
-
-
-@torch.no_grad()
-def mixes_cases(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
-    """Whether outputs at other places of the axis change with the first or with the last place of the inputs."""
-    number, dim = axis.inputs[0]
-    size = values[number].shape[dim]
-    if size < 2:
-        return False
-    for place, other in ((0, 1), (size - 1, size - 2)):
-        changed = list(values)
-        for number, dim in axis.inputs:
-            changed[number] = changed[number].clone()
-            changed[number].select(dim, place).copy_(values[number].select(dim, other))
-        _, after = recorder.outputs({}, tuple(changed))
-        for number, dim in axis.outputs:
-            apart = (after[number] - before[number]).abs()
-            apart.select(dim, place).zero_()
-            if bool(apart.max() > AXIS_TOLERANCE * before[number].abs().max()):
-                return True
-    return False
-
-
-# --- the proof --------------------------------------------------------------------------------------------------------
-
 PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
+AXIS_TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
 MISSED = "a gradient reaches it, and no use of it was found; please report the model"
+TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
 
-
-# --- its taps, which keep what it compares ----------------------------------------------------------------------------
+# --- taps that keep what the proof compares ---------------------------------------------------------------------------
 
 
 class ProofTap(Tap):
@@ -365,11 +280,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             for registration in registrations
             if any(step.left_out for use in registration.uses for step in use.through)
         ]
-        grads = (
-            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(inexact))
-            if outputs and leaves
-            else [None] * len(leaves)
-        )
+        grads = pulled(outputs, cotangents, leaves, keep=bool(inexact))
         left_out = {
             registration.parameters: gradient_left_out(live[registration.parameters[0]], taps[registration.parameters])
             for registration in inexact
@@ -436,3 +347,86 @@ def demoted(
     registrations += [program.generic(name, MISSED) for name in missed]
     unused = tuple(name for name in program.unused if name not in missed)
     return program.but(registrations=tuple(registrations), unused=unused)
+
+
+# --- the dimension of the cases ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One size of a batch: the dimensions that have it, of the inputs and of the Fisher's outputs."""
+
+    inputs: TensorDimensions
+    outputs: TensorDimensions
+
+
+def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
+    """Run the model on changed inputs, if its cases are those of the convention and another dimension may be it.
+
+    Raises RegistrationError if the model mixes along the first dimension and not along another; UntraceableError
+    instead for a graph without sizes, in which the other dimension cannot be followed.
+    """
+    program = recorder.program
+    if not recorder.whole or (program.cases is not None and program.cases_reason != CONVENTION):
+        return
+    _, outputs = recorder.outputs({}, values)
+    axes = with_sizes(recorder) if program.cases is not None else without_sizes(values, outputs)
+    if axes is None or not mixes_cases(recorder, values, outputs, axes[0]):
+        return
+    for other in axes[1:]:
+        if not mixes_cases(recorder, values, outputs, other):
+            number, dim = other.inputs[0]
+            name = program.inputs[number].target
+            if program.cases is None:
+                raise UntraceableError(f"dimension {dim} of {name} may count the cases, and the graph has no sizes")
+            raise RegistrationError(
+                f"which dimension of {name} counts the cases would be a guess: the outputs mix its values along the "
+                f"first dimension, as they do with positions, and not along dimension {dim}.\n{ANSWER}"
+            )
+
+
+def with_sizes(recorder: Recorder) -> list[Axis] | None:
+    """The axis of the cases and those that may be it instead, by their symbolic sizes."""
+    program = recorder.program
+    inputs = program.inputs
+    axes = []
+    for size in dict.fromkeys((program.cases, *free_sizes(inputs))):
+        its_inputs = [
+            (n, symbolic_sizes(node).index(size)) for n, node in enumerate(inputs) if size in symbolic_sizes(node)
+        ]
+        shapes = [sizes_of(node) for node in program.outputs]  # where a size that was met as a number is one
+        its_outputs = [(n, sizes.index(size)) for n, sizes in enumerate(shapes) if size in sizes]
+        if size is not None and its_inputs and its_outputs:
+            axes.append(Axis(its_inputs, its_outputs))
+    return axes if len(axes) > 1 and axes[0].inputs[0][1] == 0 else None
+
+
+def without_sizes(values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis] | None:
+    """The first two dimensions of the first input, if an output has two of these sizes."""
+    first = next((n for n, value in enumerate(values) if isinstance(value, Tensor) and value.dim() > 1), None)
+    if first is None:
+        return None
+    shape = values[first].shape
+    both = [n for n, out in enumerate(outputs) if out.shape[:2] == shape[:2]]
+    return [Axis([(first, dim)], [(n, dim) for n in both]) for dim in (0, 1)] if both else None
+
+
+@torch.no_grad()
+def mixes_cases(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
+    """Whether outputs at other places of the axis change with the first or with the last place of the inputs."""
+    number, dim = axis.inputs[0]
+    size = values[number].shape[dim]
+    if size < 2:
+        return False
+    for place, other in ((0, 1), (size - 1, size - 2)):
+        changed = list(values)
+        for number, dim in axis.inputs:
+            changed[number] = changed[number].clone()
+            changed[number].select(dim, place).copy_(values[number].select(dim, other))
+        _, after = recorder.outputs({}, tuple(changed))
+        for number, dim in axis.outputs:
+            apart = (after[number] - before[number]).abs()
+            apart.select(dim, place).zero_()
+            if bool(apart.max() > AXIS_TOLERANCE * before[number].abs().max()):
+                return True
+    return False
