@@ -9,13 +9,12 @@ points it changes by
 for all targets (the Bregman divergence of the log-partition function; Wainwright & Jordan 2008, section 5.2.2). For
 other distributions this holds to second order. If the forward returns the loss itself, h(z') - h(z) = <g, z' - z>.
 
-All values are computed in the precision of the parameters (`kfac_fx.optim.curvature`), also where the user's
-forward rounded more coarsely; g is then the gradient at outputs that differ by this rounding.
+All values are computed in the precision of the parameters (`kfac_fx.optim.curvature`), also where the user's forward
+rounded more coarsely; g is then the gradient at outputs that differ by this rounding.
 
-The part of a step's batch that a check takes on an accelerator: the first eighth of the examples.
-
-The norm of a step is a mean over cases, and so is the loss. A bound and a guard need neither to more than a few digits,
-so an eighth of the cases tells them. On a CPU a check takes the whole batch.
+**A part of the batch.** On an accelerator a check takes the first eighth of the examples (`part_of_batch`). The norm of
+a step is a mean over cases, and so is the loss. A bound and a guard need neither to more than a few digits, so an
+eighth of the cases tells them. On a CPU a check takes the whole batch.
 
 A part is a batch of its own. It has the first examples of all inputs, and the gradients g that the user's backward sent
 into their outputs. These are multiplied by (all examples) / (those of the part), because the user's loss is a mean over
@@ -53,6 +52,7 @@ from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
 
+SHARE = 1 / 8  # of the examples, that a check takes on an accelerator
 NamedTensors = Mapping[str, Tensor]
 
 
@@ -116,7 +116,7 @@ class BatchLoss:
         loss_scale: the factor of the loss in the user's backward, as that of a GradScaler.
         replicas: the processes that have parts of the batch, which may be of different sizes.
         start: the random streams before the first forward, so that noise is the same at all points.
-        share: the part of the examples that `forwards` hold; see `kfac_fx.optim.batch_loss`.
+        share: the part of the examples that `forwards` hold; see `part_of_batch`.
     """
 
     net: CompiledModule
@@ -332,9 +332,6 @@ def is_input(leaf: Tensor, loss: Normal, alone: bool) -> bool:
 
 
 # --- the part of a batch that a check takes ---------------------------------------------------------------------------
-
-
-SHARE = 1 / 8
 
 
 def share_of_checks(kinds: Iterable[str], processes: int) -> float:

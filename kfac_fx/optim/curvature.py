@@ -5,11 +5,9 @@ Kronecker approximation (Martens & Grosse 2015, sections 6.4 and 7). With F = su
 where J is the Jacobian of a loss's inputs, the inner product <d, F e> is c <Bᵀ J d, Bᵀ J e> / cases. It takes one
 product with the Jacobian for each of a few vectors, and no backward.
 
-The precision of the forwards that check a step.
-
-A difference quotient of outputs loses its digits where the forward rounds coarsely. So a check computes in the
-precision of the parameters, whatever the user's forward was allowed: autocast around it is off, and products of float32
-are computed in float32.
+**Precision.** A difference quotient of outputs loses its digits where the forward rounds coarsely. So the forwards
+that check a step compute in the precision of the parameters (`CheckPrecision`), whatever the user's forward was
+allowed: autocast around them is off, and products of float32 are computed in float32.
 
 Three things still round coarsely: parameters and inputs of half precision, casts that the graph has, and autocast
 inside of forward. Where casts or inputs need the autocast that was around the user's forward, so that their dtypes meet
@@ -44,6 +42,12 @@ from kfac_fx.recording.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
+RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
+COTANGENTS = 4  # of a check: one alone fits a wrong backward by chance, for one batch in sixty of a small model
+LossTerms = Sequence[tuple[float, LossFunction]]
+Total = Callable[[Tensor], Tensor]  # a sum over processes
+
+# --- precision --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,6 @@ def max_rounding(dtypes: set[torch.dtype]) -> float:
 
 
 # --- inner products ---------------------------------------------------------------------------------------------------
-
-RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
-COTANGENTS = 4  # of a check: one alone fits a wrong backward by chance, for one batch in sixty of a small model
-LossTerms = Sequence[tuple[float, LossFunction]]
-Total = Callable[[Tensor], Tensor]  # a sum over processes
 
 
 def fisher_inner_products(

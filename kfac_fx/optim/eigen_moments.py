@@ -29,20 +29,17 @@ noise of batches, whose root takes most of the curvature out of a direction; Λ�
 
 Bases are computed when inverses would be (`invert_every`); the host waits for them. On a CPU they are eigenvectors. On
 an accelerator only the first are; each later basis is one step of orthogonal iteration from the last one
-(`kfac_fx.linalg.matrices.iterated_basis`), as in SOAP. In a new basis Q', m̂ becomes
-Q'ᵀ Q m̂, and v̂ the diagonal of Q'ᵀ Q diag(v̂) Qᵀ Q', which is (Q'ᵀ Q)² v̂ with the squares of the elements, so the order
-and the signs of eigenvectors do not matter.
+(`kfac_fx.linalg.matrices.iterated_basis`), as in SOAP. In a new basis Q', m̂ becomes Q'ᵀ Q m̂, and v̂ the diagonal of
+Q'ᵀ Q diag(v̂) Qᵀ Q', which is (Q'ᵀ Q)² v̂ with the squares of the elements, so the order and the signs of eigenvectors
+do not matter.
 
 The bases, the eigenvalues and both means are the `extras` of the groups of blocks. They belong to the state of a block,
 and with owners to the process that keeps it. A mean that is kept in the basis is not turned into it in every step,
 which would be a third of the products of a step.
 
-The means of the momentum type "eigen_moments" over steps, and Adam's step from them.
-
-m̂ and v̂ of a group of blocks are among the group's `extras`, as sums with their total weights. The sums of all groups
-lie one behind another in memory. So a step of blocks with equal weights is a handful of operations on one vector,
-however many groups there are. In small networks the host takes longer for operations on every group than the device
-for the numbers.
+**Means** are sums with their total weights. The sums of all groups lie one behind another in memory. So a step of
+blocks with equal weights is a handful of operations on one vector, however many groups there are. In small networks the
+host takes longer for operations on every group than the device for the numbers.
 
 Blocks have other weights than the rest if they were unfrozen later, had no gradient in some step, or have a momentum of
 their own. From then on every group has operations of its own.
@@ -68,6 +65,8 @@ from kfac_fx.recording.statistics import Key
 
 EPSILON = 1e-8
 MEANS = ("average", "squares")
+
+# --- means over steps, and Adam's step --------------------------------------------------------------------------------
 
 
 def new_means(groups: Sequence[BlockGroup]) -> list[Tensors]:
@@ -267,7 +266,7 @@ def groups_with_factors(fisher: BlockDiagonalFisher) -> list[BlockGroup]:
     return [group for group in fisher.kept if group.updated]
 
 
-# --- the momentum type ------------------------------------------------------------------------------------------------
+# --- bases, eigenvalues and the step of the momentum type -------------------------------------------------------------
 
 
 def without_basis(registrations: Iterable[Registration]) -> list[Registration]:

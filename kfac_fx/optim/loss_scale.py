@@ -1,15 +1,11 @@
-"""Is the trained loss the one whose curvature is estimated? Checked once, at the first step, from its gradient.
+"""The check of the loss: at the first step its gradient tells whether it is the loss whose curvature is estimated.
 
 K-FAC divides the gradient of one loss by the curvature of another. A factor between them, for example a sum over the
 batch in the place of a mean, is therefore a factor of every step. The gradient that the user's backward sends into the
-Fisher's outputs shows the factor: for targets that fit, it is a multiple of the registered loss's gradient. Other terms
-of the user's loss, such as a penalty on parameters, do not pass through these outputs. If no targets fit, for example
-with label smoothing, there is no warning.
-
-The gradient that the user's backward sends into the Fisher's outputs, and its factor.
-
-The gradient is watched from the forward on. For every registered loss there are targets that fit it best; if it is a
-multiple of that loss's own gradient, the multiple is the factor of the trained loss.
+Fisher's outputs shows the factor, and is watched from the forward on (`watch`). For every registered loss there are
+targets that fit this gradient best. If it is a multiple of that loss's own gradient, the multiple is the factor of the
+trained loss (`factors`). Other terms of the user's loss, such as a penalty on parameters, do not pass through these
+outputs. If no targets fit, for example with label smoothing, there is no warning.
 """
 
 from __future__ import annotations
@@ -40,6 +36,25 @@ from kfac_fx.recording.recorder import Recorder
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
 PROPORTIONAL = 1e-3  # relative error of a gradient that is a multiple of another, in float32
 EXACT = 1e-4  # of a factor that is only told by the loss's value, which may hold other terms
+SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
+SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
+NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
+TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
+LISTED_PARAMETERS = 8  # parameters that a warning names
+WHY = (
+    "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
+    "step, from the gradient of the model's outputs."
+)
+
+
+class LossScaleWarning(UserWarning):
+    """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
+    it, or reaches other parameters."""
+
+    __module__ = "kfac_fx"
+
+
+# --- the gradient at the Fisher's outputs -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -333,26 +348,6 @@ def factor_of_value(
     usual = (1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
     some = [*usual, *(number / parts for number in (1.0, *usual))] if parts > 1 else usual
     return next((float(number) for number in some if abs(factor - number) <= EXACT * number), None)
-
-
-# --- the check of the loss --------------------------------------------------------------------------------------------
-
-SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
-SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
-NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
-TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
-LISTED_PARAMETERS = 8  # parameters that a warning names
-WHY = (
-    "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
-    "step, from the gradient of the model's outputs."
-)
-
-
-class LossScaleWarning(UserWarning):
-    """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
-    it, or reaches other parameters."""
-
-    __module__ = "kfac_fx"
 
 
 # --- a multiple of the registered loss ------------------------------------------------------------------------------

@@ -1,14 +1,5 @@
 """`KFAC`: the optimizer of Martens & Grosse 2015 as a torch.optim.Optimizer, its checkpoint, and its part in a Join.
 
-**Join.** Inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])` processes may run out of batches.
-Such a process stands in for itself: it goes on to take part in the messages of the others until none has a batch. The
-hook of DistributedDataParallel sends zeros in the place of its gradients, and drops the average. That of KFAC takes the
-steps of a process without cases. It calls the net with an empty batch, receives the averaged gradient from a process
-that has one, and takes the step: the blocks and the momentum that it owns, and its copy of the parameters, go on.
-
-A step inside of Join tells all processes which of them have a batch: one message of a few numbers, for which the host
-waits. Two more messages carry the gradient and the numbers of the parameter groups while a process stands in.
-
 **Checkpoint.** All that the next step depends on is tensors by parameter, in the form of every torch optimizer. Tools
 that save optimizers know `state` and `param_groups` alone, so there is nothing else:
 
@@ -18,6 +9,15 @@ that save optimizers know `state` and `param_groups` alone, so there is nothing 
 
 All tensors of a parameter are on its device, random states included. A step reads entries with a "/" from the estimator
 and from `StepState`, where they live.
+
+**Join.** Inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])` processes may run out of batches.
+Such a process stands in for itself: it goes on to take part in the messages of the others until none has a batch. The
+hook of DistributedDataParallel sends zeros in the place of its gradients, and drops the average. That of KFAC takes the
+steps of a process without cases. It calls the net with an empty batch, receives the averaged gradient from a process
+that has one, and takes the step: the blocks and the momentum that it owns, and its copy of the parameters, go on.
+
+A step inside of Join tells all processes which of them have a batch: one message of a few numbers, for which the host
+waits. Two more messages carry the gradient and the numbers of the parameter groups while a process stands in.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
-
-
 CHOICES: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the places of its own in these
     "momentum_type": MOMENTUM_TYPES,
     "estimation_mode": MODES,
     "adapt_damping": (False, True),
 }
+LossOfStep = Tensor | float | None
+
+# --- the checkpoint, written ------------------------------------------------------------------------------------------
 
 
 def choices(options: KFACOptions) -> dict[str, Any]:
@@ -74,9 +75,6 @@ def choices(options: KFACOptions) -> dict[str, Any]:
         "estimation_mode": options.estimation_mode,
         "adapt_damping": bool(options.adapt_damping),
     }
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Tensors]) -> None:
@@ -133,7 +131,7 @@ def whole(state: StepState) -> Tensors:
     return tensors
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- the checkpoint, read ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -302,9 +300,6 @@ def restore(
 
 
 # --- processes without batches ----------------------------------------------------------------------------------------
-
-
-LossOfStep = Tensor | float | None
 
 
 @dataclass(eq=False)
