@@ -75,6 +75,12 @@ from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
 
+ALL_BLOCKS = slice(None)
+WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
+Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
+
+# --- stacks of factors ------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Stack:
@@ -175,10 +181,6 @@ def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
-
-ALL_BLOCKS = slice(None)
-WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
-Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
 
 
 class Failures(NamedTuple):

@@ -8,7 +8,7 @@ copy (`HostCopy`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -49,6 +49,12 @@ def pulled(
         torch.autograd.grad(roots, wanted, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=batched)
     )
     return [next(grads) if leaf.requires_grad else None for leaf in leaves]
+
+
+def dense_or_zero(grads: Iterable[Tensor | None], leaves: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients of the leaves with strides, zero for a leaf that has none."""
+    pairs = zip(grads, leaves, strict=True)
+    return [torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in pairs]
 
 
 def is_differentiable(value: Any) -> TypeGuard[Tensor]:

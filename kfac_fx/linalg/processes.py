@@ -1,13 +1,13 @@
 """Several processes: the messages between replicas of a model, and the tensors that FSDP2 divides among them.
 
-A *shard* is the part of one process, a run of rows along one dimension. K-FAC's operations on single elements work on
-shards. A graph reads a parameter as a whole: it is gathered at its first use, and dropped after the last one, as FSDP2
-does in a unit. All processes run the same graph, so they gather the same parameters in the same order.
-
 *Replicas* each have a copy of the model and a part of every batch. As in DistributedDataParallel, the gradient is the
 mean over processes, and so must be everything else that a step is computed from. Statistics are sums over cases, so
 those of the whole batch are the sums over processes. From equal sums every process computes equal factors and inverses,
 and takes the same step.
+
+A *shard* is the part of one process, a run of rows along one dimension. K-FAC's operations on single elements work on
+shards. A graph reads a parameter as a whole: it is gathered at its first use, and dropped after the last one, as FSDP2
+does in a unit. All processes run the same graph, so they gather the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
+USUAL_TYPES = (Tensor, nn.Parameter)  # of nearly all tensors
+
+# Newer torch has other names for these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
 
 
 class Replicas:
@@ -208,12 +215,6 @@ def parts(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 # --- sharded tensors --------------------------------------------------------------------------------------------------
-
-# Newer torch has other names for these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-USUAL_TYPES = (Tensor, nn.Parameter)  # of nearly all tensors
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -1,12 +1,11 @@
 """Losses as they are declared: on what the model returns, on nodes of its graph, or by forward, which computes them.
 
-`compile(..., loss=...)` gives a `LossSpec`, a LayerCollection gives `RegisteredLosses`, and a
-forward with losses inside gives `LossesInForward`. All make (coefficient, loss) pairs of the outputs of one run.
+`compile(..., loss=...)` gives a `LossSpec`, a function from what the model returns to its losses (`loss_from`). A
+LayerCollection gives `RegisteredLosses`, and a forward with losses inside gives `LossesInForward`. All make
+(coefficient, loss) pairs of the outputs of one run.
 
 A loss on nodes has a name. A loss that is registered again under its name is another *tower*: the same loss of one more
 mini-batch, computed by the same graph. The towers of a loss add up to one batch.
-
-The `loss=` argument of `compile` is read as a function from what a model returns to its losses.
 """
 
 from __future__ import annotations
@@ -35,6 +34,11 @@ COEFFICIENTS: Mapping[str, Callable[[float], float]] = {
     "regular": float,
     "sqrt": math.sqrt,
     "off": lambda coefficient: 1.0,
+}
+OF_TORCH = {name: loss.short for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
+NAMES = (*DISTRIBUTIONS, *(loss.short for loss in TORCH_LOSSES))
+MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synonyms} | {
+    synonym: name for name, kind in DISTRIBUTIONS.items() for synonym in kind.synonyms
 }
 
 
@@ -93,6 +97,42 @@ class DeclaredLosses(ABC):
         for name, (_, loss) in zip(names, pairs, strict=True):
             total[name] = total[name] + loss.cases if name in total else loss.cases
         return [total[name] for name in names]
+
+
+def likelihood(
+    of_torch: TorchLoss,
+    reduction: str,
+    inputs: Tensor,
+    targets: Any = None,
+    case_dim: int = 0,
+    kept: Tensor | None = None,
+) -> tuple[float, LossFunction]:
+    """The distribution behind a loss of torch, and its weight in the mean over cases.
+
+    case_dim: the dimension of the cases in the inputs of torch's function, which is moved to the front.
+    kept: the targets that are not ignored; None: all.
+    """
+    if of_torch.classes_second and inputs.dim() > 2:
+        inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
+    distribution = DISTRIBUTIONS[of_torch.distribution]
+    if kept is not None and targets is not None:
+        assert distribution.ignored is not None, "bug in kfac_fx: ignored targets of a distribution that has none"
+        targets = torch.where(kept, targets, distribution.ignored)
+    loss = distribution(inputs, targets=targets)
+    loss = (loss if kept is None else loss.keeping(kept)).with_cases_at(case_dim)
+    averages = of_torch.averages_elements and reduction == "mean"
+    return loss.all_cases / inputs.numel() if averages else 1.0, loss
+
+
+def without_ignored(pairs: WeightedLosses) -> WeightedLosses:
+    """The losses, of which ignored targets are no cases, as in the means of `F.cross_entropy`."""
+    for _, loss in pairs:
+        if (kept := loss.not_ignored()) is not None:
+            loss.keeping(kept)
+    return pairs
+
+
+# --- losses on nodes of the graph -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +218,26 @@ class RegisteredLosses(DeclaredLosses):
         return [loss.inputs.shape[0] for name, (_, loss) in losses if name == self.names[0]]
 
 
+def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[Tensor]:
+    """Every loss, times its coefficient as `coeff_mode` says. Raises TargetsMissing, ValueError for unknown modes."""
+    choice("target_mode", target_mode, TARGET_MODES)
+    choice("coeff_mode", coeff_mode, COEFFICIENTS)
+    missing = [type(loss).__name__ for _, loss in pairs if target_mode == "data" and loss.targets is None]
+    if missing:
+        raise TargetsMissing(
+            f"{len(missing)} of {len(pairs)} losses were registered without targets: {', '.join(missing)}.\n"
+            "Register them with targets=, hand targets= to this call, or evaluate on samples."
+        )
+    scale = COEFFICIENTS[coeff_mode]
+    return [
+        scale(coefficient) * (loss.evaluate() if target_mode == "data" else loss.evaluate_on_sample())
+        for coefficient, loss in pairs
+    ]
+
+
+# --- losses that forward computes -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ObservedLoss:
     """A loss that Python computed in a run; see `LossSite`, which is one in a graph."""
@@ -232,64 +292,7 @@ class LossesInForward(DeclaredLosses):
         ]
 
 
-def likelihood(
-    of_torch: TorchLoss,
-    reduction: str,
-    inputs: Tensor,
-    targets: Any = None,
-    case_dim: int = 0,
-    kept: Tensor | None = None,
-) -> tuple[float, LossFunction]:
-    """The distribution behind a loss of torch, and its weight in the mean over cases.
-
-    case_dim: the dimension of the cases in the inputs of torch's function, which is moved to the front.
-    kept: the targets that are not ignored; None: all.
-    """
-    if of_torch.classes_second and inputs.dim() > 2:
-        inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
-    distribution = DISTRIBUTIONS[of_torch.distribution]
-    if kept is not None and targets is not None:
-        assert distribution.ignored is not None, "bug in kfac_fx: ignored targets of a distribution that has none"
-        targets = torch.where(kept, targets, distribution.ignored)
-    loss = distribution(inputs, targets=targets)
-    loss = (loss if kept is None else loss.keeping(kept)).with_cases_at(case_dim)
-    averages = of_torch.averages_elements and reduction == "mean"
-    return loss.all_cases / inputs.numel() if averages else 1.0, loss
-
-
-def without_ignored(pairs: WeightedLosses) -> WeightedLosses:
-    """The losses, of which ignored targets are no cases, as in the means of `F.cross_entropy`."""
-    for _, loss in pairs:
-        if (kept := loss.not_ignored()) is not None:
-            loss.keeping(kept)
-    return pairs
-
-
-def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[Tensor]:
-    """Every loss, times its coefficient as `coeff_mode` says. Raises TargetsMissing, ValueError for unknown modes."""
-    choice("target_mode", target_mode, TARGET_MODES)
-    choice("coeff_mode", coeff_mode, COEFFICIENTS)
-    missing = [type(loss).__name__ for _, loss in pairs if target_mode == "data" and loss.targets is None]
-    if missing:
-        raise TargetsMissing(
-            f"{len(missing)} of {len(pairs)} losses were registered without targets: {', '.join(missing)}.\n"
-            "Register them with targets=, hand targets= to this call, or evaluate on samples."
-        )
-    scale = COEFFICIENTS[coeff_mode]
-    return [
-        scale(coefficient) * (loss.evaluate() if target_mode == "data" else loss.evaluate_on_sample())
-        for coefficient, loss in pairs
-    ]
-
-
-# --- losses that a user declares for the outputs ----------------------------------------------------------------------
-
-
-OF_TORCH = {name: loss.short for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
-NAMES = (*DISTRIBUTIONS, *(loss.short for loss in TORCH_LOSSES))
-MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synonyms} | {
-    synonym: name for name, kind in DISTRIBUTIONS.items() for synonym in kind.synonyms
-}
+# --- losses of what the model returns ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -350,7 +353,8 @@ class LossSpec(DeclaredLosses):
         )
 
     def __call__(self, outputs: Any, targets: Any = None, case_dim: int = 0) -> WeightedLosses:
-        """
+        """(coefficient, loss) of what the model returned.
+
         Args:
             targets: one tensor, or a sequence of one a loss where there are several losses.
             case_dim: the dimension of the cases in the output of a loss of torch.

@@ -38,7 +38,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import dense_or_zero
 from kfac_fx.linalg.processes import Replicas, Shards
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
@@ -374,7 +374,7 @@ class StandIn(JoinHook):
         values = [float(parameter.grad is not None) for parameter in parameters]
         values += [float(group[key]) for group, key in numbers]
         sent = torch.tensor(values, dtype=torch.float64, device=parameters[0].device)
-        gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad) for p in parameters]
+        gradients = dense_or_zero((parameter.grad for parameter in parameters), parameters)
         *gradients, sent = self.replicas.broadcast([*gradients, sent], source)
         if not self.standing_in:
             return

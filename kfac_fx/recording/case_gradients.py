@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, full_precision, is_differentiable, pulled
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import split, vector_form
 from kfac_fx.losses.sources import CaseSource, Cotangents, Measurement, check_mode, measurement_source, source_vectors
@@ -49,6 +49,9 @@ from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homoge
 from kfac_fx.recording.taps import CollectingTap
 
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
+IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -283,11 +286,9 @@ def homogeneous_of_cases(rows: Rows) -> Tensor:
     return homogeneous(rows).expand(len(rows.d), -1, -1, -1)[:, 0]
 
 
-# --- recording them ---------------------------------------------------------------------------------------------------
+# --- recording --------------------------------------------------------------------------------------------------------
 
 Consumer = Callable[[Key, Cases], None]
-
-IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
 
 
 @dataclass(frozen=True)
@@ -557,8 +558,7 @@ class Backward:
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""
-        grads = pulled(self.outputs, cotangents, leaves, keep=keep)
-        return [torch.zeros_like(leaf) if g is None else dense(g) for leaf, g in zip(leaves, grads, strict=True)]
+        return dense_or_zero(pulled(self.outputs, cotangents, leaves, keep=keep), leaves)
 
 
 def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]]:
@@ -568,10 +568,6 @@ def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]
         following = next(sources, None)
         yield source, following is None
         source = following
-
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def noisy_modules(model: nn.Module) -> list[str]:

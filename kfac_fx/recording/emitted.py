@@ -37,6 +37,11 @@ from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
 from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
 
+Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
+RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
+
+# --- graphs on shards -------------------------------------------------------------------------------------------------
+
 
 class Unread:
     """A sharded parameter that no node has read yet."""
@@ -88,10 +93,6 @@ def run_on_shards(
 
 
 # --- emitted models ---------------------------------------------------------------------------------------------------
-
-
-Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
-RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
 
 
 @dataclass

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, pulled
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources
 from kfac_fx.passes.approximations import Approximation, named
@@ -81,11 +81,7 @@ class Pullback:
         outputs, batched = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
 
         def grad(*vectors: Tensor) -> tuple[Tensor, ...]:
-            grads = pulled(outputs, vectors, self.leaves, keep=True)
-            return tuple(
-                torch.zeros_like(leaf) if grad is None else dense(grad)
-                for leaf, grad in zip(self.leaves, grads, strict=True)
-            )
+            return tuple(dense_or_zero(pulled(outputs, vectors, self.leaves, keep=True), self.leaves))
 
         if self.loop_reason is None:
             try:

@@ -1,7 +1,4 @@
-"""Checks of a model before it is captured: which no capture can handle, and which is inside of wrappers.
-
-The wrappers of data parallelism and torch.compile are taken off. Refusals name all culprits.
-"""
+"""Checks of a model before it is captured and called: its wrappers are taken off, and refusals name all culprits."""
 
 from __future__ import annotations
 

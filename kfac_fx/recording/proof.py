@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense, full_precision, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
@@ -285,9 +285,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             registration.parameters: gradient_left_out(live[registration.parameters[0]], taps[registration.parameters])
             for registration in inexact
         }
-    gradients = [
-        torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)
-    ]
+    gradients = dense_or_zero(grads, leaves)
     by_name = dict(zip(names, gradients, strict=False))
     statistics = iter(gradients[len(names) :])
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
-from kfac_fx.linalg.matrices import dense, full_precision, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses
@@ -284,10 +284,7 @@ class Recorder:
             cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]
             grads = pulled(fisher, cotangents, leaves)
-        grads_or_zeros = [
-            torch.zeros_like(leaf) if grad is None else lasting(dense(grad), self.emitted.backend)
-            for leaf, grad in zip(leaves, grads, strict=True)
-        ]
+        grads_or_zeros = [lasting(grad, self.emitted.backend) for grad in dense_or_zero(grads, leaves)]
         gradients = dict(zip(learned, grads_or_zeros[len(leaves) - len(learned) :], strict=True))
         statistics = {}
         of_probes = iter(grads_or_zeros)
@@ -351,10 +348,11 @@ class Recorder:
             for leaf in (*views.values(), *(probe for by_name in probes for probe in by_name.values())):
                 leaf.register_hook(partial(lasting, backend="cudagraphs"))
         output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, probes_or_none)
+        losses_of = self.losses
         cases: int | Tensor = self.emitted.examples(values)
-        if self.losses.are_known:
-            losses = self.losses.real(lambda outputs: self.losses.rebuilt(output, fisher, outputs), fisher, values)
-            cases = self.losses.cases(losses)
+        if losses_of.are_known:
+            losses = losses_of.real(lambda outputs: losses_of.rebuilt(output, fisher, outputs), fisher, values)
+            cases = losses_of.cases(losses)
         return self.capture.unflatten(output), PendingMoments(probes, registrations, views, cases, self.frozen)
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:

@@ -38,6 +38,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import HALVES, block_width, without_autocast
 
 CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
+Key = tuple[str, ...]  # the names of the parameters of a registration
 
 
 @dataclass(frozen=True)
@@ -390,9 +391,6 @@ def cross(later: Tensor, earlier: Tensor) -> Tensor:
 
 
 # --- the sums of a batch ----------------------------------------------------------------------------------------------
-
-
-Key = tuple[str, ...]  # the names of the parameters of a registration
 
 
 def with_twins(registration: Registration, statistics: Iterable[Statistic]) -> list[Statistic]:

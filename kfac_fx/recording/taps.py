@@ -50,9 +50,13 @@ SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
 Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
 SampledShares = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
 
-# --- the rows of a use ------------------------------------------------------------------------------------------------
-
 UNSCALED = (1.0, 1.0)
+TF_INPUTS, TF_PATCHES = 0.2, 3.0  # the defaults of TF K-FAC
+ROBERTS_STEPS = 0.7548776662466927, 0.5698402909980532  # whose multiples fill the unit square evenly (Roberts, 2018)
+SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
+ALL_ROWS = Sampling()
+
+# --- the rows of a use ------------------------------------------------------------------------------------------------
 
 
 def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
@@ -259,15 +263,6 @@ def over_sources(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 # without one, from a sequence of equidistributed numbers, so the user's random streams do not change. Only input
 # factors are sampled: gradient rows, `count` and per-case gradients use all rows. Cases and rows have a number u each,
 # so that the two choices are independent.
-
-
-TF_INPUTS, TF_PATCHES = 0.2, 3.0  # the defaults of TF K-FAC
-ROBERTS_STEPS = (
-    0.7548776662466927,
-    0.5698402909980532,
-)  # multiples of these fill the unit square evenly (Roberts, 2018)
-SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
-ALL_ROWS = Sampling()
 
 
 def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | None:
@@ -580,9 +575,7 @@ def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
 
 def is_tapped(output: Tensor) -> bool:
     """Whether a tap returned this tensor. Autograd refuses writes into it, since it is a view that the tap made."""
-    return getattr(
-        output.grad_fn, "is_tap", False
-    )  # set by `setup_context`: the context is the node of autograd's graph
+    return getattr(output.grad_fn, "is_tap", False)  # of the context in `setup_context`, which is this node
 
 
 def with_cached_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
