@@ -1,10 +1,10 @@
 """Approximations of Fisher blocks, and the statistics that they are made of: one table, which everything else reads.
 
 A registration holds the name of its approximation, and `Registration.structure` is the row of this table. A row holds
-objects: its statistics, which say everything about themselves but how they are computed, and its algebra, a class of
-blocks. The runtime fills these two in with the decorators `computes` and `blocks_of`, because this package does not
-know it; `check_filled` tells if one is missing. To add an approximation, write its row; to add a statistic, declare it
-here and compute it in `kfac_fx.recording.statistics`.
+objects: its statistics, and its algebra, which is a class of blocks. This package does not know the runtime. So the
+runtime fills in the functions that compute statistics, and the classes, with the decorators `computes` and `blocks_of`;
+`check_filled` tells if one is missing. To add an approximation, write its row; to add a statistic, declare it here and
+compute it in `kfac_fx.recording.statistics`.
 
 An approximation is a Kronecker product c A ⊗ G of an input and an output factor, or one factor F of all parameters:
 

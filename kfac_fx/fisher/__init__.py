@@ -16,11 +16,12 @@ The docstring of `groups` states the normalization: A, G and the factor c of F =
 Every block has eigenvectors of its own structure except series, which are made dense for a spectrum; series that are
 too wide for that are refused.
 
-**Owners** (`placement`). The other processes have the same group of blocks on the meta device. So shapes, order and
-flags are the same everywhere, and no process asks another one what it has. Sums of a batch go to the owner, symmetric
-matrices as triangles. The gradient, the momentum and the products of a parameter are with its owner, too. Inner
-products are sums over processes, so all decide alike from the same numbers. A check of "adaptive" evaluates the model
-at whole parameters in every process, so it also gathers the direction and, to see whether the loss has risen, the
-parameters of the last check. A process has the tensors of its own blocks in its state, under the names that they have
-in every process, so torch.distributed.checkpoint can divide them again among another number of processes.
+**Owners** (`placement`). Where one process owns a group of blocks, the others have the same group on the meta device.
+So shapes, order and flags are the same everywhere, and no process asks another one what it has. Sums of a batch go to
+the owner, symmetric matrices as triangles. The gradient, the momentum and the products of a parameter are with its
+owner, too. Inner products are sums over processes, so all decide alike from the same numbers. A check of "adaptive"
+evaluates the model at whole parameters in every process, so it also gathers the direction and, to see whether the loss
+has risen, the parameters of the last check. A process has the tensors of its own blocks in its state, under the names
+that they have in every process, so torch.distributed.checkpoint can divide them again among another number of
+processes.
 """

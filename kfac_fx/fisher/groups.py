@@ -98,7 +98,7 @@ class Stack:
 
     @property
     def per_case(self) -> bool:
-        """Whether it is a number and its average one over cases; other factors are means over rows."""
+        """Whether it is a number, and a mean over cases; other factors are means over rows."""
         return self.moment.dim() == 1
 
     @property

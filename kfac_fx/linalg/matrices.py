@@ -1,4 +1,4 @@
-"""Batches of matrices: products, roots, eigenvectors and messages.
+"""Batches of matrices: products, roots, eigenvectors and messages; and what is asked of any tensor or gradient.
 
 The leading dimensions count matrices: groups, or layers of one shape. Products of float32 are computed in float32,
 whatever precision the user allows for the network (`full_precision`). A CPU is its own host: it reads a condition at

@@ -5,8 +5,8 @@
 The gradient rows of a case are then sums over the loss rows of several cases. Where all cases are sent back at once,
 the exact modes would keep products of two cases, and the gradient of a single example would contain those of others.
 
-`keys_that_meet` finds the registrations of which this is true, for three who ask: an exact recording and a recording of
-single examples between the parameters and the loss, and the proof between the parameters and the outputs.
+Three ask `keys_that_meet` for the registrations of which this is true: an exact recording and a recording of single
+examples, for cases that meet before the loss, and the proof, for cases that meet before the outputs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kfac_fx.recording.taps import ROWS, CollectingTap, Tap
 
 @dataclass(frozen=True)
 class LossRows:
-    """Tensors behind the outputs of a run, of which every row is of another case; those without dimensions are left
+    """Tensors that are computed from the outputs of a run, with a row for every case. Those without dimensions are left
     out.
 
     outputs: those that gradients are sent to. leaves: the same as constants. tensors: what is computed from these.
-    pooled: more of these, with fewer rows than there are cases, of which a row may be of several cases.
+    pooled: others, with fewer rows than there are cases, so that a row may be of several cases.
     """
 
     outputs: Sequence[Tensor]
@@ -182,8 +182,8 @@ def keys_that_meet_in_outputs(
 ) -> frozenset[Key]:
     """`keys_that_meet` without a loss: the registrations with cases that the outputs of several examples reach.
 
-    An output with several rows for each example does not tell in which order they are. No cases meet if they do not in
-    one of the two orders, rows of one example or rows of one position side by side.
+    An output with several rows for each example does not tell their order: those of one example or those of one
+    position may be side by side. Cases meet if they do in both orders.
 
     fisher: the Fisher's outputs of any run. towers: whether they are those of several mini-batches.
     """

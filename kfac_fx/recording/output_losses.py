@@ -115,8 +115,10 @@ class OutputLosses:
         return self.declared.cases_by_loss(losses)[0]
 
     def summed(self, losses: WeightedLosses) -> tuple[int | Tensor, WeightedLosses]:
-        """(`cases`, the losses with coefficients with which the sum over cases is `cases` times the mean loss), where
-        every loss is a mean over its own cases. Losses of equally many cases keep theirs."""
+        """(`cases`, the losses with the coefficients of the sum over cases, which is `cases` times the mean loss).
+
+        Every loss is a mean over its own cases. Losses of as many cases as the first keep their coefficients.
+        """
         each = self.declared.cases_by_loss(losses)
         return each[0], [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 

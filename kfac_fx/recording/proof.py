@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.vectors import split
-from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
+from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
@@ -83,14 +83,14 @@ class ProofTap(Tap):
                 check_row_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases.add(grad_rows.shape[0])
                 if some:
-                    summed = sum_of("gradient", rows, grad_rows, bias, self.matrix, None)
+                    summed = sum_of(GRADIENT.name, rows, grad_rows, bias, self.matrix, None)
                     (gradient,) = matrix.unpack(summed).values()
                     attrs = dict(zip(names, tensors, strict=True))
                     for number, step in some:
                         remainder = step.remainder(gradient, {key: attrs[f"{number}.{key}"] for key in step.nodes})
                         self.remainders += [] if remainder is None else [remainder]
                 if moment is not None:
-                    by_rows = sum_of("A", precise(rows), grad_rows, bias, self.matrix, None)
+                    by_rows = sum_of(A.name, precise(rows), grad_rows, bias, self.matrix, None)
                     self.failure = self.failure or moments_apart(by_rows, moment(output_grad, input)[0])
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -241,7 +241,7 @@ def no_series(taps: Sequence[ProofTap]) -> str | None:
 def with_proof_taps(recorder: Recorder) -> Recorder:
     """A recorder that computes the gradients of all rows, without a compiler."""
     statistics = {
-        registration.parameters: ("gradient", "A_diag", "G_diag")
+        registration.parameters: (GRADIENT.name, A_DIAG.name, G_DIAG.name)
         for registration in recorder.registrations
         if not registration.generic
     }
@@ -311,8 +311,8 @@ def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
 
 
 def mixing_cases(prover: Recorder, values: Any, fisher: Sequence[Tensor]) -> frozenset[Key]:
-    """The registrations with a block of gradients of cases that the user asked for, whose cases meet between them and
-    the outputs. fisher: the Fisher's outputs."""
+    """Among the registrations for which the user asked for a block made of gradients of cases, those whose cases meet
+    between them and the outputs. fisher: the Fisher's outputs."""
     structured = (registration for registration in prover.registrations if not registration.generic)
     asked = {registration.parameters for registration in structured if by_case(prover.program, registration)}
     if not asked or prover.emitted.examples(values) < 2:
