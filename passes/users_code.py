@@ -37,8 +37,9 @@ def source_line(node: fx.Node) -> str | None:
     """`"model.py:33"`, the innermost line of the user's behind a node; None when the capture kept no stack."""
     innermost = None
     for frame in (node.meta.get("stack_trace") or "").splitlines():
-        file, _, rest = frame.strip().removeprefix('File "').partition('", line ')
-        if rest and is_users(file):
+        start, _, rest = frame.strip().partition('", line ')
+        file = start.removeprefix('File "')
+        if rest and file != start and is_users(file):  # source may have the words, too
             innermost = place(file, rest.split(",")[0])
     return innermost
 
