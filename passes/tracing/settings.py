@@ -88,6 +88,7 @@ FEW = 64  # longer containers that forward does not name are compared by their l
 COMPARED_DEPTH = 2  # objects inside of objects down to this depth are compared whole, deeper ones by what forward names
 LIBRARIES = ("torch", "numpy", "kfac_fx", "passes")
 OF_PYTHON = ("types", "argparse", "collections", "os", "_thread")  # modules of Python whose objects are configurations
+MISSING = object()  # stands for a name that is bound to nothing
 
 
 class Same:
@@ -290,9 +291,6 @@ def is_data(name: str, value: Any) -> bool:
 
 
 # --- holders ----------------------------------------------------------------------------------------------------------
-
-
-MISSING = object()  # stands for a name that is bound to nothing
 
 
 class Holder(Protocol):
@@ -510,7 +508,7 @@ def getattr_or_missing(value: Any, name: str) -> Any:
         return MISSING
 
 
-# --- settings of a capture --------------------------------------------------------------------------------------------
+# --- values outside of the model --------------------------------------------------------------------------------------
 
 STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 NN = f"{TORCH}nn{os.sep}"
@@ -815,8 +813,6 @@ def in_torch(file: str) -> bool:
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets
 WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
-
-
 NOTHING_OUTSIDE = Outside()
 
 
