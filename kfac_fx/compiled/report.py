@@ -416,7 +416,7 @@ def elements_of(registration: Registration, program: Program) -> int:
 def generic_places(program: Program) -> Counter[str]:
     """The number of places where each parameter meets the data; generic registrations list no uses."""
     label = labels_of(program)
-    outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
+    outputs = program.outputs or tuple(program.graph.find_nodes(op="output"))
     edges = use_edges(program.graph, label, outputs)
     return Counter(name for source, _ in edges for name in parameters_behind(source, label, program.behind))
 
@@ -573,7 +573,7 @@ def dot(graph: networkx.DiGraph) -> str:
     names: dict[Any, str] = {}
     lines = ["digraph kfac_fx {", "  rankdir=TB;", '  node [fontname="Helvetica", fontsize=10];']
     for kind in STYLES:
-        for number, key in enumerate(key for key, data in graph.nodes(data=True) if data["kind"] == kind):
+        for number, key in enumerate(key for key, _ in of_kind(graph, kind)):
             names[key] = f"{STYLES[kind][0]}{number}"
     for key, name in names.items():
         data = graph.nodes[key]
