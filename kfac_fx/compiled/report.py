@@ -32,7 +32,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
@@ -135,7 +135,7 @@ class Report:
     def memory(self) -> str:
         """The memory of the factors and of their inverses, as text."""
         total = memory_text(sum(row.bytes for row in self.rows))
-        dtypes = {factor_dtype(registration, self.program) for registration in self.program.registrations}
+        dtypes = {factor_dtype(block, self.program.parameters) for block in self.program.registrations}
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return f"{total} of factors, {total} of inverses ({kinds or 'none'})"
 
@@ -386,7 +386,7 @@ def rows(program: Program) -> tuple[ReportRow, ...]:
 
 def row_of(registration: Registration, program: Program, places: Counter[str]) -> ReportRow:
     shapes = registration.factor_shapes(elements_of(registration, program))
-    dtype = factor_dtype(registration, program)
+    dtype = factor_dtype(registration, program.parameters)
     return ReportRow(
         layer=registration.layer,
         parameters=registration.parameters,
@@ -421,12 +421,9 @@ def generic_places(program: Program) -> Counter[str]:
     return Counter(name for source, _ in edges for name in parameters_behind(source, label, program.behind))
 
 
-def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
-    """The precision of the factors: that of the parameters, but at least float32."""
-    dtype = torch.float32
-    for name in registration.owners:
-        dtype = torch.promote_types(dtype, program.parameters[name].dtype)
-    return dtype
+def factor_dtype(registration: Registration, parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """The precision of the factors: that of the block's first parameter, but at least float32."""
+    return torch.promote_types(parameters[registration.owners[0]].dtype, torch.float32)
 
 
 def block_words(registration: Registration, program: Program) -> str:
