@@ -82,6 +82,7 @@ from .tracing.signature import (
     trained,
 )
 from .tracing.substitutes import (
+    DATA,
     Bags,
     CertainDraws,
     Detached,
@@ -176,9 +177,9 @@ def exported(
     gaps: bool = False,
 ) -> Capture:
     """Trace with inputs. longest: see `recurrent_layers`. gaps: keep gaps between the elements of inputs."""
-    refuse_packed(type(model).__name__, (args, kwargs))
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     name = type(model).__name__
+    refuse_packed(name, (args, kwargs))
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     refuse_nested(name, leaves)
     refuse_hidden_tensors(name, leaves)
     refuse_no_tensors(name, "takes", leaves)
@@ -203,7 +204,7 @@ def exported(
             raise untraceable(model, error) from error
     functions.check()
     functions.restore(module)
-    refuse_drawn(type(model).__name__, flat.returned.drawn)
+    refuse_drawn(name, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
     graph, root = flat_graph(module, names)
     packs = packs_in(graph, root)
@@ -394,7 +395,7 @@ def drop_asserts(graph: fx.Graph) -> None:
 
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
 RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
-STOPS = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # they stop gradients
+STOPS = {torch.detach, Tensor.detach, DATA}  # they stop gradients
 
 
 def maps_parameters(module: fx.GraphModule) -> bool:

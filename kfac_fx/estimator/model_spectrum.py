@@ -50,6 +50,10 @@ from kfac_fx.recording.case_gradients import (
 from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
 
+BY = ("sum", "block", "position")  # how scores are added up
+CASE_KINDS = ("row", "position", "sequence")
+Record = Callable[[Any, Consumer, Measurement | None], Counts]
+
 
 class Batch:
     """The arguments of one forward, and the targets of its loss.
@@ -111,10 +115,6 @@ def draws_order(sampler: Any) -> bool:
 
 
 # --- queries ----------------------------------------------------------------------------------------------------------
-
-
-BY = ("sum", "block", "position")
-Record = Callable[[Any, Consumer, Measurement | None], Counts]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -244,8 +244,6 @@ def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:
 
 
 # --- the spectrum of a model ------------------------------------------------------------------------------------------
-
-CASE_KINDS = ("row", "position", "sequence")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
