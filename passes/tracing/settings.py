@@ -75,7 +75,7 @@ from ..torch_private import (
     parameters_of,
     version,
 )
-from ..users_code import OWN_FOLDER, TORCH
+from ..users_code import OWN_FOLDER, TORCH, file_line
 
 CONTAINERS = (dict, list, set, deque)
 BUFFERS = (bytearray, memoryview, array)
@@ -650,7 +650,7 @@ class Observer:
             frame = frame.f_back
         if not by_library and (frame is None or not self.follows(frame)):
             return
-        where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        where = "" if frame is None else f" ({file_line(frame.f_code.co_filename, frame.f_lineno)})"
         self.effects[f"prints{where}"] = None
 
     def outside(self) -> Outside:
@@ -683,7 +683,7 @@ class Observer:
             code = function.__code__
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 if name != "__class__":
-                    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                    where = file_line(code.co_filename, code.co_firstlineno)
                     yield OutsideName(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
 
 
