@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from .matrix import Layout, Shape
 
 T = TypeVar("T")
+OUTPUTS, INPUTS = "outputs", "inputs"  # the sides of a matrix
 
 
 # --- values that a parametrization needs ------------------------------------------------------------------------------

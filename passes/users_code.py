@@ -28,7 +28,7 @@ def is_users(file: str) -> bool:
     return not file.startswith((TORCH, OWN_FOLDER, "<")) and file != contextlib.__file__
 
 
-def place(file: str, line: object) -> str:
+def file_line(file: str, line: object) -> str:
     """`"model.py:33"`"""
     return f"{Path(file).name}:{line}"
 
@@ -37,9 +37,10 @@ def source_line(node: fx.Node) -> str | None:
     """`"model.py:33"`, the innermost line of the user's behind a node; None when the capture kept no stack."""
     innermost = None
     for frame in (node.meta.get("stack_trace") or "").splitlines():
-        file, _, rest = frame.strip().removeprefix('File "').partition('", line ')
-        if rest and is_users(file):
-            innermost = place(file, rest.split(",")[0])
+        start, _, rest = frame.strip().partition('", line ')
+        file = start.removeprefix('File "')
+        if rest and file != start and is_users(file):  # source may have the words, too
+            innermost = file_line(file, rest.split(",")[0])
     return innermost
 
 
@@ -52,13 +53,15 @@ def where(node: fx.Node) -> str:
 def running_line() -> str:
     """`"model.py:33"`, the innermost line of the user's that runs now."""
     frames = (frame for frame in reversed(traceback.extract_stack()) if is_users(frame.filename))
-    return next((place(frame.filename, frame.lineno) for frame in frames), "an unknown line")
+    return next((file_line(frame.filename, frame.lineno) for frame in frames), "an unknown line")
 
 
 def line_of(step: TracebackType) -> tuple[str, str] | None:
     """(`"model.py:33"`, its source) of one step of a traceback; None if it is not the user's."""
     file = step.tb_frame.f_code.co_filename
-    return (place(file, step.tb_lineno), linecache.getline(file, step.tb_lineno).strip()) if is_users(file) else None
+    return (
+        (file_line(file, step.tb_lineno), linecache.getline(file, step.tb_lineno).strip()) if is_users(file) else None
+    )
 
 
 def warn_user(warning: Warning) -> None:

@@ -79,11 +79,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of a model, a
 # --- the problems -----------------------------------------------------------------------------------------------------
 
 
-def method_steps(method: str, steps: int) -> int:
-    """The steps of a method if the first-order methods take `steps`."""
-    return max(1, steps // FEWER) if method == "kfac" else steps
-
-
 @dataclass(frozen=True)
 class Task:
     """A training set that is evaluated in one batch, and the model that is trained on it.
@@ -267,6 +262,11 @@ def train(
             if not math.isfinite(points[-1].loss):
                 break
     return Run(method, settings, tuple(points))
+
+
+def method_steps(method: str, steps: int) -> int:
+    """The steps of a method if the first-order methods take `steps`."""
+    return max(1, steps // FEWER) if method == "kfac" else steps
 
 
 def compile_task(task: Task, model: nn.Module) -> kfac_fx.CompiledModule:

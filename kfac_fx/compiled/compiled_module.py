@@ -708,9 +708,7 @@ def capture(
     refuse_other_inputs(example_inputs, example_kwargs)
     inside, options, declared = prepared(model, "kfac_fx.capture", layers, dense_limit)
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
-    options = replace(
-        options, loss_given=True, strict=True
-    )  # a registration by hand that the proof refutes is an error
+    options = replace(options, loss_given=True, strict=True)  # a registration that the proof refutes is an error
     try:
         traced = trace_model(inside, args, example_kwargs, options=options, layers=declared)
     except UntraceableError as error:
@@ -738,11 +736,8 @@ def prepared(
     refuse_unfit_names(model)
     refuse_other_limit(dense_limit)
     modules = {name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name}
-    return (
-        model,
-        Options(modules=modules, dense_limit=dense_limit),
-        collect(*LAYERS.values(), *refuse_other_layers(layers)),
-    )
+    declared = collect(*LAYERS.values(), *refuse_other_layers(layers))
+    return model, Options(modules=modules, dense_limit=dense_limit), declared
 
 
 def refuse_other_models(model: Any, by: str) -> None:

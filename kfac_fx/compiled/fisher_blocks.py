@@ -32,6 +32,30 @@ from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Key, additive
 from kfac_fx.recording.taps import over_sources, over_uses, scales
 
+__all__ = [
+    "ConvDiagonalFB",
+    "ConvKFCBasicFB",
+    "ConvKFCBasicMultiIndepFB",
+    "DepthwiseConvDiagonalFB",
+    "DepthwiseConvKFCBasicFB",
+    "DiagonalFB",
+    "EmbeddingKFACFB",
+    "EmbeddingKFACMultiIndepFB",
+    "FisherBlock",
+    "FisherFactor",
+    "FullFB",
+    "FullyConnectedDiagonalFB",
+    "FullyConnectedKFACBasicFB",
+    "FullyConnectedMultiIndepFB",
+    "FullyConnectedSeriesFB",
+    "KroneckerProductFB",
+    "NaiveDiagonalFB",
+    "NaiveFB",
+    "NaiveFullFB",
+    "ScaleAndShiftDiagonalFB",
+    "ScaleAndShiftFullFB",
+]
+
 REGISTERED_BY = {
     "multiply_inverse": "register_inverse()",
     "multiply_matpower": "register_matpower(exp)",
@@ -400,30 +424,6 @@ def with_steps(names: str, use: Use, layer: Layer, num_uses: int) -> Use:
 
 
 # --- the classes ------------------------------------------------------------------------------------------------------
-
-__all__ = [
-    "ConvDiagonalFB",
-    "ConvKFCBasicFB",
-    "ConvKFCBasicMultiIndepFB",
-    "DepthwiseConvDiagonalFB",
-    "DepthwiseConvKFCBasicFB",
-    "DiagonalFB",
-    "EmbeddingKFACFB",
-    "EmbeddingKFACMultiIndepFB",
-    "FisherBlock",
-    "FisherFactor",
-    "FullFB",
-    "FullyConnectedDiagonalFB",
-    "FullyConnectedKFACBasicFB",
-    "FullyConnectedMultiIndepFB",
-    "FullyConnectedSeriesFB",
-    "KroneckerProductFB",
-    "NaiveDiagonalFB",
-    "NaiveFB",
-    "NaiveFullFB",
-    "ScaleAndShiftDiagonalFB",
-    "ScaleAndShiftFullFB",
-]
 
 
 def layers_of(kind: str) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ from kfac_fx.passes.tracing.signature import PREFIX
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Key
 
+Entry = TypeVar("Entry")
+Nodes = Any  # a node, its name, or a list of them, one per use
+
 
 @dataclass(frozen=True, repr=False)
 class CapturedModel:
@@ -145,8 +148,6 @@ def on_another_capture(program: Program, traced: Program, model: nn.Module) -> P
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
-
-Entry = TypeVar("Entry")
 
 
 class ParameterNames:
@@ -298,9 +299,6 @@ def as_written(objects: Iterable[Any], model: Any) -> str:
 
 
 # --- uses -------------------------------------------------------------------------------------------------------------
-
-
-Nodes = Any  # a node, its name, or a list of them, one per use
 
 
 class Finder:

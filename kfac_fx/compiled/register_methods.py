@@ -2,8 +2,8 @@
 
 A row is a signature in the order of TF K-FAC, a first sentence, and in its decorator the kind of layer. The decorator
 adds the body, the meaning of the arguments (ARGUMENTS) and the errors. Signatures are therefore written once, and
-`help`, `inspect` and type checkers read them. The work is done by `_register_layer`,
-`_register_generic`, `_register_separable` and `_register_distribution` of `LayerCollection`.
+`help`, `inspect` and type checkers read them. `_register_layer`, `_register_generic`, `_register_separable` and
+`_register_distribution` of `LayerCollection` do the work.
 
 Strides, paddings and dilations are read from the graph at every use. If the caller gives them, they must agree.
 """

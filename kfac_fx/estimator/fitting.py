@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
+from kfac_fx.compiled.report import factor_dtype
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
 from kfac_fx.estimator.model_spectrum import ModelSpectrum, as_batch, digest_of
@@ -334,8 +335,7 @@ def smallest_bound(sizes: Sequence[int], parts: int) -> int:
 def bytes_of(registration: Registration, parameters: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
     """Bytes of the factors of a block while they are decomposed: sums, averages and eigenvectors of every side, and
     the eigenvalues."""
-    example = parameters[registration.owners[0]]
-    item = (dtype or torch.promote_types(example.dtype, torch.float32)).itemsize
+    item = (dtype or factor_dtype(registration, parameters)).itemsize
     elements = sum(parameters[name].numel() for name in registration.owners)
     shapes = registration.factor_shapes(elements)
     eigenvalues = elements if registration.matrix is None else math.prod(registration.matrix.shape)

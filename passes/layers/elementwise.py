@@ -59,7 +59,8 @@ def scale_and_shift(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * weight
 
 
-SHIFT: dict[str, Any] = {"rows": no_inputs, "grad_rows": shifted, "bias_along": None}
+PLACES: dict[str, Any] = {"rows": no_inputs, "bias_along": None}
+SHIFT: dict[str, Any] = {**PLACES, "grad_rows": shifted}
 
 
 @scale_and_shift.form(
@@ -104,9 +105,6 @@ def token_like(_other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
 )
 def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
     return bias.repeat(_sizes)
-
-
-PLACES: dict[str, Any] = {"rows": no_inputs, "bias_along": None}
 
 
 @scale_and_shift.form(

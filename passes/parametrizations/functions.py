@@ -42,6 +42,8 @@ from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import ROW_MASK, Bound, Program, Use
 from ..matrix import Layout, Shape
 from ..parametrization import (
+    INPUTS,
+    OUTPUTS,
     Computed,
     NodeValues,
     Parametrization,
@@ -57,7 +59,6 @@ from ..pieces import ParameterExpr, Piece, slice_of, unallocated
 from ..pieces import viewed as view_through
 from ..torch_private import ADD_BATCH_DIM, REGION
 
-OUTPUTS, INPUTS = "outputs", "inputs"
 Derivative = Callable[[NodeValues], Tensor]
 Constant = Callable[[int, int], bool]  # (dimension of the parameter, axis of the matrix): see `Diagonal.sides`
 

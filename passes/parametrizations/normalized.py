@@ -30,10 +30,10 @@ from torch import Tensor, fx
 
 from ..graphs.operations import EXPANDS, VIEWS, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import NodeValues, RowPair, RowsStep, WeightExample
+from ..parametrization import INPUTS, OUTPUTS, NodeValues, RowPair, RowsStep, WeightExample
 from ..pieces import ParameterExpr, Piece, Slice, is_one_slice, layout_in, unallocated, view_of, viewed
 from ..torch_private import WEIGHT_NORM, weight_normalized
-from .functions import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
+from .functions import Constant, Derivative, Diagonal
 
 PROJECTION = "its filters are normalized: without the projection of their gradients that this makes"
 CHANGE = "it is divided by a function of itself: without the change of that, which is of rank one"

@@ -30,6 +30,8 @@ from ..graphs.labels import has_gradient
 from ..ir import Bound, Program, Use
 from ..matrix import Layout, Shape
 from ..parametrization import (
+    INPUTS,
+    OUTPUTS,
     NodeValues,
     Parametrization,
     RowPair,
@@ -40,7 +42,7 @@ from ..parametrization import (
     view_steps,
 )
 from ..pieces import Piece, Region, constant_along, layout_in, region_in, unallocated, view_of, viewed
-from .functions import INPUTS, OUTPUTS, Constant, Diagonal, PerCase, placed, side_of
+from .functions import Constant, Diagonal, PerCase, placed, side_of
 from .normalized import WithGain
 from .product import uses_of_factors
 

@@ -42,6 +42,8 @@ from ..graphs.operations import CASTS, EXPANDS, JOINS, PARTS, VIEWS, changes_mem
 from ..ir import ELEMENTS
 from ..matrix import Layout, Shape
 from ..parametrization import (
+    INPUTS,
+    OUTPUTS,
     Computed,
     Parametrization,
     RowPair,
@@ -55,7 +57,6 @@ from ..parametrization import (
 
 SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS
 SELECTS |= {"index", "index_select", "flip", "roll", "take", "unfold", "diagonal", "gather"}
-OUTPUTS, INPUTS = "outputs", "inputs"
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,7 @@ def is_tensor(value: Any) -> bool:
 
 # --- writes into parameters and buffers -------------------------------------------------------------------------------
 
+Before = tuple[Tensor, Tensor, Tensor]  # a tensor, its `.data`, and a copy of its values
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property, which torch's types do not say
 NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # they leave the values as they are
 
@@ -186,19 +187,19 @@ class Writes(TorchFunctionMode):
     """Keeps the values of parameters before they are written into.
 
     Attributes:
-        before: name -> (parameter, its values before the first write).
+        before: name -> (parameter, its `.data` and a copy of its values before the first write).
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.owners = {address(parameter): (name, parameter) for name, parameter in model.named_parameters()}
-        self.before: dict[str, tuple[Tensor, Tensor]] = {}
+        self.before: dict[str, Before] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}):
             owner = self.owners.get(address(tensor))
             if owner is not None and address(owner[1]) and owner[0] not in self.before:
-                self.before[owner[0]] = owner[1], owner[1].detach().clone()
+                self.before[owner[0]] = owner[1], owner[1].data, owner[1].detach().clone()
         return func(*args, **(kwargs or {}))
 
 
@@ -227,7 +228,7 @@ def address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def parameters_kept(model: nn.Module) -> Iterator[dict[str, Before]]:
     """Restore the parameters at the end. Yields those that are written into, as `Writes.before`.
 
     It costs memory for parameters that are written into only.
@@ -238,8 +239,8 @@ def parameters_kept(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor
             with writes:
                 yield writes.before
         finally:
-            for parameter, before in writes.before.values():
-                parameter.data.copy_(before)
+            for before in writes.before.values():
+                put_back(*before)
 
 
 @contextmanager
@@ -278,13 +279,20 @@ def model_restored(model: nn.Module) -> Iterator[Trace]:
 @contextmanager
 def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the values and the versions of tensors at the end."""
-    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    with versions_kept(versioned(tensor for tensor, _ in copies)):
+    kept = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
+    with versions_kept(versioned(tensor for tensor, *_ in kept)):
         try:
             yield
         finally:
-            for tensor, before in copies:
-                tensor.data.copy_(before)
+            for before in kept:
+                put_back(*before)
+
+
+def put_back(tensor: Tensor, data: Tensor, values: Tensor) -> None:
+    """Give a tensor its memory and its values back. data: its `.data` of before, as another may be set now."""
+    if (address(tensor), tensor.shape) != (address(data), data.shape):
+        tensor.data = data
+    tensor.data.copy_(values)
 
 
 def versioned(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

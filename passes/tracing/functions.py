@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UntraceableError, first_line
 from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
+from ..users_code import file_line
 from .effects import written_by
 from .settings import SYMBOLS
 from .signature import holds_tensor
@@ -156,7 +156,7 @@ def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
 def code_of(function: Any) -> str:
     """The place of its forward, as "layers.py:12"."""
     code = getattr(inspect.unwrap(function.forward), "__code__", None)
-    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return "" if code is None else file_line(code.co_filename, code.co_firstlineno)
 
 
 # --- Functions whose backward is the derivative of their forward ------------------------------------------------------

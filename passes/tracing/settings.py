@@ -75,7 +75,7 @@ from ..torch_private import (
     parameters_of,
     version,
 )
-from ..users_code import OWN_FOLDER, TORCH
+from ..users_code import OWN_FOLDER, TORCH, file_line
 
 CONTAINERS = (dict, list, set, deque)
 BUFFERS = (bytearray, memoryview, array)
@@ -88,6 +88,7 @@ FEW = 64  # longer containers that forward does not name are compared by their l
 COMPARED_DEPTH = 2  # objects inside of objects down to this depth are compared whole, deeper ones by what forward names
 LIBRARIES = ("torch", "numpy", "kfac_fx", "passes")
 OF_PYTHON = ("types", "argparse", "collections", "os", "_thread")  # modules of Python whose objects are configurations
+MISSING = object()  # stands for a name that is bound to nothing
 
 
 class Same:
@@ -290,9 +291,6 @@ def is_data(name: str, value: Any) -> bool:
 
 
 # --- holders ----------------------------------------------------------------------------------------------------------
-
-
-MISSING = object()  # stands for a name that is bound to nothing
 
 
 class Holder(Protocol):
@@ -510,7 +508,7 @@ def getattr_or_missing(value: Any, name: str) -> Any:
         return MISSING
 
 
-# --- settings of a capture --------------------------------------------------------------------------------------------
+# --- values outside of the model --------------------------------------------------------------------------------------
 
 STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 NN = f"{TORCH}nn{os.sep}"
@@ -652,7 +650,7 @@ class Observer:
             frame = frame.f_back
         if not by_library and (frame is None or not self.follows(frame)):
             return
-        where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        where = "" if frame is None else f" ({file_line(frame.f_code.co_filename, frame.f_lineno)})"
         self.effects[f"prints{where}"] = None
 
     def outside(self) -> Outside:
@@ -685,7 +683,7 @@ class Observer:
             code = function.__code__
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 if name != "__class__":
-                    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                    where = file_line(code.co_filename, code.co_firstlineno)
                     yield OutsideName(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
 
 
@@ -815,8 +813,6 @@ def in_torch(file: str) -> bool:
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets
 WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
-
-
 NOTHING_OUTSIDE = Outside()
 
 

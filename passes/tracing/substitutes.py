@@ -151,13 +151,14 @@ def following(function: Callable[..., Any], below: Callable[..., Any]) -> Callab
     return lambda *args, **kwargs: function(below, *args, **kwargs)
 
 
+# --- draws whose outcome is certain -----------------------------------------------------------------------------------
+
 DRAWS = {"rand", "rand_like"}
 COMPARISONS = {
     "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
-BAG = signature(F.embedding_bag)
 READS = {"__bool__", "item"}
 FINE = (torch.float32, torch.float64)  # their draws are 0 at most once in 2^24 times, which counts as never
 
@@ -286,6 +287,8 @@ class Detached(TorchFunctionMode):
 
 
 # --- bags -------------------------------------------------------------------------------------------------------------
+
+BAG = signature(F.embedding_bag)
 
 
 class Bags(TorchFunctionMode):

@@ -36,6 +36,38 @@ def test_a_write_is_named_and_undone(write: str) -> None:
     assert all(torch.equal(parameter, other) for parameter, other in zip(layer.parameters(), before, strict=True))
 
 
+def aliased(first: nn.Linear, second: nn.Linear) -> None:
+    second.weight.data = first.weight.data
+
+
+def cut(first: nn.Linear, second: nn.Linear) -> None:
+    second.weight.data = second.weight.data[:1]
+
+
+def halved(first: nn.Linear, second: nn.Linear) -> None:
+    second.weight.data = second.weight.data.half()
+
+
+@pytest.mark.parametrize("write", [aliased, cut, halved])
+@pytest.mark.parametrize("kept", ["parameters", "buffers"])
+def test_a_tensor_whose_data_is_set_has_its_own_memory_again(
+    write: Callable[[nn.Linear, nn.Linear], None], kept: str
+) -> None:
+    layers = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)])
+    if kept == "buffers":
+        for layer in layers:
+            weight = layer.weight.detach()
+            del layer.weight
+            layer.register_buffer("weight", weight)
+    weights = [layer.weight for layer in layers]
+    before = [(weight.detach().clone(), weight.data_ptr()) for weight in weights]
+    with torch.no_grad(), parameters_kept(layers), buffers_kept(layers):
+        write(*layers)  # type: ignore[arg-type]
+    for weight, (values, address) in zip(weights, before, strict=True):
+        assert weight.dtype == values.dtype and torch.equal(weight, values)
+        assert weight.data_ptr() == address
+
+
 def test_a_write_is_undone_after_an_error() -> None:
     layer = nn.Linear(3, 2)
     before = layer.weight.detach().clone()

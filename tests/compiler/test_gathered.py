@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx.passes.ir import ELEMENTS, Program
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.parametrizations.tables import INPUTS, OUTPUTS, Gathered, of_table
+from kfac_fx.passes.parametrization import INPUTS, OUTPUTS
+from kfac_fx.passes.parametrizations.tables import Gathered, of_table
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, found

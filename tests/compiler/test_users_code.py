@@ -30,6 +30,7 @@ def stack(*paths: str) -> str:
         (stack(*FOREIGN), None),
         (stack("/home/me/torch/model.py"), "model.py:10"),
         (stack(BESIDE), "model.py:10"),
+        (f'{stack("/home/me/model.py")}\n    y = self.draw("y", line * x)', "model.py:10"),  # source, and no frame
         (None, None),
     ],
 )

@@ -155,7 +155,25 @@ def test_a_side_in_diagonal_blocks_is_told_with_their_number(program: Program) -
 def test_the_factors_have_the_precision_of_the_parameters_and_float32_at_least(program: Program) -> None:
     for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         parameters = {name: nn.Parameter(value.detach().to(dtype)) for name, value in program.parameters.items()}
-        assert factor_dtype(head(program), program.but(parameters=parameters)) == wanted
+        assert factor_dtype(head(program), parameters) == wanted
+
+
+def test_the_report_says_the_precision_that_the_factors_of_mixed_parameters_have() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w.t() + self.b
+
+    x = torch.randn(5, 4)
+    net = kfac_fx.compile(Mixed(), (x,), loss="normal")
+    est = kfac_fx.FisherEstimator(net)
+    est.update_covariances(x)
+    (block,) = est.blocks.values()
+    assert factor_dtype(block.registration, dict(net.named_parameters())) == block.factors["A"].value.dtype
+    assert net.report.rows[0].bytes == sum(4 * block.factors[name].value.numel() for name in "AG")
 
 
 def test_a_generic_parameter_has_as_many_uses_as_places_where_it_meets_the_data(program: Program) -> None:
