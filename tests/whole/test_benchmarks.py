@@ -43,6 +43,7 @@ from tests.tables import pairs
 FILES = tuple(benchmark.OUT for benchmark in (step_time, default_step, step_parts, host_time, scale))
 
 
+@pytest.mark.slow
 def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ def test_the_page_of_costs_is_made_of_the_results() -> None:
     assert cost_docs.page() == cost_docs.DOCS.read_text(encoding="utf-8"), "run python -m benchmarks --write-docs"
 
 
+@pytest.mark.slow
 def test_the_page_of_costs_has_sections_on_a_gpu_where_there_are_results(tmp_path: Path) -> None:
     steps, trainings = tmp_path / "device_step.json", tmp_path / "device_training.json"
     assert [*cost_docs.device_steps(steps), *cost_docs.device_trainings(trainings)] == []

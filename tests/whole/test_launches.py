@@ -42,6 +42,7 @@ def without_numbers() -> tuple[dict[str, launches.Sections], StepIntervals, floa
         return launches.ours(problem)
 
 
+@pytest.mark.slow
 def test_a_quick_count_shows_every_part_and_every_step_and_writes_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
