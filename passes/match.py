@@ -5,8 +5,8 @@ computes on the way to its output must have no other reader: `h = x @ w; h + b; 
 not one linear layer.
 
 A form that says where its outputs are makes two patterns, itself and its sum with a bias. Between the output and the
-bias the graph may permute dimensions, as in `(w @ x.mT).mT + b`. The output of such a use is the layer's own, before the
-permutation.
+bias the graph may permute dimensions, as in `(w @ x.mT).mT + b`. The output of such a use is the layer's own,
+before the permutation.
 """
 
 from __future__ import annotations
