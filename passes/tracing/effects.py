@@ -205,6 +205,8 @@ class Writes(TorchFunctionMode):
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a function of torch writes into. Its name tells, as do the arguments `inplace` and `out`."""
+    if func == SET_DATA and is_same_memory(*args):
+        return []  # as `module.to(dtype)` does with parameters that have this dtype
     name = getattr(func, "__name__", "").split(".")[0]
     in_place = name.strip("_") in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     in_place = (in_place and name not in NO_WRITES) or kwargs.get("inplace") is True or func == SET_DATA
@@ -212,6 +214,16 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     targets = [*(first if in_place else ()), kwargs.get("out")]
     flat = [value for target in targets for value in (target if isinstance(target, (list, tuple)) else (target,))]
     return [value for value in flat if isinstance(value, Tensor)]
+
+
+def is_same_memory(tensor: Tensor, data: Tensor) -> bool:
+    """Whether `data` is the tensor itself, or all of its memory in the same layout."""
+    if data is tensor:
+        return True
+    if not (isinstance(data, Tensor) and address(tensor) and address(tensor) == address(data)):
+        return False
+    layouts = ((of.dtype, of.shape, of.stride(), of.storage_offset()) for of in (tensor, data))
+    return next(layouts) == next(layouts)
 
 
 def address(tensor: Tensor) -> int:

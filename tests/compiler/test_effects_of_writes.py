@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kfac_fx
 from kfac_fx.passes.tracing.effects import buffers_kept, parameters_kept, values_kept
 
 Write = Callable[[nn.Linear], object]
@@ -82,7 +83,27 @@ def test_what_is_read_or_written_elsewhere_is_no_write() -> None:
     with parameters_kept(layer) as written:
         layer(torch.ones(1, 3)).relu_()
         layer.weight.detach().clone().zero_()
+        layer.to(torch.float32)  # sets `.data` to what it is
+        layer.weight.data = layer.weight.data
     assert not written
+
+
+class Router(nn.Module):
+    """As in Switch Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(x.dtype)
+        return self.classifier(x).softmax(-1)
+
+
+def test_a_module_that_forward_moves_to_the_dtype_that_it_has_is_captured_whole() -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(4, 4), Router()), (torch.randn(2, 4),), loss="normal")
+    assert [row.layer for row in net.report.rows] == ["linear", "linear"]
+    assert not net.report.python
 
 
 def test_values_are_put_back_and_count_as_not_written() -> None:
