@@ -1,4 +1,4 @@
-"""Poisson's equation in DeepXDE's own training loop, with K-FAC in the place of Adam.
+"""Poisson's equation in DeepXDE's own training loop, with K-FAC instead of Adam.
 
     -Δu = 2 π² sin(πx) sin(πy) inside, u = 0 on the border          u = sin(πx) sin(πy)
 

@@ -13,7 +13,7 @@ An approximation is a Kronecker product c A ⊗ G of an input and an output fact
     kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.statistics`)
     diagonal, full            F from the gradients of single cases
     kron_series_*             several uses as a Markov chain in time (`kfac_fx.fisher.series`)
-    kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.fisher.uncorrelated`)
+    kron_sua, kron_sua_*      convolutions, A from pixels instead of patches (`kfac_fx.fisher.uncorrelated`)
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Cutter:
     """Where parameters may be cut.
 
     parts: of every use by its number among the matches; None where they are no views of parameters.
-    entire: uses of whole parameters in the place of such a use.
+    entire: uses of whole parameters instead of such a use.
     rigid: parameters that may not be cut.
     """
 

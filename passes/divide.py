@@ -7,7 +7,7 @@ torch.fx.
 
 Parameters that a forward reads in Python are followed to the operations that read them. Tensors that Python computes
 from parameters alone are followed. The operation in which such a tensor meets another one, or is expanded to the cases,
-is a *read*: a small function of tensors, which is captured like a submodule. Its graph runs in the place of the
+is a *read*: a small function of tensors, which is captured like a submodule. Its graph runs instead of the
 operation.
 
     w = self.weight * self.gain     followed
@@ -444,7 +444,7 @@ class Read:
     """An operation that reads parameters.
 
     Attributes:
-        args, kwargs: with references in the place of tensors.
+        args, kwargs: with references instead of tensors.
         names: of the parameters.
         inputs: the other tensors.
         written: the tensor that the operation writes into.
@@ -587,7 +587,7 @@ class Reads(TorchFunctionMode):
         self.around = transforms()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
-        """Called with every read, in the place of the operation."""
+        """Called with every read, instead of the operation."""
         return operation()
 
     def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
@@ -628,7 +628,7 @@ class Reads(TorchFunctionMode):
         return result
 
     def template(self, tree: Any, inputs: Sequence[Tensor]) -> Any:
-        """A tree with references in the place of tensors."""
+        """A tree with references instead of tensors."""
         places = {id(tensor): n for n, tensor in enumerate(inputs)}
 
         def leaf(value: Any) -> Any:

@@ -230,7 +230,7 @@ def lay_over(
 
 
 def with_map(use: Use, linear_map: LinearMap) -> Use:
-    """The layer has a table in the place of its parameter, so the shape that it knows is the table's."""
+    """The layer has a table instead of its parameter, so the shape that it knows is the table's."""
     (role,) = use.parameters
     return replace(use, through=(linear_map,), attrs={**use.attrs, role: linear_map.columns.shape})
 

@@ -96,7 +96,7 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) ->
 
 
 def mark_tables(graph: fx.Graph, parameters: Iterable[str]) -> None:
-    """Mark a parameter that stands in the place of a layer's input, or behind it: it is an embedding of all its rows.
+    """Mark a parameter that stands instead of a layer's input, or behind it: it is an embedding of all its rows.
 
     layer_norm(table, w, b)           ->   layer_norm(learned(table), w, b)
     linear(dropout(table)[:n], w)     ->   linear(dropout(learned(table))[:n], w)

@@ -26,8 +26,8 @@ from .layers import Layer
 from .parametrization import Computed, Value
 from .users_code import where
 
-STRANGE = -1  # in the place of a position: one of other sequences, or in another order
-ALL = sys.maxsize  # in the place of a position: more than one
+STRANGE = -1  # instead of a position: one of other sequences, or in another order
+ALL = sys.maxsize  # instead of a position: more than one
 AS = {"expand_as", "view_as", "reshape_as", "type_as"}  # they read the shape or type of their second operand only
 UNCLEAR = "which of the positions it is at is not clear"
 
@@ -148,7 +148,7 @@ class Timeline:
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
 
-REORDERS = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
+REORDERS = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions where positions were
 PICKS = {"index", "index_select", "gather", "take_along_dim"}
 MERGES = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
 Fitting = tuple[Value, Dims]  # a mask, and where its dimensions are in an output

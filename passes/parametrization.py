@@ -70,7 +70,7 @@ def nodes_of(value: Value) -> list[fx.Node]:
 
 
 def with_nodes(value: T, nodes: Mapping[fx.Node, fx.Node]) -> T:
-    """Plain data with other nodes in the place of its own, as in a copy of the graph. Data without nodes is returned
+    """Plain data with other nodes instead of its own, as in a copy of the graph. Data without nodes is returned
     as it is."""
     result: Any = value
     if isinstance(value, fx.Node):

@@ -55,18 +55,18 @@ def share_state(module: nn.Module, other: nn.Module) -> None:
     module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
 
 
-# The attribute that nn.Module.compile sets: what runs in the place of the module's own call, its hooks and its forward.
+# The attribute that nn.Module.compile sets: what runs instead of the module's own call, its hooks and its forward.
 # Copies and pickles of a module drop it. Public hooks cannot replace a forward, and another `forward` would be copied.
 CALL = "_compiled_call_impl"
 
 
 def replaced_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that runs in the place of the module's own call; None if there is none."""
+    """The function that runs instead of the module's own call; None if there is none."""
     return module._compiled_call_impl
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Run `call` in the place of the module's own call; None gives it its own call back."""
+    """Run `call` instead of the module's own call; None gives it its own call back."""
     if call is None:
         module.__dict__.pop(CALL, None)
     else:

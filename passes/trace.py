@@ -515,7 +515,7 @@ def note_sizes(
 
 
 def below_autograd(module: fx.GraphModule, held: Mapping[str, Any]) -> fx.GraphModule:
-    """The module with attributes in the place of its first inputs, without autograd's own detachments and sizes."""
+    """The module with attributes instead of its first inputs, without autograd's own detachments and sizes."""
     graph, copies = fx.Graph(), Copies()
     waiting, held = iter(held), dict(held)
 

@@ -40,7 +40,7 @@ MODEL_FORMS = (
 )
 DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 
-NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction in the place of ids
+NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction instead of ids
 WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
 LOSS_HINT = "\nHere: --loss categorical, or, if forward computes its loss from labels, --input labels=2,16:int64:1000."
 NOT_STRICT = "strict=False"  # our words where `--strict` refuses a parameter

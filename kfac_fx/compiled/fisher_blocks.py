@@ -245,7 +245,7 @@ class FisherBlock:
             inputs: for every tower (and use) the value of the layer's input.
             cases: the number of cases in the batch; None: the first dimension of the outputs, over all towers.
 
-        Raises ValueError for tensors in the place of lists, and for tensors that are not of the block's uses.
+        Raises ValueError for tensors instead of lists, and for tensors that are not of the block's uses.
         """
         if isinstance(grads_list, Tensor) or not len(grads_list):
             raise ValueError(f"grads_list of {self} must hold a list for every source; {NESTED}")
@@ -259,7 +259,7 @@ class FisherBlock:
 
     def _by_use(self, tensors: Sequence[Any], argument: str) -> list[Tensor]:
         if isinstance(tensors, Tensor):
-            text = f"{argument} of {self} is one tensor, in the place of a list with one for every tower"
+            text = f"{argument} of {self} is one tensor, instead of a list with one for every tower"
             raise ValueError(f"{text}; {NESTED}")
         values = [tensor for tower in tensors for tensor in listed_tensors(tower)]
         if len(values) != (uses := sum(map(len, self.towers))):

@@ -289,7 +289,7 @@ def check_variables(variables: frozenset[str], registrations: Iterable[Registrat
 
 
 def as_written(objects: Iterable[Any], model: Any) -> str:
-    """The text that a user writes in the place of objects: their names, if they are the model's."""
+    """The text that a user writes instead of objects: their names, if they are the model's."""
     known = {id(value): name for name, value in (*model.named_parameters(), *model.named_modules())}
     advice = []
     for value in objects:

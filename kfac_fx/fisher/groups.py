@@ -206,7 +206,7 @@ class BlockGroup:
         failed: the number of failed decompositions of every block, [L].
         inverted: whether there are roots.
         extras: tensors [L, ...] that an optimizer keeps with the blocks, by name.
-        relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
+        relative_damping: c of λ_A = c tr A / dim A, and of every other side, instead of λ; None: λ is split.
         owner: the process that keeps the factors; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
         divided: whether a process that keeps them has a part of the entries (`kfac_fx.fisher.placement`).

@@ -1,4 +1,4 @@
-"""Spatially uncorrelated activations: the input factor of a convolution from pixels in the place of patches (Grosse &
+"""Spatially uncorrelated activations: the input factor of a convolution from pixels instead of patches (Grosse &
 Martens 2016, section 4.2).
 """
 

@@ -364,7 +364,7 @@ class Summed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard that is a function of other tensors, in the place of a parameter: derivatives pass through `local`, as
+    """A shard that is a function of other tensors, instead of a parameter: derivatives pass through `local`, as
     they do not through a DTensor in forward mode."""
 
     local: Tensor

@@ -370,7 +370,7 @@ def checked(loss: Tensor | float | None) -> Tensor | float:
 
 
 def refuse_other_losses(loss: Any) -> None:
-    """Raises ValueError for losses of single cases in the place of one loss, and for anything but a number."""
+    """Raises ValueError for losses of single cases instead of one loss, and for anything but a number."""
     if loss is not None and not isinstance(loss, Tensor):
         number("the loss of a step", loss)
     if isinstance(loss, Tensor) and (loss.is_meta or loss.is_complex()):

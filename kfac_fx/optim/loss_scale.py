@@ -1,7 +1,7 @@
 """The check of the loss: at the first step its gradient tells whether it is the loss whose curvature is estimated.
 
 K-FAC divides the gradient of one loss by the curvature of another. A factor between them, for example a sum over the
-batch in the place of a mean, is therefore a factor of every step. The gradient that the user's backward sends into the
+batch instead of a mean, is therefore a factor of every step. The gradient that the user's backward sends into the
 Fisher's outputs shows the factor, and is watched from the forward on (`watch`). For every registered loss there are
 targets that fit this gradient best. If it is a multiple of that loss's own gradient, the multiple is the factor of the
 trained loss (`factors`). Other terms of the user's loss, such as a penalty on parameters, do not pass through these

@@ -12,7 +12,7 @@ and from `StepState`, where they live.
 
 **Join.** Inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])` processes may run out of batches.
 Such a process stands in for itself: it goes on to take part in the messages of the others until none has a batch. The
-hook of DistributedDataParallel sends zeros in the place of its gradients, and drops the average. That of KFAC takes the
+hook of DistributedDataParallel sends zeros instead of its gradients, and drops the average. That of KFAC takes the
 steps of a process without cases. It calls the net with an empty batch, receives the averaged gradient from a process
 that has one, and takes the step: the blocks and the momentum that it owns, and its copy of the parameters, go on.
 

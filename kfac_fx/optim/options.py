@@ -95,7 +95,7 @@ class KFACOptions:
             of "grafted". None means 0.95, and 0.999 with "grafted".
         eigenvalue_exponent: w of "eigen_moments", from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with
             Adam's length. None means 0.5.
-        relative_damping: in the place of damping: every side of a block is damped by this part of its mean eigenvalue,
+        relative_damping: instead of damping: every side of a block is damped by this part of its mean eigenvalue,
             λ_A = c tr A / dim A. "eigen_moments" has no other damping; None means 0.003 there.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power. None
             means 0.95, and 0.98 with "eigen_moments".
@@ -234,7 +234,7 @@ class KFACOptions:
             "damping_adaptation_interval": (adapting or self.checked, adapt),
             "update_damping_immediately": (self.adapt_damping, adapt),
             "relative_damping": (self.eigenvalue_exponent != 0, "an eigenvalue_exponent above 0"),
-            "precon_damping_mult": (self.relative_damping is None, "damping in the place of relative_damping"),
+            "precon_damping_mult": (self.relative_damping is None, "damping instead of relative_damping"),
             "norm_constraint_form": (self.norm_constraint is not None, "norm_constraint"),
         }
         defaults = {field.name: field.default for field in fields(self)}
@@ -299,7 +299,7 @@ class KFACOptions:
     def refuse_unfit(self) -> None:
         """Raises ValueError for options that "adaptive", "eigen_moments" and "grafted" do not have."""
         damped = "damps eigenvalues by relative_damping"
-        rescaled = "takes lr in the place of qmodel_update_rescale"
+        rescaled = "takes lr instead of qmodel_update_rescale"
         regularized = "does not know l2_reg: write weight_decay, which is decoupled"
         averaging = {"averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1}
         of_kind = {
@@ -432,7 +432,7 @@ KFACOptions.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError ab
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
-OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... in the place of betas."}  # of other optimizers
+OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... instead of betas."}  # of other optimizers
 
 
 def takes(

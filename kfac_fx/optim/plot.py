@@ -33,7 +33,7 @@ __all__ = ["History", "phases", "spectra", "training"]
 INK, SOFT = "#1c2430", "#5c6675"
 BLUE = "#2f6db3"
 PHASE_COLORS = dict(zip(PHASES, ("#8a8f98", "#2f6db3", "#d9822b", "#5b9a6f"), strict=True))
-NAMED = 8  # spectra of more blocks have a scale of colors in the place of names
+NAMED = 8  # spectra of more blocks have a scale of colors instead of names
 LOWEST = 1e-9  # of a spectrum, relative to the largest eigenvalue: below are rounding errors of float32
 EMPTY = "History has no values: pass it as write to kfac_fx.Metrics(optimizer, history, every=n) and train n steps"
 

@@ -337,7 +337,7 @@ class Schedule:
         self.overhead = costs.overhead(self.intervals)
 
     def with_given(self, chosen: StepIntervals) -> StepIntervals:
-        """These intervals, with those of the options in the place of their own where they are given."""
+        """These intervals, with those of the options instead of their own where they are given."""
         return StepIntervals(
             self.options.cov_update_every or chosen.statistics,
             self.options.invert_every or chosen.inverses,

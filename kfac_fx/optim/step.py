@@ -404,7 +404,7 @@ def adapt_damping(state: StepState, after: Tensor) -> None:
 
 
 def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:
-    """Warn if a Trainer of Hugging Face that called has the compiled module `net` in the place of its `model`.
+    """Warn if a Trainer of Hugging Face that called has the compiled module `net` instead of its `model`.
 
     Trainer calls `save_pretrained` of a PreTrainedModel only. Anything else is saved as a state, which safetensors
     refuses if weights are tied, after all the steps to the first checkpoint.
@@ -419,7 +419,7 @@ def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:
             name = class_of(model).__name__
             warn_user(
                 UserWarning(
-                    f"Trainer has the compiled module in the place of {name}. Checkpoints of it have no configuration, "
+                    f"Trainer has the compiled module instead of {name}. Checkpoints of it have no configuration, "
                     "and safetensors refuses to save tied weights. Give Trainer the model itself, compiled in place: "
                     "net = kfac_fx.compile(model, ..., in_place=True), and Trainer(model, ...)."
                 )

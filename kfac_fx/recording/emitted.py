@@ -156,7 +156,7 @@ class EmittedModel(ABC):
 
     @abstractmethod
     def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
-        """As `run`, in the place of the model's own forward."""
+        """As `run`, instead of the model's own forward."""
 
     @abstractmethod
     def isolated(self) -> AbstractContextManager[None]:

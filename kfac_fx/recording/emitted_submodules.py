@@ -458,7 +458,7 @@ class EmittedSubmodules(EmittedModel):
         compiled: bool = True,
         tolerant: bool = False,
     ) -> Frames:
-        """python: the tensors that Python sees in the place of `parameters`. None of them may reach the losses."""
+        """python: the tensors that Python sees instead of `parameters`. None of them may reach the losses."""
         named = {**parameters, **{name: buffers[first] for name, first in self.canonical_buffers.items()}}
         mask = self.mask(values)
         return Frames(

@@ -42,7 +42,7 @@ def compiled(name: str, value: Any) -> None:
     if not is_compiled(value):
         raise ValueError(
             f"KFAC needs a compiled module and got a {type(value).__name__}: "
-            "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net in the place of model"
+            "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net instead of model"
         )
 
 

@@ -172,7 +172,7 @@ class Recorder:
             tap.phases = phases
 
     def without_cases(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a forward with an empty batch in the place of theirs."""
+        """The arguments of a forward with an empty batch instead of theirs."""
         copied: tuple[tuple[Any, ...], dict[str, Any]]
         empty = self.part_of_call(args, kwargs, 0.0)
         copied = pytree.tree_map_only(Tensor, lambda leaf: leaf.clone(), empty)  # a view is all
@@ -319,7 +319,7 @@ class Recorder:
         return self.meeting or frozenset()
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
-        """Run the emitted model in the place of the model's own forward; the user's backward fills the probes.
+        """Run the emitted model instead of the model's own forward; the user's backward fills the probes.
 
         generator: of the sampled rows of input factors; None: torch's own.
 

@@ -107,7 +107,7 @@ class Trained:
         self.dormant = {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take these in the place of those that FSDP2 has sharded."""
+        """Take these instead of those that FSDP2 has sharded."""
         self.registered = {name: parameters[name] for name in self.registered}
         self.dormant = {name: parameters[name] for name in self.dormant}
 

@@ -1,5 +1,5 @@
 """Tools that write graphs: the module that holds what a graph reads, a writer of nodes, numbers for literals, and pure
-operations in the place of those that write into memory.
+operations instead of those that write into memory.
 
     F.relu(x, inplace=True)              ->   torch.relu(x), and later readers of x read the result
     w = y[:, 0].copy_(a); f(y)           ->   w = y[:, 0].copy_(a); f(overwritten(y, w))

@@ -224,7 +224,7 @@ LARGEST_JACOBIAN = 1 << 20  # elements of a Jacobian
 
 @dataclass(frozen=True)
 class PerCase(Parametrization):
-    """Gradients of whole cases in the place of rows.
+    """Gradients of whole cases instead of rows.
 
     layout: from the tensor in the use to the matrix [g, o, i] of the layer, or [g, o] of a bias.
     jacobian: J; None if the tensor in the use is the parameter.

@@ -38,7 +38,7 @@ from .functions import Constant, Derivative, Diagonal
 PROJECTION = "its filters are normalized: without the projection of their gradients that this makes"
 CHANGE = "it is divided by a function of itself: without the change of that, which is of rank one"
 SPREADS = {"var_mean", "std_mean"}
-OTHERWISE = -1  # in the place of a dimension
+OTHERWISE = -1  # instead of a dimension
 
 
 # --- functions slice by slice -----------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class LinearMap(Parametrization):
-    """The layer has a table in the place of its one parameter.
+    """The layer has a table instead of its one parameter.
 
     matrix: the node of M [entries of the table, entries of the parameter].
     """

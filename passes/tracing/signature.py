@@ -45,7 +45,7 @@ class LeftOut:
 
 
 def without_objects(leaves: list[Any]) -> tuple[list[Any], dict[int, str]]:
-    """(leaves with None in the place of other objects than tensors and plain values, position -> class of these)."""
+    """(leaves with None instead of other objects than tensors and plain values, position -> class of these)."""
     left_out = {n: type(leaf).__name__ for n, leaf in enumerate(leaves) if not isinstance(leaf, RETURNED)}
     return [None if n in left_out else leaf for n, leaf in enumerate(leaves)], left_out
 

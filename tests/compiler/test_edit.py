@@ -77,7 +77,7 @@ def test_a_literal_of_the_same_type_becomes_a_number(build: Callable[[], Any], n
 
 
 def steps(writer: Writer, node: fx.Node, count: int) -> list[fx.Proxy]:
-    """`count` times tanh(x + x) in the place of a node of the old graph."""
+    """`count` times tanh(x + x) instead of a node of the old graph."""
     writer.begin(node)
     results = []
     for step in range(count):

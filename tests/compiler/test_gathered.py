@@ -54,7 +54,7 @@ def test_which_side_is_gathered(
 
 @pytest.mark.parametrize(("function", "shape"), [(f, s) for f, s, *_ in SIDES.values()], ids=SIDES.keys())
 def test_rows_give_the_gradient_of_every_case(function: Function, shape: tuple[int, ...]) -> None:
-    """Squares are of the cases' own gradients: rows in the place of other cases would show."""
+    """Squares are of the cases' own gradients: rows instead of other cases would show."""
     torch.manual_seed(0)
     model, x = Toy(function, w=shape), torch.randn(5, 2, 4)
     targets = torch.randn_like(model(x))

@@ -62,7 +62,7 @@ def soap(of_steps: Sequence[Tensor], first: Tensor, beta: float = 0.95) -> list[
 
 
 def with_factors_of(first: Tensor) -> FisherEstimator:
-    """G Gᵀ of a gradient in the place of the factor G, and Gᵀ G in that of A."""
+    """G Gᵀ of a gradient instead of the factor G, and Gᵀ G in that of A."""
     fisher = estimator(nn.Linear(first.shape[1], first.shape[0], bias=False))
     (block,) = fisher.blocks.values()
     moments = {"count": torch.ones(()), "A": (first.T @ first).unsqueeze(0), "G": (first @ first.T).unsqueeze(0)}

@@ -57,7 +57,7 @@ def test_a_trainer_with_the_compiled_module_is_told_what_to_write() -> None:
     model = Pretrained(2, 2)
     net = nn.Sequential(model)
     text = (
-        "Trainer has the compiled module in the place of Pretrained. Checkpoints of it have no configuration, and "
+        "Trainer has the compiled module instead of Pretrained. Checkpoints of it have no configuration, and "
         "safetensors refuses to save tied weights. Give Trainer the model itself, compiled in place: "
         "net = kfac_fx.compile(model, ..., in_place=True), and Trainer(model, ...)."
     )

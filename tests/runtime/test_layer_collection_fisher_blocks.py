@@ -83,7 +83,7 @@ def test_tensors_in_the_place_of_lists_are_told_from_other_numbers_of_them() -> 
     block = lc.register_fully_connected("w", None, "linear")
     x, d = torch.randn(5, 2), torch.randn(5, 3)
     nested = r"; write instantiate_factors\(\[\[gradient\]\], damping, \[input\]\) for one source"
-    one = r" of FullyConnectedKFACBasicFB\(w, .* is one tensor, in the place of a list with one for every tower"
+    one = r" of FullyConnectedKFACBasicFB\(w, .* is one tensor, instead of a list with one for every tower"
     for grads, inputs, text in (
         (d, [x], "grads_list of .* must hold a list for every source" + nested),
         ([], [x], "grads_list of .* must hold a list for every source" + nested),

@@ -110,7 +110,7 @@ NORMS: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_block_of_a_divided_weight_leaves_out_the_change_of_the_number(norm: Callable[[Tensor], Tensor]) -> None:
-    """For one case without weight sharing K-FAC is exact but for that: D / σ in the place of the gradient."""
+    """For one case without weight sharing K-FAC is exact but for that: D / σ instead of the gradient."""
     torch.manual_seed(0)
     model, x = Divided(norm), torch.randn(1, 4)
     block = recorded(model, x).blocks["v",]
@@ -249,7 +249,7 @@ SCALED: list[tuple[Function, Function]] = [  # f, and the number that it multipl
 
 @pytest.mark.parametrize("case", [0, 1, 2])
 def test_the_block_leaves_out_the_change_of_the_number_alone(case: int) -> None:
-    """For one case without weight sharing K-FAC is exact but for that: s C D in the place of the gradient."""
+    """For one case without weight sharing K-FAC is exact but for that: s C D instead of the gradient."""
     torch.manual_seed(0)
     function, number = SCALED[case]
     model, x = Behind(function), torch.randn(1, 4, dtype=torch.float64)

@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "qmodel_update_rescale": 0.5,
             "l2_reg": 0.1,
         },
-        r"momentum is below 1\n.*leave norm_constraint out\n.*takes lr in the place of .*\n.*does not know l2_reg",
+        r"momentum is below 1\n.*leave norm_constraint out\n.*takes lr instead of .*\n.*does not know l2_reg",
     ),
     "eigen_moments with all that it does not have": (
         {
@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"leave damping out\n.*leave adapt_damping out\n"
         r".*leave precon_damping_mult out\n.*leave norm_constraint_form out\n.*momentum is below 1\n"
-        r".*takes lr in the place of qmodel_update_rescale\n.*write weight_decay, which is decoupled",
+        r".*takes lr instead of qmodel_update_rescale\n.*write weight_decay, which is decoupled",
     ),
     "grafted with all that it does not have": (
         {"momentum_type": "grafted", "norm_constraint": 0.1, "adapt_damping": True, "momentum": 1.0},
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a multiple of a relative damping": (
         {"momentum_type": "adam", "damping": None, "relative_damping": 0.1, "precon_damping_mult": 2.0},
-        r"precon_damping_mult=2\.0 has no effect without damping in the place of relative_damping: leave it out",
+        r"precon_damping_mult=2\.0 has no effect without damping instead of relative_damping: leave it out",
     ),
     "the form of a bound that is not given": (
         {"norm_constraint_form": "gradient"},

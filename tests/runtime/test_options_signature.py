@@ -53,7 +53,7 @@ def test_a_missing_or_unknown_option_is_told_of_kfac() -> None:
         KFAC(lr=0.1)  # type: ignore[call-arg]
     unknown = (
         r"^KFAC\.__init__\(\) got an unexpected keyword argument 'dampening', 'betas'\. Did you mean 'damping'\? Write "
-        r"momentum=\.\.\. and second_moment_decay=\.\.\. in the place of betas\.$"
+        r"momentum=\.\.\. and second_moment_decay=\.\.\. instead of betas\.$"
     )
     with pytest.raises(TypeError, match=unknown):
         KFAC(net, lr=0.1, dampening=0.5, betas=(0.9, 0.99))  # type: ignore[call-arg]

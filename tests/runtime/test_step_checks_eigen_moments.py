@@ -134,9 +134,7 @@ def test_where_a_quotient_is_no_measure_a_check_takes_the_product_with_the_jacob
         assert check.quotient_step is None
         torch.testing.assert_close(ours, exact, rtol=0, atol=0)
     report = " ".join(str(net.report).split())
-    words = (
-        "the checks of the step size take a product with the Jacobian, which costs four forwards in the place of one: "
-    )
+    words = "the checks of the step size take a product with the Jacobian, which costs four forwards instead of one: "
     assert re.search(words + reason, report), report
 
 

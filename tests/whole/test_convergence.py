@@ -70,7 +70,7 @@ def test_smoothed_labels_have_their_entropy_as_the_lowest_loss() -> None:
 
 @pytest.mark.parametrize("equation", [Poisson, Burgers])
 def test_the_solution_of_an_equation_has_no_residual(equation: type[Equation]) -> None:
-    """By autograd, with the solution in the place of the network."""
+    """By autograd, with the solution instead of the network."""
     inside, border = equation.points(50, 20, torch.Generator().manual_seed(0))
     inside[:, 0] = inside[:, 0].clamp(min=0.05)  # a quadrature of 100 nodes needs a little time
 
