@@ -221,8 +221,8 @@ class StepState:
             )
         if self.by_product is not None:
             reasons.append(
-                "the checks of the step size take a product with the Jacobian, which costs four forwards in the place "
-                f"of one: {self.by_product}"
+                "the checks of the step size take a product with the Jacobian, which costs four forwards "
+                f"instead of one: {self.by_product}"
             )
         if self.by_whole_batch is not None:
             reasons.append(
