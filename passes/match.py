@@ -197,8 +197,8 @@ def lay_over(
     if not learned:
         binding.refuse(Mismatch.LEARNED, root)
         return None
-    own = attrs if not pattern.adds else {name: value for name, value in attrs.items() if name != "bias"}
-    if not form.where(own):
+    attrs_of_form = attrs if not pattern.adds else {name: value for name, value in attrs.items() if name != "bias"}
+    if not form.where(attrs_of_form):
         binding.refuse(Mismatch.WHERE, root)
         return None
     if binding.reads_itself():
