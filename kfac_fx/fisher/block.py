@@ -510,6 +510,10 @@ class BlockDiagonalFisher(Operator):
         """`multiply_inverse` for the parameters whose blocks this process keeps, and no others; without a message."""
         return self._multiply(vector, -1.0, kept=True)
 
+    def multiply_power_kept(self, exp: float, vector: Vector) -> dict[str, Tensor]:
+        """`multiply_matpower` for the parameters whose blocks this process keeps, and no others; without a message."""
+        return self._multiply(vector, exp, kept=True)
+
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(F + λ I)^exp v; exp must be 1 or among `exps`."""
         return self._multiply(vector, number("exp", exp))

@@ -59,6 +59,7 @@ finite = number_that("be finite", math.isfinite)
 positive = number_that("be positive", lambda value: 0 < value < math.inf)
 not_negative = number_that("not be negative", lambda value: 0 <= value < math.inf)
 a_weight = number_that("be between 0 and 1", lambda value: 0 <= value <= 1)
+a_decay = number_that("be from 0 and below 1", lambda value: 0 <= value < 1)
 a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full
-from kfac_fx.linalg.processes import in_place_of, shard
+from kfac_fx.linalg.processes import Replicas, in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import fatal, first_line
@@ -149,6 +150,42 @@ def fisher_inner_products(
         rows = multiply(precise(tangent)).flatten(1)
         total = total + coefficient / at_least_one(here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
     return total
+
+
+def exact_products(
+    net: CompiledModule,
+    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    parameters: Tensors,
+    vectors: Sequence[Tensors],
+    *,
+    ggn: bool,
+    multiply_jacobian: JacobianProducts,
+    replicas: Replicas,
+    scalar: Tensor,
+) -> Tensor:
+    """<d_i, F d_j> in the exact Fisher of several calls of the net, in all processes, averaged by cases: [k, k].
+
+    Args:
+        calls: arguments of forward.
+        parameters: all of the net, by name.
+        vectors, ggn, multiply_jacobian: as of `fisher_inner_products`.
+        scalar: a zero with the dtype and the device of the result.
+    """
+    total = scalar
+    cases: int | Tensor = 0
+    for args, kwargs in calls:
+        pairs: LossTerms = []
+
+        def losses(at: Tensors, args: Any = args, kwargs: Any = kwargs) -> LossTerms:
+            nonlocal pairs
+            pairs = net.losses(*net.functional(at, args, kwargs), call=(args, kwargs))
+            return pairs
+
+        of_call = fisher_inner_products(losses, parameters, vectors, ggn=ggn, multiply_jacobian=multiply_jacobian)
+        total, cases = total + pairs[0][1].cases * of_call, cases + pairs[0][1].cases
+    if replicas.number > 1:  # batches may have different sizes, and no cases at all
+        total, cases = replicas.total([total, torch.as_tensor(cases).to(total)])
+    return total / at_least_one(cases)
 
 
 def local(values: Tensor) -> Tensor:

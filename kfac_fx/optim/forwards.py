@@ -148,13 +148,13 @@ class Forwards:
             self.before = RandomState.now(self.devices)
             seen.start = seen.start or self.before
         seen.forwards += 1
-        if options.quadratic and not schedule.burning_in:
+        if options.rule.is_exact and not schedule.burning_in:
             seen.calls.append((args, kwargs))
         only = None if schedule.recording else self.estimator.unrecorded()
         recording = only is None or bool(only)
         beside = recording and not options.recording_in_training and options.fraction == 1.0
         beside, self.recorded = beside and self.net.repeats_recordings, None
-        if (recording or options.quadratic) and self.estimator.outputs.due() and not beside:
+        if (recording or options.rule.is_exact) and self.estimator.outputs.due() and not beside:
             self.estimator.outputs.add(self.net.differs(args, kwargs))
         outputs = self.record(args, kwargs, only, beside) if recording else None
         # Now, because the model's own forward may change what a capture depends on.

@@ -1,13 +1,10 @@
-"""Parameter groups: which parameters K-FAC moves, which the first-order rule, and their values as vectors.
-
-The updates that need no quadratic model are functions of these vectors: those by momentum, and the first-order rule's.
-"""
+"""Parameter groups: which parameters K-FAC moves, which the first-order rule, and their values as vectors."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +16,7 @@ from kfac_fx.linalg.arguments import not_negative, number, one_element
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
-from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optim.rules import FirstOrder, MomentumRule, Product, StepBound, inner, is_finite, new_adam_state
+from kfac_fx.optim.first_order import FirstOrder, new_adam_state
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import foreach_add_
 
@@ -30,7 +26,39 @@ OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its o
 FIRST_LR = "first_lr"  # in a group: its lr when it was added, if `norm_constraint` compares later ones with it
 # "first_order" in a group says which rule moves it.
 MOST_SUMMED = 1e3  # squared gradients, as many as a running sum of them holds
-OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"params", "first_order"}
+Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
+InnerProduct = Callable[[Tensor, Tensor], Tensor]  # <a, b> of vectors [P] that may be divided among processes
+
+
+def inner(first: Tensor, second: Tensor) -> Tensor:
+    """<a, b> of whole vectors, in float32 at least. Not a BLAS product, which adds up millions of terms one after
+    another."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return (first.to(dtype) * second.to(dtype)).sum()
+
+
+def is_finite(vector: Tensor) -> Tensor:
+    """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
+    return vector.sum().isfinite()
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """The product of the Fisher, or its inverse, with a vector over the parameters that have a gradient."""
+
+    multiply: Callable[[Tensors], Tensors]  # of the parameters whose blocks this process keeps, by name
+    flat: Flat  # where the parameters that have a gradient lie in the vector
+    absent: Tensors  # zeros for those that have none
+    division: VectorDivision = UNDIVIDED
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        parts = self.flat.parts(vector)
+        wholes = self.division.to_blocks(parts)
+        product = self.multiply({**wholes, **self.absent})
+        return self.flat.joined(self.division.from_blocks({name: product[name] for name in wholes}, parts))
+
+
+# --- parameter groups -------------------------------------------------------------------------------------------------
 
 
 def split_group(
@@ -39,6 +67,7 @@ def split_group(
     unregistered: Collection[str],
     first_order: FirstOrder,
     of_groups: Mapping[str, Any],
+    of_all: Collection[str],
 ) -> list[Group]:
     """Split a user's group into that of the parameters in Fisher blocks and that of the others.
 
@@ -49,12 +78,13 @@ def split_group(
         unregistered: the names of the trained parameters in no Fisher block. A parameter that is frozen gets a block
             when it is unfrozen.
         of_groups: the options that a group may set, with their values for groups that do not.
+        of_all: the names of all options that the parameters share.
 
     Raises:
         ValueError: for a parameter that is not the compiled module's, and for an option that groups do not have.
     """
     members = members_of(group)
-    if common := {name: group[name] for name in group if name in OF_ALL_GROUPS and name not in of_groups}:
+    if common := {name: group[name] for name in group if name in of_all and name not in of_groups}:
         written = ", ".join(f"{name}={value!r}" for name, value in common.items())
         raise ValueError(
             f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "
@@ -117,15 +147,6 @@ def keep_first_lr(group: Group) -> None:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A move that a rule proposes."""
-
-    move: Tensor  # δ, [P]
-    state: Tensors  # the new state, vectors by name
-    kappa: Tensor | None = None  # by which `norm_constraint` shortens the update, 0-dim; None without a constraint
-
-
-@dataclass(frozen=True)
 class FlatParameters:
     """The parameters that have a gradient and follow one rule, as vectors [P] in the order of `flat`.
 
@@ -167,10 +188,11 @@ class FlatParameters:
         theta = self.flat.joined(self.parameters).to(update.dtype)
         return lr * (update + self.weight_decay * theta)
 
-    def commit(self, proposal: Proposal, ok: Tensor) -> None:
-        """Add the move and store the new state; if `ok` is False, everything stays as it was. Overwrites the move."""
-        self.add(zero_unless_(ok, proposal.move))
-        for name, new in proposal.state.items():
+    def commit(self, move: Tensor, state: Tensors, ok: Tensor) -> None:
+        """Add the move δ, [P], and store the new state, vectors [P] by name; if `ok` is False, everything stays as it
+        was. Overwrites the move."""
+        self.add(zero_unless_(ok, move))
+        for name, new in state.items():
             copy_if_(ok, self.state[name], new)
 
     def add(self, move: Tensor) -> None:
@@ -336,19 +358,6 @@ class GroupedParameters:
         )
 
 
-# --- updates without the quadratic model ------------------------------------------------------------------------------
-
-
-def move_in_blocks(
-    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None, ok: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """A whole update of "regular" or "adam", compiled as one. Returns whether it was made, and κ of the proposal."""
-    proposal = propose_by_momentum(rule, flat, precondition, bound)
-    ok = ok & flat.is_finite(proposal.move)
-    flat.commit(proposal, ok)
-    return ok, proposal.kappa
-
-
 def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Tensor, Tensors], Tensor]:
     """An update of the first-order rule, compiled as one: (its move and its new state, whether both are finite).
 
@@ -358,14 +367,3 @@ def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Te
     move = flat.displacement(update)
     finite = torch.stack([flat.is_finite(move), *map(flat.is_finite, new.values())]).all()
     return (move, new), finite
-
-
-def propose_by_momentum(
-    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None
-) -> Proposal:
-    assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
-    velocity, update, kappa = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr, flat.inner)
-    if bound is not None:  # the velocity stays as it is: momentum is that of an optimizer without the bound
-        assert flat.first_lr is not None, "bug in kfac_fx: a bound on steps, and groups without a first lr"
-        update, kappa = bound(update, flat.lr, flat.first_lr)
-    return Proposal(flat.displacement(update), {"velocity": velocity}, kappa)

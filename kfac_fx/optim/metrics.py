@@ -162,10 +162,9 @@ class Metrics:
 
     def _read(self, before: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor | float]:
         optimizer, groups = self.optimizer, self.optimizer.estimator.kept
-        names = ["damping", "rho", "predicted_change"]
-        names += ["qmodel_learning_rate", "qmodel_momentum"] * optimizer.options.quadratic
-        names += ["kappa"] * (optimizer.options.norm_constraint is not None)
-        values: dict[str, Tensor | float] = {name: getattr(optimizer, name) for name in names}
+        names = ["rho", "predicted_change", *optimizer.options.rule.reported]
+        values: dict[str, Tensor | float] = {"damping": optimizer.damping}
+        values |= {name: optimizer.scalars[name] for name in names}
         values |= {f"lr/{n}": group["lr"] for n, group in enumerate(optimizer.param_groups)}
         gradients = [shard(parameter.grad) for parameter, _ in before if parameter.grad is not None]
         pairs = [(shard(parameter), shard(old)) for parameter, old in before]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.step_state import PHASES
+from kfac_fx.optim.state import PHASES
 from kfac_fx.passes.errors import nearest
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The steps at which a KFAC updates statistics, inverses and the damping, and checks its steps.
 
-A cost model of the network chooses the intervals of "adaptive" and "eigen_moments". It counts floating-point
+A cost model of the network chooses the intervals of rules with checks. It counts floating-point
 operations. A layer with n rows and a matrix [o, i] takes 2 n i o in a forward, its statistics take 2 n (i² + o²), and
 its inverses D(i) + D(o). Other work counts as the products that the machine does in the same time (`Rates`): an
 operation for the time in which the host issues it, which decides in small networks, and a decomposition D(d) for a
@@ -12,13 +12,13 @@ linear and a cubic term of its width. With a forward f = Σ 2 n i o + the operat
     inverses                 Σ D(i) + D(o) + their operations
     a check                  3 f + its operations: three forwards; on an accelerator without TF32, of a part of the
                              batch
-    a check of "adaptive"    2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
+    with products            2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
 with the smallest sum are taken: s = √c Σ √c / (overhead · training). Inverses follow every second update of the
 factors, or every k-th where k² times the cost of statistics is theirs.
 
-No interval of statistics or checks is longer than `LONGEST_INTERVALS` of the momentum type, because stale factors and
+No interval of statistics or checks is longer than the rule's `longest`, because stale factors and
 step sizes make the loss rise, which only a check undoes. Where an interval is cut to this, the other takes what is
 left; in networks of a few operations, whose training step is short beside all else, the overhead is then larger than
 stated.
@@ -27,8 +27,8 @@ On an accelerator decompositions take as long as products of tens of times d³ o
 cost ten training steps. There k is also so large that inverses cost at most an eighth of the overhead. The early
 inverses, after 1, 2, 5, 10, 20, ... steps, are in no overhead.
 
-The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
-(`kfac_fx.optim.step_checks`), the next one comes after twice as many intervals as the last one did, at most
+The checks of a rule become rarer, if it says so, where they find nothing to do: after a check that was calm
+(`kfac_fx.optim.rules.eigen_moments`), the next one comes after twice as many intervals as the last one did, at most
 `MOST_INTERVALS`, and after no more than half of the steps so far, because a training changes fast in its first steps;
 after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
 was calm when the next one may be due, so that it hardly waits.
@@ -44,13 +44,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.recording.statistics import Key
 
@@ -65,21 +65,6 @@ FUSED = 10  # the operations of an unrolled recurrent layer for one of its kerne
 UPDATES = 2  # of the factors for one of the inverses, at least
 MOST_INTERVALS = 4  # from a check to the next
 SHORTEST_TO_MULTIPLY = 3  # steps: the host would wait for the check of one or two steps ago
-
-
-class StepIntervals(NamedTuple):
-    """In steps."""
-
-    statistics: int
-    inverses: int
-    checks: int
-
-
-ANY = 10**6
-LONGEST_INTERVALS = {  # by momentum type; "eigen_moments" only takes bases and eigenvalues from the statistics
-    "adaptive": StepIntervals(statistics=10, inverses=ANY, checks=5),
-    "eigen_moments": StepIntervals(statistics=30, inverses=ANY, checks=10),
-}
 
 
 @dataclass(frozen=True)
@@ -264,7 +249,7 @@ class Schedule:
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
 
     def __post_init__(self) -> None:
-        self.intervals = self.with_given(StepIntervals(10, 20, 5) if self.options.checked else StepIntervals(1, 10, 5))
+        self.intervals = self.with_given(self.options.rule.intervals)
 
     @property
     def burning_in(self) -> bool:
@@ -272,7 +257,7 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.due(self.intervals.statistics, early=self.options.checked)
+        return self.burning_in or self.due(self.intervals.statistics, early=self.options.rule.checked)
 
     @property
     def inverting(self) -> bool:
@@ -288,9 +273,9 @@ class Schedule:
 
     @property
     def checking(self) -> bool:
-        """Whether the step size, and the damping of "adaptive", is checked in this step: after 0, 1, 2, 5, 10, ...
-        steps of the first interval, and then `intervals_apart` intervals after the last check."""
-        if not self.options.checked or self.burning_in:
+        """Whether this step is checked: after 0, 1, 2, 5, 10, ... steps of the first interval, and then
+        `intervals_apart` intervals after the last check."""
+        if not self.options.rule.checked or self.burning_in:
             return False
         early = is_early(self.counter, self.intervals.checks)
         return early or self.counter >= self.intervals_later(self.intervals_apart)
@@ -308,9 +293,9 @@ class Schedule:
     @property
     def multiplies_checks(self) -> bool:
         """Whether checks may be several intervals apart."""
-        options = self.options
-        given = options.damping_adaptation_interval is not None
-        return options.eigen_moments and not given and self.intervals.checks >= SHORTEST_TO_MULTIPLY
+        rule = self.options.checks
+        rarer = rule is not None and rule.rarer_checks and rule.damping_adaptation_interval is None
+        return rarer and self.intervals.checks >= SHORTEST_TO_MULTIPLY
 
     def checked(self, step: int, intervals_apart: int, calm: Tensor) -> None:
         """Take the last check. calm: whether it was, 0-dim. intervals_apart: how far the check before it was."""
@@ -331,9 +316,9 @@ class Schedule:
 
     def choose(self, costs: StepCosts) -> None:
         """Take the intervals that a cost model allows, and those that are given."""
-        self.intervals = self.with_given(
-            costs.intervals(self.options.value("overhead"), LONGEST_INTERVALS[self.options.kind])
-        )
+        rule = self.options.checks
+        assert rule is not None, "bug in kfac_fx: intervals that are chosen for a rule without checks"
+        self.intervals = self.with_given(costs.intervals(rule.overhead, rule.longest))
         self.overhead = costs.overhead(self.intervals)
 
     def with_given(self, chosen: StepIntervals) -> StepIntervals:
@@ -341,42 +326,38 @@ class Schedule:
         return StepIntervals(
             self.options.cov_update_every or chosen.statistics,
             self.options.invert_every or chosen.inverses,
-            self.options.damping_adaptation_interval or chosen.checks,
+            (self.options.checks and self.options.checks.damping_adaptation_interval) or chosen.checks,
         )
 
     @property
     def decay(self) -> float:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
-        return self.options.value("cov_ema_decay") ** self.intervals.statistics
+        return self.options.factor_decay**self.intervals.statistics
 
     def described(self) -> list[str]:
-        """For the report: the intervals of a type with checks."""
-        every, options = self.intervals, self.options
-        if not options.checked:
+        """For the report: the intervals of a rule with checks."""
+        every, rule = self.intervals, self.options.checks
+        if rule is None:
             return []
         most = f" to {MOST_INTERVALS * every.checks}" if self.multiplies_checks else ""
         checks = f"checks every {every.checks}{most} steps"
         text = f"statistics every {every.statistics}, inverses every {every.inverses}, {checks}"
         if not self.overhead:
-            return [
-                f"{text}, until the first step chooses the intervals for an overhead of {options.value('overhead'):.0%}"
-            ]
+            return [f"{text}, until the first step chooses the intervals for an overhead of {rule.overhead:.0%}"]
         cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
-        if self.overhead <= options.value("overhead"):
-            return [f"{cost}, at most the stated {options.value('overhead'):.0%}"]
-        limit = LONGEST_INTERVALS[options.kind]
-        longest = f"statistics every {limit.statistics} and checks every {limit.checks} steps"
-        return [
-            f"{cost}, above the stated {options.value('overhead'):.0%}: no longer intervals are chosen than {longest}"
-        ]
+        if self.overhead <= rule.overhead:
+            return [f"{cost}, at most the stated {rule.overhead:.0%}"]
+        longest = f"statistics every {rule.longest.statistics} and checks every {rule.longest.checks} steps"
+        return [f"{cost}, above the stated {rule.overhead:.0%}: no longer intervals are chosen than {longest}"]
 
     @property
     def adapting(self) -> bool:
-        """Whether the change of the loss in this step is measured."""
-        return self.options.adapt_damping and self.options.damping_rule.due(self.counter) and not self.burning_in
+        """Whether the change of the loss in this step is measured, to adapt the damping."""
+        rule = self.options.rule.damping_rule
+        return rule is not None and rule.due(self.counter) and not self.burning_in
 
     @property
     def adapting_late(self) -> bool:
         """Whether the change of the loss in the last step is still to be measured."""
-        measured = self.counter > 0 and self.options.damping_rule.due(self.counter - 1)
-        return self.options.adapt_damping and not self.options.update_damping_immediately and measured
+        rule = self.options.rule.damping_rule
+        return rule is not None and not rule.immediately and self.counter > 0 and rule.due(self.counter - 1)

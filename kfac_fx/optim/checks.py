@@ -1,0 +1,240 @@
+"""Checks: now and then a step is measured on its own batch, and steps that made its loss rise are undone.
+
+A *check*, every so many steps and before that after 0, 1, 2, 5, 10, 20, 50, ... steps, computes on the step's batch,
+with its exact Fisher F and its loss h (`kfac_fx.optim.batch_loss`):
+
+    r, by which steps are divided until the next check
+    θ <- θ at the last check    if h has risen by more than is tolerated since then, on the present batch: r grows, and
+                                the rule forgets its averaged gradient
+    θ <- θ before the step      if h has risen by more than is tolerated in the step
+
+The rule says what r is, and which rise in a step is tolerated. All decisions are made on the device. All state is in
+`StepSize` and in the optimizer's state by parameter.
+
+<d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
+product with the Jacobian costs four. Rules that divide by <d, F d> take the product, and all rules take it where a
+quotient is no measure of the batch (`against_quotients`). All forwards of a check compute in the precision of the
+parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of the batch (`kfac_fx.optim.batch_loss`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.matrices import copy_if_
+from kfac_fx.linalg.processes import in_place_of
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.batch_loss import SHARE, BatchLoss, Values, part_of_batch, share_of_checks
+from kfac_fx.optim.curvature import COARSE
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.passes.graphs.labels import gradient_stop
+from kfac_fx.passes.users_code import where
+
+RISE = 0.5
+RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
+SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
+LEAST_ROUNDING = torch.finfo(torch.float64).eps
+
+
+@dataclass
+class StepSize:
+    """The step size between checks, 0-dim tensors that are written in place."""
+
+    ratio: Tensor  # r, by which steps are shortened; 0 before the first check
+    norm: Tensor  # a norm of the step of the last check; infinity before
+    value: Tensor  # h before the step of the last check, infinity before
+    weight: Tensor  # the sum of the weights of the averaged gradients
+    calm: Tensor  # whether the last check found the step far below its bound; a bool
+    same: Tensor  # whether the batch of the last check was that of the check before it; a bool
+    near: Tensor  # whether the step of the last check was near its bound; a bool
+
+    @staticmethod
+    def first(scalar: Tensor) -> StepSize:
+        """scalar: a zero."""
+        infinity, no = torch.full_like(scalar, torch.inf), scalar.bool()
+        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone(), no, no.clone(), no.clone())
+
+    @property
+    def divisor(self) -> Tensor:
+        """r, and 1 before the first check."""
+        return torch.where(self.ratio > 0, self.ratio, 1.0)
+
+    def store(self, ok: Tensor, **scalars: Tensor) -> None:
+        """Overwrite these scalars where `ok` is true."""
+        for name, value in scalars.items():
+            old = getattr(self, name)
+            old.copy_(torch.where(ok, value, old))
+
+
+@dataclass
+class Check:
+    """A check of one step: the loss of its batch, and its values at the parameters before the step."""
+
+    batch: BatchLoss
+    parameters: Tensors  # of the whole model
+    before: list[Values]  # up to rounding
+    value: Tensor  # of the loss there
+    steps: int  # since the last check
+    quotient_step: float | None = None  # of a difference quotient; None: a product with the Jacobian instead
+
+    @staticmethod
+    def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
+        """by_quotient: whether to take a difference quotient instead of a product with the Jacobian."""
+        rounding = batch.rounding
+        repeated = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
+        before = batch.returned(parameters) if repeated else batch.at(parameters)
+        step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
+        return Check(batch, parameters, before, batch.value(before), steps, step)
+
+    def values_at(self, there: Tensors) -> list[Values]:
+        """The values at other parameters, or other shards of them, by name."""
+        places = {name: in_place_of(self.parameters[name], tensor) for name, tensor in there.items()}
+        return self.batch.at({**self.parameters, **places})
+
+    def along(self, flat: FlatParameters, move: Tensor) -> tuple[Tensor, Tensor, list[Values]]:
+        """(<δ, F δ> of a move, the change of the loss by its slope, the values before it).
+
+        Outputs change by a small part of themselves in a step, so a difference quotient with the cube root of the
+        rounding errors loses less to these than to the curvature. The probe is as long at every lr.
+        """
+        if self.quotient_step is None:
+            return self.batch.along(self.parameters, flat.everywhere(move))
+        step = self.quotient_step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
+        probe = {name: flat.copies[name] + part for name, part in flat.everywhere(move * step).items()}
+        return (*self.batch.between(self.before, self.values_at(probe), step), self.before)
+
+
+@dataclass
+class Checks:
+    """The checks of an optimizer: what they keep from one to the next, and why they are not as they should be."""
+
+    size: StepSize
+    unobserved: bool = False  # a check did not know the gradient of the outputs
+    by_product: str | None = None  # why the last check took a product with the Jacobian
+    share: float = 1.0  # the part of the examples that the last check took
+    by_whole_batch: str | None = None  # why it took all of them, on an accelerator
+
+    def new(self, batch: BatchLoss, parameters: Tensors, steps: int, by_quotients: bool) -> Check:
+        """The check of a step. steps: since the last check. by_quotients: of the rule."""
+        self.unobserved = self.unobserved or not batch.observed
+        if by_quotients:
+            kinds = (parameter.device.type for parameter in parameters.values())
+            share = share_of_checks(kinds, batch.replicas.number)
+            batch, self.by_whole_batch = part_of_batch(batch, share, parameters)
+            self.share = batch.share
+            self.by_product = against_quotients(batch)
+        return Check.of(batch, parameters, steps, by_quotients and self.by_product is None)
+
+    def fallbacks(self) -> list[str]:
+        """For the report: each part of a check that was not done as it should be, and why."""
+        reasons = []
+        if self.unobserved:
+            reasons.append(
+                "the checks of the step size take the loss as linear in the parameters beside its curvature, and undo "
+                "no steps: no backward was seen to reach the Fisher's outputs, or a loss that forward returns"
+            )
+        if self.by_product is not None:
+            reasons.append(
+                "the checks of the step size take a product with the Jacobian, which costs four forwards "
+                f"instead of one: {self.by_product}"
+            )
+        if self.by_whole_batch is not None:
+            reasons.append(
+                f"the checks of the step size take whole batches and not {Fraction(SHARE)} of their examples, "
+                f"which costs time on an accelerator: {self.by_whole_batch}"
+            )
+        return reasons
+
+
+def against_quotients(batch: BatchLoss) -> str | None:
+    """Why a difference quotient is no measure of this batch; None if it is one.
+
+    In a coarse precision a small part of a step is lost in the rounding of the parameters. Autocast around the user's
+    forward and TF32 do not count, because the forwards of a check run without them. Where the outputs jump, as behind
+    the choice of an expert or in quantized networks, a few jumps in a small part of a step look like a steep slope.
+    """
+    if batch.rounding > COARSE:
+        return f"parameters and products are rounded by up to {batch.rounding:.0e} of themselves"
+    if any(not forward.recorder.whole for forward in batch.forwards):
+        return "no single graph holds the model, and what Python does between its graphs may jump"
+    stops = (gradient_stop(forward.recorder.program) for forward in batch.forwards)
+    stop = next((node for node in stops if node is not None), None)
+    return None if stop is None else f"{where(stop)} has no gradient, so it may jump where parameters change"
+
+
+# --- steps that made the loss rise ------------------------------------------------------------------------------------
+
+
+def tolerated(value: Tensor, same: Tensor | None = None) -> Tensor:
+    """The rise of a loss of this value that is left alone.
+
+    same: 0-dim, whether noise between batches is no part of the rise; None counts as true.
+    """
+    of_same = torch.minimum(RISE * value.abs().clamp(min=1.0), RISE_AGAIN * value.abs())
+    return of_same if same is None else torch.where(same, of_same, RISE * value.abs())
+
+
+def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the loss has risen from its value at `last`, the parameters of the last check by name, and whether the
+    batch is the same as there; 0-dim.
+
+    Args:
+        noisy: whether the step's length is that of a norm, so that the loss of another batch may rise as much as that
+            of the same one.
+        finite: whether the gradient is.
+    """
+    there = check.values_at(last)
+    rise = -check.batch.change(check.before, there)
+    was = check.value - rise
+    # Where the batch or the user's loss is not finite, going back is no remedy.
+    lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
+    same = (was - size.value).abs() <= SAME * was.abs()
+    return (rise > tolerated(was, None if noisy else same)) | (lost & check.batch.finite(there)), same
+
+
+def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, finite: Tensor) -> Tensor:
+    """Go back to the last check if the loss has risen since. Returns whether that happened, 0-dim.
+
+    noisy, finite: as of `has_risen`.
+    """
+    last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
+    risen, same = has_risen(size, last, check, noisy, finite)
+    size.same.copy_(same)
+    go_back(flat, last, risen)
+    size.ratio.mul_(torch.where(risen, 2.0, 1.0))
+    return risen
+
+
+def go_back(flat: FlatParameters, there: Tensors, where: Tensor) -> None:
+    """Return to other parameters, by name, where `where` is true."""
+    for name, copy in flat.copies.items():
+        copy_if_(where, copy, there[name])
+
+
+def take(
+    flat: FlatParameters,
+    move: Tensor,
+    state: Tensors,
+    check: Check,
+    before: list[Values],
+    linear: Tensor,
+    rise: Tensor,
+    ok: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Commit a move and the new state where `ok` is true, and go back where the loss rises by more than `rise`.
+
+    before: at the parameters before the step. linear: the change by the slope, for a batch that does not know it.
+    Returns (whether the move was kept, the change of the loss), 0-dim.
+    """
+    flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
+    here = {name: copy.clone() for name, copy in flat.copies.items()}
+    flat.commit(move, state, ok)
+    change = check.batch.change(before, check.values_at(flat.copies))
+    change = change if check.batch.observed else change + linear
+    kept = ok & ~(change > rise) & change.isfinite()
+    go_back(flat, here, ok & ~kept)
+    return kept, change

@@ -1,0 +1,124 @@
+"""A step whose change of the loss closures measure, and the damping that is adapted to it.
+
+Section 6.5 of Martens & Grosse 2015. The loss after a step is measured in the step itself, or at the beginning of the
+next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_fx.optim.forwards import Closure, TrainingClosure
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.rule import BlockStep
+from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.state import StepState
+from kfac_fx.passes.tracing.random_streams import RandomState
+
+
+@dataclass(frozen=True)
+class Losses:
+    """How a step knows losses."""
+
+    evaluate: Closure | None = None  # returns the loss of the step's batch
+    loss: Tensor | float | None = None  # of the batch
+    previous: Closure | None = None  # returns the loss of the last step's batch
+    closure: TrainingClosure | None = None  # computed the gradients; measures the loss if `evaluate` is None
+
+    @property
+    def measurable(self) -> bool:
+        return self.evaluate is not None or self.closure is not None
+
+
+def check_losses(schedule: Schedule, losses: Losses) -> None:
+    """Raises ValueError if the damping rule needs a loss that is not given."""
+    rule = schedule.options.rule.damping_rule
+    if rule is None:
+        return
+    every = f"every {rule.interval} steps"
+    if schedule.adapting and rule.immediately and not losses.measurable:
+        raise ValueError(
+            f"adapt_damping needs the loss after the update, {every}: "
+            "call step(evaluate=closure) with a closure that returns the loss of the batch"
+        )
+    if schedule.adapting and not losses.measurable and losses.loss is None:
+        raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
+    if schedule.adapting_late and losses.previous is None:
+        raise ValueError(
+            f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
+            "previous=closure) with a closure that returns the loss of the last step's batch"
+        )
+
+
+def measured_move(
+    state: StepState,
+    step: BlockStep | None,
+    others: FlatParameters | None,
+    ok: Tensor,
+    loss: Tensor | None,
+    losses: Losses,
+) -> Tensor:
+    """Move the parameters, and compare the change of the loss with the predicted one: now, or in the next step.
+
+    loss: before the update, if known. Returns whether they moved, 0-dim.
+    """
+    rule, start, change = state.options.rule, state.forwards.seen.start, torch.zeros_like(state.damping)
+    loss = measured_now(state, losses, start) if loss is None else loss
+    moves: list[tuple[FlatParameters, Tensor, dict[str, Tensor]]] = []
+    if step is not None:
+        update = rule.direction(step)
+        move = rule.move(step, update)
+        if update.kappa is not None:
+            state.scalars["kappa"].copy_(update.kappa)
+        change = rule.predicted_change(step, move)
+        moves.append((step.flat, move, update.state))
+    if others is not None:
+        (move, new), finite = state.first_order_update(state.options.first_order_rule, others)
+        ok = ok & finite
+        change = change + others.inner(others.g, move)  # no Fisher block: only the slope is known
+        moves.append((others, move, new))
+    for flat, move, _ in moves:
+        ok = ok & flat.is_finite(move)
+    for flat, move, new in moves:
+        flat.commit(move, new, ok)
+    state.scalars["predicted_change"].copy_(change)
+    state.scalars["loss_before"].copy_(torch.where(ok, loss, torch.nan))
+    if rule.damping_rule is not None and not rule.damping_rule.immediately:
+        state.late = start
+    else:
+        adapt_damping(state, measured_now(state, losses, start))
+    return ok
+
+
+def measure_late(state: StepState, losses: Losses) -> None:
+    """Adapt the damping to the last step."""
+    assert losses.previous is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+    adapt_damping(state, measured(state, losses.previous, False, state.late))
+    state.late = None
+
+
+def measured_now(state: StepState, losses: Losses, start: RandomState | None) -> Tensor:
+    """The loss of the step's batch at the present parameters."""
+    if losses.evaluate is not None:
+        return measured(state, losses.evaluate, False, start)
+    assert losses.closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+    return measured(state, losses.closure, True, start)
+
+
+def measured(state: StepState, closure: TrainingClosure, with_backward: bool, start: RandomState | None) -> Tensor:
+    """The loss at the present parameters, averaged over processes; see `Forwards.measure`."""
+    loss = state.forwards.measure(closure, with_backward, start)
+    return state.replicas.mean((state.vectors.scalar + loss).detach())
+
+
+def adapt_damping(state: StepState, after: Tensor) -> None:
+    """Adapt λ to the loss after the last measured update; λ stays if that update was not made."""
+    rule, scalars = state.options.rule.damping_rule, state.scalars
+    assert rule is not None, "bug in kfac_fx: a damping that is adapted, and no rule for it"
+    before = scalars["loss_before"]
+    damping, rho = rule(state.damping, before, after, scalars["predicted_change"])
+    state.damping.copy_(torch.where(before.isfinite(), damping, state.damping))
+    scalars["rho"].copy_(rho)

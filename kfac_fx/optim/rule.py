@@ -1,0 +1,466 @@
+"""An update rule: its options, the state that it keeps, and the update that it makes of a gradient.
+
+A rule is a frozen dataclass. Its fields are its options, and a check of a field is its annotation:
+
+    momentum: Annotated[float, a_weight] = 0.9
+
+`kfac_fx.optim.step` runs any rule. It asks the rule for the update Δ (`direction`), for the move δ (`move`; -lr Δ and
+the weight decay, if the rule has nothing to add), and, in a rule with checks, for the length of a move that is checked
+(`measured_move`). All else that the step does follows from what the class declares. `kfac_fx.optim.rules` has the rules
+of this library.
+
+In the formulas g is the gradient, v the velocity, P the damped inverse of the Fisher. An update Δ moves the parameters
+by -lr (Δ + weight_decay θ). No rule reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.linalg.arguments import positive
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.bases import basis_of, new_bases, update_bases
+from kfac_fx.optim.checks import Check, StepSize
+from kfac_fx.optim.damping import DampingRule
+from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
+from kfac_fx.passes.ir import Registration
+from kfac_fx.recording.statistics import Key
+
+Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]
+
+
+class StepIntervals(NamedTuple):
+    """In steps."""
+
+    statistics: int
+    inverses: int
+    checks: int
+
+
+ANY = 10**6
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update that a rule makes of a gradient.
+
+    Attributes:
+        vector: Δ, [P].
+        state: the new state of the parameters, vectors [P] by name. It is kept if the step is made.
+        scalars: of `StepSize`, kept in the same way.
+        ok: whether the gradient was taken, 0-dim; None: as the step says.
+        kappa: by which `norm_constraint` shortened the update, 0-dim; None without a constraint.
+    """
+
+    vector: Tensor
+    state: Tensors = field(default_factory=dict)
+    scalars: Tensors = field(default_factory=dict)
+    ok: Tensor | None = None
+    kappa: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredMove:
+    """A move whose length a check decided.
+
+    Attributes:
+        move: δ, [P].
+        finite: whether what decided its length is; 0-dim.
+        slope, curvature: <∇h, δ> and <δ, F δ>, 0-dim.
+        before: the values of the check's batch at the parameters before the move.
+        rise: of the loss of the batch, above which the move is undone; 0-dim.
+        ratio: the new r, 0-dim; it doubles if the move is undone.
+        scalars: of `StepSize`, kept if the move is tried.
+        norm: of the move that the rule proposed, if this decides r; 0-dim.
+    """
+
+    move: Tensor
+    finite: Tensor
+    slope: Tensor
+    curvature: Tensor
+    before: Any
+    rise: Tensor
+    ratio: Tensor
+    scalars: Tensors = field(default_factory=dict)
+    norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a checked move went; all are 0-dim.
+
+    Attributes:
+        tried, kept: whether the move was made, and whether it stayed.
+        change, predicted: the change of the loss of the check's batch, and the one that the quadratic model predicted.
+    """
+
+    tried: Tensor
+    kept: Tensor
+    change: Tensor
+    predicted: Tensor
+
+    @property
+    def rho(self) -> Tensor:
+        """ρ (Martens & Grosse 2015, section 6.5)."""
+        return self.change / self.predicted
+
+
+class Memory:
+    """What a rule remembers next to its state. It lives as long as the optimizer, and is in no checkpoint."""
+
+    def static(self) -> list[Tensor]:
+        """Tensors that stay where they are, for CUDA graphs."""
+        return []
+
+    def described(self) -> list[str]:
+        """For the report: how the rule computes."""
+        return []
+
+    def reasons(self) -> list[str]:
+        """For the report: each part that is not done as it should be, and why."""
+        return []
+
+
+@dataclass
+class BlockStep:
+    """The step of the parameters in Fisher blocks: all that a rule computes with.
+
+    Attributes:
+        flat: the parameters that have a gradient, as vectors [P].
+        ok: whether the step's gradient is taken, 0-dim.
+        check: of this step; None without one.
+        estimator: has the blocks.
+        damping: λ, 0-dim, written in place.
+        size: the step size from check to check.
+        of_groups: the numbers of the parameter groups by option and parameter, 0-dim.
+        precon_damping_mult: of the rule.
+        scalars: "predicted_change", and those that the rule declares; 0-dim, written in place.
+        memory: of `Rule.memory`.
+        find_absent: makes `absent`.
+        compiled: a function of this package under the backend of the net.
+        exact_products: <d_i, F d_j> of vectors [P] in the exact Fisher of the step's batch, [k, k].
+    """
+
+    flat: FlatParameters
+    ok: Tensor
+    estimator: FisherEstimator
+    damping: Tensor
+    precon_damping_mult: float
+    size: StepSize
+    of_groups: Mapping[str, Tensors]
+    scalars: Mapping[str, Tensor]
+    memory: Any
+    find_absent: Callable[[], Tensors]
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
+    exact_products: Products
+    check: Check | None = None
+
+    @property
+    def g(self) -> Tensor:
+        """The gradient, [P]."""
+        return self.flat.g
+
+    @property
+    def state(self) -> Tensors:
+        """The vectors of the rule's state, [P], by name."""
+        return self.flat.state
+
+    @cached_property
+    def absent(self) -> Tensors:
+        """Zeros for the parameters in blocks that have no gradient, by name."""
+        return self.find_absent()
+
+    def product(self, multiply: Callable[[Tensors], Tensors]) -> Preconditioner:
+        """`multiply`, of the vectors of all blocks by parameter, as a product with vectors [P]."""
+        return Preconditioner(multiply, self.flat.flat, self.absent, self.flat.division)
+
+    def precondition(self, vector: Tensor) -> Tensor:
+        """P v, with the damping of the last inverses: a new vector [P]."""
+        return self.product(self.compiled(self.estimator.multiply_inverse_kept))(vector)
+
+    def power(self, exp: float, vector: Tensor) -> Tensor:
+        """(F̂ + λ)^exp v, with the damping of the last inverses. exp: one of the rule's `exps`."""
+        return self.product(lambda by_name: self.estimator.multiply_power_kept(exp, by_name))(vector)
+
+    @property
+    def fisher_product(self) -> Product:
+        """The product with the damped block-diagonal Fisher, F̂ + λ I, with the present damping."""
+        self.estimator.damping.copy_(self.damping * self.precon_damping_mult)
+        return self.product(self.estimator.multiply_kept)
+
+    def to_bases(self, vector: Tensor, outputs: bool = True) -> Tensor:
+        """Qᵀ v, with the eigenvectors of the blocks' factors: [P]. outputs: whether the output side is turned, too.
+
+        A parameter of a block has the place of its numbers in the basis. Blocks without a basis yet give zero.
+        """
+        return self.turned(vector, True, outputs)
+
+    def from_bases(self, vector: Tensor, outputs: bool = True) -> Tensor:
+        """Q v: [P]."""
+        return self.turned(vector, False, outputs)
+
+    def turned(self, vector: Tensor, transpose: bool, outputs: bool) -> Tensor:
+        def of(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
+            return [
+                group.applied(matrix, basis_of(group, outputs), transpose)
+                for group, matrix in zip(groups, matrices, strict=True)
+            ]
+
+        with_factors = [group for group in self.estimator.kept if group.updated]
+        return self.product(lambda by_name: self.estimator.of_groups(with_factors, of, by_name, kept=True))(vector)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """An update rule; the fields of a subclass are its options.
+
+    A subclass names itself, and says what it needs:
+
+        name            in messages, and in a checkpoint, which only an optimizer with a rule of this name can load
+        exps            the powers of the damped Fisher blocks that it multiplies with
+        has_bases       whether it turns vectors into the eigenbases of the factors, which are kept up to date then
+        is_exact        whether it multiplies with the exact Fisher of the step's batch
+        checked         whether steps are checked now and then with the loss of their batch (`kfac_fx.optim.checks`)
+        scalars         names of its 0-dim tensors (`BlockStep.scalars`), NaN at first; the checkpoint has them
+        default_lr      the lr of the parameter groups if none is given; None: it must be given
+        factor_decay    the default of KFAC's `cov_ema_decay`
+        intervals       of statistics, inverses and checks, until others are chosen
+
+    Raises ValueError for options out of range, or that do not fit together.
+    """
+
+    name: ClassVar[str]
+    exps: ClassVar[tuple[float, ...]] = (-1,)
+    has_bases: ClassVar[bool] = False
+    is_exact: ClassVar[bool] = False
+    checked: ClassVar[bool] = False
+    scalars: ClassVar[tuple[str, ...]] = ()
+    default_lr: ClassVar[float | None] = None
+    factor_decay: ClassVar[float] = 0.95
+    intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raises ValueError for options that do not fit together."""
+
+    @property
+    def relative_damping(self) -> float | None:
+        """Sides of blocks are damped by this part of their mean eigenvalue; None: by λ."""
+        return 0.003 if self.has_bases else None
+
+    @property
+    def precon_damping_mult(self) -> float:
+        """The damping of inverses and of the block-diagonal Fisher is this times λ."""
+        return 1.0
+
+    @property
+    def first_damping(self) -> float | Tensor:
+        """λ before the first step."""
+        return 0.0
+
+    @property
+    def damping_rule(self) -> DampingRule | None:
+        """How the change of the loss that closures measure adapts λ; None if it does not."""
+        return None
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """The names of scalars that `Metrics` shows."""
+        return self.scalars
+
+    @property
+    def written(self) -> str:
+        """How a user wrote the rule, for messages."""
+        return f"momentum_type={self.name!r}"
+
+    # --- parameter groups ---------------------------------------------------------------------------------------------
+
+    def group_lr(self, lr: float | Tensor | None) -> float | Tensor:
+        """The lr of the parameter groups. Raises ValueError if it does not fit the rule."""
+        given = self.default_lr if lr is None else lr
+        if given is None:
+            raise ValueError(f"{self.written} needs lr=...; the default, 'eigen_moments', finds its own step size")
+        return given
+
+    @property
+    def of_groups(self) -> dict[str, Any]:
+        """The options that parameter groups may have of their own, and their values for groups that do not: no others
+        than "momentum"."""
+        return {}
+
+    @property
+    def keeps_first_lr(self) -> bool:
+        """Whether the rule compares the lr of a group with that of the time when the group was added."""
+        return False
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def new_state(self, parameter: Tensor) -> Tensors:
+        """The state of a new parameter in a Fisher block, by name: a velocity of zeros, in float32 at least."""
+        return {"velocity": zeros_for(parameter)}
+
+    def new_extras(self, groups: Sequence[BlockGroup]) -> list[Tensors]:
+        """The tensors that a rule keeps with new groups of blocks, by name."""
+        return [new_bases(group) if self.has_bases else {} for group in groups]
+
+    def memory(self, scalar: Tensor, estimator: FisherEstimator) -> Memory:
+        """scalar: a zero with the dtype and the device of all scalars."""
+        return Memory()
+
+    # --- what the step asks -------------------------------------------------------------------------------------------
+
+    def refuse_registrations(self, registrations: Iterable[Registration]) -> None:
+        """Raises ApproximationError for blocks that the rule cannot step."""
+
+    def refuse_groups(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: Any) -> None:
+        """Raises ValueError for parameter groups that do not fit the blocks. names: of the parameters."""
+
+    def decompose(self, estimator: FisherEstimator, keys: Collection[Key] | None) -> None:
+        """Compute inverses, or bases, from the present factors. keys: of the blocks; None: all."""
+        if self.has_bases:
+            update_bases(estimator, keys)
+        else:
+            estimator.decompose(keys)
+
+    def gradient_is_finite(self, step: BlockStep) -> Tensor:
+        """A 0-dim bool."""
+        return step.flat.is_finite(step.g)
+
+    def whole_step(self, step: BlockStep) -> tuple[Tensor, Tensor | None] | None:
+        """A step without a check as one program: (whether it was made, κ); None to take it in stages."""
+        return None
+
+    def direction(self, step: BlockStep) -> Update:
+        """Δ and the new state."""
+        raise NotImplementedError(f"{type(self).__name__} has no direction: write direction(self, step) -> Update")
+
+    def move(self, step: BlockStep, update: Update) -> Tensor:
+        """δ, [P], without a check."""
+        return step.flat.displacement(update.vector)
+
+    def predicted_change(self, step: BlockStep, move: Tensor) -> Tensor:
+        """The change of the loss that the quadratic model predicts for a move, with weight decay, clipping and groups:
+        <g, δ> + ½ <δ, (F̂ + λ I) δ> - ½ excess |δ|².
+
+        The damping counts only as far as it is curvature of the loss: the l2 term.
+        """
+        inner, multiply = step.flat.inner, step.fisher_product
+        excess = step.estimator.damping - (0.0 if self.damping_rule is None else self.damping_rule.l2_reg)
+        return inner(step.g, move) + 0.5 * (inner(move, multiply(move)) - excess * inner(move, move))
+
+
+class CheckedRule(Rule):
+    """A rule whose steps are checked now and then with the loss of their batch.
+
+    It says, next to what `Rule` says:
+
+        longest         no interval that the cost model chooses is longer
+        by_quotients    whether a check takes difference quotients on a part of the batch, where these are a measure of
+                        it, instead of a product with the Jacobian
+        is_noisy        whether the loss of another batch may rise as much as that of the same one
+        rarer_checks    whether checks become rarer where they find nothing to do
+    """
+
+    checked: ClassVar[bool] = True
+    default_lr: ClassVar[float | None] = 1.0
+    intervals: ClassVar[StepIntervals] = StepIntervals(statistics=10, inverses=20, checks=5)
+    longest: ClassVar[StepIntervals] = StepIntervals(statistics=30, inverses=ANY, checks=10)
+    by_quotients: ClassVar[bool] = True
+    is_noisy: ClassVar[bool] = True
+    rarer_checks: ClassVar[bool] = True
+
+    @property
+    def overhead(self) -> float:
+        """What statistics, inverses and checks may cost in a step, as a part of the training step."""
+        return 0.2
+
+    @property
+    def damping_adaptation_interval(self) -> int | None:
+        """The interval of the checks; None: what `overhead` allows."""
+        return None
+
+    def new_state(self, parameter: Tensor) -> Tensors:
+        """A velocity, and the parameter at the last check."""
+        return {**super().new_state(parameter), **checkpoint_of(parameter)}
+
+    def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
+        """The move whose length a check decides."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is checked and has no length of a checked move: write "
+            "measured_move(self, step, update, check) -> MeasuredMove"
+        )
+
+    def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
+        """Called after a checked move."""
+
+    def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
+        """Called when a check may have undone the steps since the last one; risen: whether it has, 0-dim."""
+
+
+def zeros_for(parameter: Tensor) -> Tensor:
+    """In float32 at least."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def checkpoint_of(parameter: Tensor) -> Tensors:
+    """The parameter at the last check, in float32 at least."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return {"checkpoint": parameter.detach().to(dtype, copy=True)}
+
+
+def check_fields(options: Any) -> None:
+    """Run the checks in the annotations of a dataclass. Those of None are run if None is no value of the field."""
+    annotations = get_type_hints(type(options), include_extras=True)
+    for option in fields(options):
+        value, annotation = getattr(options, option.name), annotations[option.name]
+        of_value = get_args(annotation)[:1] or (None,)
+        may_be_none = option.default is None or type(None) in get_args(of_value[0])
+        for check in () if value is None and may_be_none else getattr(annotation, "__metadata__", ()):
+            check(option.name, value)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Damped(Rule):
+    """The damping of a rule that multiplies with inverses.
+
+    Args:
+        damping: λ of F + λ I. It scales with the loss.
+        relative_damping: of the rules that have it, instead of damping: every side of a block is damped by this part
+            of its mean eigenvalue, λ_A = c tr A / dim A.
+        precon_damping_mult: the preconditioner's damping is this times λ; the quadratic model's is λ (Martens & Grosse
+            2015, section 6.6).
+    """
+
+    damping: Annotated[float | Tensor | None, positive] = None
+    precon_damping_mult: Annotated[float, positive] = 1.0
+
+    @property
+    def first_damping(self) -> float | Tensor:
+        if self.damping is None:
+            return 0.0
+        return self.damping.reshape(()) if isinstance(self.damping, Tensor) else self.damping
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.damping is None and self.relative_damping is None:
+            raise ValueError(f"{self.written} needs damping=...; 'eigen_moments', the default, needs none")
+        if self.relative_damping is None:
+            return
+        if self.damping is not None or self.damping_rule is not None:
+            raise ValueError("relative_damping is the damping: leave damping and adapt_damping out")
+        if self.precon_damping_mult != 1.0:
+            raise ValueError(
+                f"precon_damping_mult={self.precon_damping_mult} has no effect without damping instead of "
+                "relative_damping: leave it out"
+            )

@@ -1,0 +1,88 @@
+"""The update rules of the library, by name, and which of them a KFAC has.
+
+A rule of a user is a class like these: a subclass of `Rule`, given as `KFAC(net, rule=MyRule(...))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from kfac_fx.linalg.arguments import choice
+from kfac_fx.optim.bases import without_basis
+from kfac_fx.optim.rule import BlockStep, CheckedRule, MeasuredMove, Outcome, Rule, Update
+from kfac_fx.optim.rules.adaptive import Adaptive
+from kfac_fx.optim.rules.eigen_moments import EigenMoments
+from kfac_fx.optim.rules.grafted import Grafted
+from kfac_fx.optim.rules.momentum import Adam, Regular
+from kfac_fx.optim.rules.quadratic import QModel, QModelFixedMomentum
+from kfac_fx.passes.errors import nearest
+from kfac_fx.passes.ir import Registration
+
+__all__ = [
+    "Adam",
+    "Adaptive",
+    "BlockStep",
+    "CheckedRule",
+    "EigenMoments",
+    "Grafted",
+    "MeasuredMove",
+    "Outcome",
+    "QModel",
+    "QModelFixedMomentum",
+    "Regular",
+    "Rule",
+    "Update",
+]
+
+# In the order of the numbers that checkpoints have for them.
+EVERY_RULE = (Adaptive, Regular, Adam, QModel, QModelFixedMomentum, EigenMoments, Grafted)
+RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in EVERY_RULE}
+OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... instead of betas."}  # of other optimizers
+
+
+def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Rule:
+    """A rule of the library with these options; None is no value.
+
+    known: the options of every KFAC, for a hint.
+
+    Raises:
+        TypeError: for options that the rule does not have; names all of them.
+        ValueError: for a name of no rule, and for wrong values.
+    """
+    choice("momentum_type", name, RULES)
+    rule = RULES[name]
+    names = [option.name for option in fields(rule)]
+    rows = []
+    for option in options:
+        if option not in names:
+            others = [repr(other) for other, kind in RULES.items() if option in (of.name for of in fields(kind))]
+            of_others = f", which is one of {', '.join(others)}" if others else ""
+            rows.append(f"  {option}{of_others}.{OTHER_NAMES.get(option) or nearest(option, [*names, *known])}")
+    if rows:
+        raise TypeError(
+            f"KFAC with momentum_type={name!r} does not have these options:\n"
+            + "\n".join(rows)
+            + f"\nNext to the options of every KFAC it has {', '.join(names)}."
+        )
+    return rule(**options)
+
+
+def default_rule(
+    lr: float | Tensor | None, options: Mapping[str, Any], registrations: tuple[Registration, ...]
+) -> tuple[str, str | None]:
+    """(the name of the rule if none is named, why it is not "eigen_moments"; None if this is as it should be)."""
+    if "damping" in options:
+        return ("adaptive" if lr is None else "regular"), None
+    without = without_basis(registrations)
+    if not without:
+        return "eigen_moments", None
+    return "adaptive", f"momentum_type is 'adaptive', because blocks have no eigenbasis: {first_three(without)}"
+
+
+def first_three(registrations: Sequence[Registration]) -> str:
+    others = len(registrations) - 3
+    return ", ".join(map(str, registrations[:3])) + (f" and {others} more" if others > 0 else "")

@@ -1,0 +1,427 @@
+"""The default rule, "eigen_moments": between Adam and K-FAC, in the eigenbasis of the Fisher blocks.
+
+With F = Q Λ Qᵀ of a block (Qᵀ W is Q_Gᵀ W Q_A for a Kronecker product), and its gradient g:
+
+    h = Qᵀ g
+    m̂, v̂ = the means of h and h² over the steps so far, with weights 1, β, β², ... from the newest to the oldest
+                                     β₁ of m̂: `momentum`; β₂ of v̂: `second_moment_decay`; the squares are elementwise
+    a = n / (√v̂ + ε)                 Adam's step; n = β₁ m̂ + (1 - β₁) h or n = m̂
+    d = n / ((√v̂ + ε)¹⁻ʷ Λ̃ʷ)         w: `eigenvalue_exponent`; Λ̃: the damped eigenvalues
+    Δ = Q d |a| / |d|                the norms are those of the block
+
+**w = 0** is Adam in the basis of K-FAC. v̂ is the diagonal of the second moment of gradients in the basis, which George
+et al. 2018 ("Fast approximate natural gradient descent in a Kronecker-factored eigenbasis", algorithm 1) take instead
+of Λ, here averaged over steps. The first n is Nesterov's momentum in Adam (Dozat 2016, "Incorporating Nesterov
+momentum into Adam", algorithm 8, with one bias correction for both terms). Adam in an eigenbasis is SOAP (Vyas et al.
+2024, "SOAP: improving and stabilizing Shampoo using Adam", algorithm 3), with n = m̂ and factors that are averages of
+g gᵀ and gᵀ g; here they are K-FAC's A and G. Blocks that are no Kronecker product have the basis of their F, and
+diagonal blocks that of the parameters.
+
+**w = 1** is the direction of K-FAC, with factored damping as Martens & Grosse 2015, section 6.3, have it:
+
+    Λ̃ = (Λ_G + λ_G) ⊗ (Λ_A + λ_A)   λ_A = δ tr A / dim A, λ_G = δ tr G / dim G; δ: `relative_damping`
+
+It is grafted on Adam's length (Agarwal et al. 2020, "Disentangling adaptive gradient methods from learning rates"), so
+the scale of Λ̃ does not matter. `eigenvalues` has Λ_G / λ_G + 1 and Λ_A / λ_A + 1.
+
+**Between them**, w = 1/2 is the geometric mean of both divisors. v̂ has what the Kronecker product leaves out, and the
+noise of batches, whose root takes most of the curvature out of a direction; Λ̃ has the curvature alone.
+
+**The length of a step** is that of Adam's times `RATE`, scaled by the exact Fisher (`kfac_fx.optim.checks`):
+
+    θ <- θ - lr a d / r         a = `RATE`
+    r <- max(t, √(r t), 0.95 min(1, r))
+    t = max(lr ρ, min(1, max(√ρ, 1/3)))
+                                ρ = a √(<d, F d> / (c max(1, h))), with c the `norm_constraint`. The squared Fisher norm
+                                of the step is twice the Kullback-Leibler divergence between the predictions before and
+                                after it. It is at most c max(1, h), as r >= lr ρ. A step that is far below this bound
+                                gets longer, half of the way to it on a logarithmic scale, and at most three times; this
+                                does not depend on lr, so that it leaves a schedule alone
+
+A check whose ρ is near 1 says little: Adam's steps make a small loss rise and fall on its way, even where the quadratic
+model predicts a rise. ρ falls below 0 where training fails; there the squared exact Fisher norm of the step is large
+compared with max(1, h). So a bound on this norm decides the length of a step. The guard tolerates a rise by `RISE`
+max(1, h), or by `RISE_AGAIN` h if that is less.
+
+The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
+speaks against it. n is the plain mean m̂
+
+    if the last two checks had the same batch     gradients without noise gain from a longer mean
+    if lr ρ >= 3/4 r at the last check            the curvature and not the noise limits the steps, as in a deep network
+                                                  without skips: the bound allows longer ones along a steadier d
+
+A check is *calm* if it undid nothing and lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The
+check after a calm one may come later (`kfac_fx.optim.schedule`).
+
+Adam's rate alone suits many networks, but not deep ones without skips and norms: there the steps of all layers add up,
+the loss is far from its quadratic model, and the bound is what makes training possible. The step along d that minimizes
+the quadratic model is no substitute: it is several times too short, because directions of large curvature, along which
+such steps may oscillate, decide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.block import BlockDiagonalFisher
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.placement import UNDIVIDED
+from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
+from kfac_fx.linalg.matrices import zero_unless_
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, update_bases
+from kfac_fx.optim.checks import Check, StepSize, tolerated
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.means import (
+    Means,
+    StepScalars,
+    combine,
+    divide_root,
+    in_new_basis,
+    momentum_of,
+    moving,
+    new_means,
+    norms,
+)
+from kfac_fx.optim.padded_step import PaddedStep, product_dtype
+from kfac_fx.optim.rule import (
+    ANY,
+    BlockStep,
+    CheckedRule,
+    MeasuredMove,
+    Memory,
+    Outcome,
+    StepIntervals,
+    Update,
+    checkpoint_of,
+)
+from kfac_fx.passes.errors import table
+from kfac_fx.passes.ir import Registration
+from kfac_fx.recording.statistics import Key
+
+RATE = 0.02
+STRETCH = 3.0  # the largest multiple of Adam's step
+CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
+FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
+RELATIVE_DAMPING = 0.003
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EigenMoments(CheckedRule):
+    """Between Adam's step and K-FAC's in the eigenbasis of the Fisher blocks, as long as Adam's, times 0.02.
+
+    Every few steps the exact Fisher of the batch scales the step, and steps that made the batch's loss rise are undone.
+    It needs no number and no closure. Its lr is a multiplier of the step size, and 1 if none is given. The weight decay
+    is multiplied by 0.02, as the whole step is.
+
+    Args:
+        momentum: β₁, the weight of the past in the averaged gradient. Parameter groups may have their own, one for all
+            parameters of a block.
+        second_moment_decay: β₂, where 1 weighs all steps alike.
+        eigenvalue_exponent: w, from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with Adam's length.
+        relative_damping: every side of a block is damped by this part of its mean eigenvalue, λ_A = c tr A / dim A.
+            None means 0.003.
+        norm_constraint: c; the squared exact Fisher norm of a step is at most c max(1, loss).
+        overhead: what statistics, inverses and checks may cost in a step, as a part of the training step. A cost model
+            of the network chooses their intervals at the first step (`kfac_fx.optim.schedule`), and net.report prints
+            them. Intervals that are given replace those of the model.
+        damping_adaptation_interval: the interval of the checks, which are also made after 1, 2, 5, 10, 20, ... steps
+            while that is less. None means what `overhead` allows; they then become up to four times as rare while steps
+            are far below their bound.
+    """
+
+    name: ClassVar[str] = "eigen_moments"
+    exps: ClassVar[tuple[float, ...]] = ()
+    has_bases: ClassVar[bool] = True
+    factor_decay: ClassVar[float] = 0.98
+    longest: ClassVar[StepIntervals] = StepIntervals(statistics=30, inverses=ANY, checks=10)
+
+    momentum: Annotated[float, a_decay] = 0.95
+    second_moment_decay: Annotated[float, a_weight] = 0.95
+    eigenvalue_exponent: Annotated[float, a_weight] = 0.5
+    relative_damping: Annotated[float | None, positive] = None
+    norm_constraint: Annotated[float, positive] = 0.03
+    overhead: Annotated[float, positive] = 0.2
+    damping_adaptation_interval: Annotated[int | None, whole_number(1, "steps")] = None
+
+    def check_options(self) -> None:
+        if self.relative_damping is not None and self.eigenvalue_exponent == 0:
+            raise ValueError(
+                f"relative_damping={self.relative_damping} has no effect without an eigenvalue_exponent above 0: leave "
+                "it out"
+            )
+        if self.relative_damping is None:
+            object.__setattr__(self, "relative_damping", RELATIVE_DAMPING)
+
+    @property
+    def of_groups(self) -> dict[str, float]:
+        return {"momentum": self.momentum}
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        return ()
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def new_state(self, parameter: Tensor) -> Tensors:
+        """The parameter at the last check; both means belong to the blocks."""
+        return checkpoint_of(parameter)
+
+    def new_extras(self, groups: Sequence[BlockGroup]) -> list[Tensors]:
+        """Zero bases of the dense sides, eigenvalues of 1, and both means before the first update."""
+        bases = super().new_extras(groups)
+        return [of_group | means for of_group, means in zip(bases, new_means(groups), strict=True)]
+
+    def memory(self, scalar: Tensor, estimator: FisherEstimator) -> EigenMemory:
+        return EigenMemory(self, scalar, estimator)
+
+    def decompose(self, estimator: FisherEstimator, keys: Collection[Key] | None) -> None:
+        """Blocks whose factors are not finite keep their bases."""
+        update_bases(estimator, keys, in_new_basis)
+
+    def refuse_registrations(self, registrations: Iterable[Registration]) -> None:
+        refuse_without_basis(self.written, registrations)
+
+    def refuse_groups(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: Any) -> None:
+        refuse_divided_momentum(groups, names, fisher)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def gradient_is_finite(self, step: BlockStep) -> Tensor:
+        padded = step.memory.padded(step.flat)
+        if padded is None:
+            return super().gradient_is_finite(step)
+        padded.pack(step.flat)
+        return padded.gradient_is_finite()  # type: ignore[no-any-return]
+
+    def whole_step(self, step: BlockStep) -> tuple[Tensor, None] | None:
+        padded = step.memory.padded(step.flat)
+        if padded is None:
+            return None
+        size = step.size
+        return padded.step(
+            step.flat, step.ok, lambda: RATE / size.divisor, step.of_groups, lambda: nesterov(size)
+        ), None
+
+    def direction(self, step: BlockStep) -> Update:
+        """The gradient enters the means if it is taken, and becomes zero if not."""
+        flat, memory, beta = step.flat, step.memory, step.of_groups["momentum"]
+        padded = memory.padded(flat)
+        if padded is not None:
+            return Update(padded.vector(flat, step.ok, beta, nesterov(step.size)), ok=padded.accept.clone())
+        ok = step.ok & flat.has_finite_squares(flat.g)
+        parts = flat.flat.parts(zero_unless_(ok, flat.g))
+        gradient = flat.division.to_blocks(parts)
+        update = step_in_bases(
+            step.estimator,
+            memory.means,
+            {**gradient, **step.absent},
+            beta,
+            self.second_moment_decay,
+            self.eigenvalue_exponent,
+            nesterov=nesterov(step.size),
+            accept=ok,
+            still=step.absent.keys(),
+            run=step.compiled(directions),
+        )
+        wholes = {name: update[name] for name in gradient}
+        return Update(flat.flat.joined(flat.division.from_blocks(wholes, parts)), ok=ok)
+
+    def move(self, step: BlockStep, update: Update) -> Tensor:
+        return step.flat.displacement(update.vector, RATE / step.size.divisor)
+
+    def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
+        flat, last = step.flat, step.size.divisor
+        proposed = flat.displacement(update.vector, RATE)
+        fisher, slope, before = check.along(flat, proposed)
+        longest = self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
+        norm = (fisher / longest).sqrt()
+        ratio = next_divisor(last, norm, flat.largest_lr)
+        return MeasuredMove(
+            proposed / ratio,
+            fisher.isfinite(),
+            slope / ratio,
+            fisher / ratio.square(),
+            before,
+            tolerated(check.value),
+            ratio,
+            norm=norm,
+        )
+
+    def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
+        assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
+        step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
+        step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
+
+    def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
+        step.memory.means.forget_average(risen)
+
+
+class EigenMemory(Memory):
+    """The means of the blocks that have factors at present, and the program of a step on an accelerator."""
+
+    def __init__(self, rule: EigenMoments, scalar: Tensor, estimator: FisherEstimator) -> None:
+        """scalar: a zero with the dtype and the device of all scalars."""
+        self.rule, self.scalar, self.estimator = rule, scalar, estimator
+        self._means: Means | None = None
+        self._padded: PaddedStep | None = None
+
+    @property
+    def means(self) -> Means:
+        if self._means is None or not self._means.are_of(self.estimator):
+            self._means = Means.of(self.estimator)
+        return self._means
+
+    def padded(self, flat: FlatParameters) -> PaddedStep | None:
+        """The step by products in bfloat16; None where gradients are multiplied as they are."""
+        if flat.division is not UNDIVIDED or not (means := self.means).groups:
+            return None
+        device, dtype = self.scalar.device, means.groups[0].dtype
+        products = product_dtype(device, dtype)
+        if products is None or any(group.dtype is not dtype or group.device != device for group in means.groups):
+            return None
+        if self._padded is None or self._padded.means is not means:
+            decay, exponent = self.rule.second_moment_decay, self.rule.eigenvalue_exponent
+            self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
+        return self._padded if self._padded.fits(means, flat) else None
+
+    def static(self) -> list[Tensor]:
+        """Tensors that stay where they are, for CUDA graphs."""
+        return [stack.moment for stack in self.means.joint or ()]
+
+    def described(self) -> list[str]:
+        """For the report: the precision of a step."""
+        return [] if self._padded is None else [self._padded.described]
+
+    def reasons(self) -> list[str]:
+        """For the report: why a step is slower than it could be."""
+        return [] if self._padded is None else self._padded.reasons
+
+
+def nesterov(size: StepSize) -> Tensor:
+    """Whether the mean gradient has Nesterov's momentum, 0-dim."""
+    return ~(size.same | size.near)
+
+
+def next_divisor(last: Tensor, norm: Tensor, lr: Tensor) -> Tensor:
+    """r; all are 0-dim. last: r at the last check. norm: lr ρ."""
+    rho = norm / lr.clamp(min=torch.finfo(norm.dtype).tiny)
+    target = torch.maximum(norm, rho.sqrt().clamp(min=1 / STRETCH, max=1.0))
+    return torch.stack([target, (last * target).sqrt(), FALL * last.clamp(max=1.0)]).amax(0)
+
+
+@torch.no_grad()
+def step_in_bases(
+    fisher: BlockDiagonalFisher,
+    means: Means,
+    gradient: Tensors,
+    momentum: Mapping[str, Tensor],
+    decay: float,
+    exponent: float,
+    nesterov: Tensor,
+    accept: Tensor,
+    still: Collection[str] = (),
+    run: Callable[..., Tensors] | None = None,
+) -> Tensors:
+    """Δ by parameter, after the gradient has entered both means.
+
+    Args:
+        means: those of `fisher`.
+        gradient: g, of all parameters in Fisher blocks of this process that are not idle; zero if `accept` is false.
+        momentum: β₁ by parameter, 0-dim. The parameters of a block have the same.
+        decay: β₂.
+        exponent: w.
+        nesterov: 0-dim; whether n is not m̂ alone.
+        accept: 0-dim; if it is false, the means stay as they are.
+        still: the parameters without a gradient, which have zeros. Blocks of these alone keep their means.
+        run: `directions`, or what a compiler made of it.
+    """
+    if not means.groups:
+        return {}
+    accepted, beta = moving(means.groups, accept, still), momentum_of(means.groups, momentum)
+    scalars = means.advance(accepted, beta, decay, nesterov)
+    bases, eigenvalues = ([of(group) for group in means.groups] for of in (basis_of, eigenvalues_of))
+    return (run or directions)(fisher, means, gradient, scalars, exponent, bases, eigenvalues)
+
+
+@torch.no_grad()
+def directions(
+    fisher: BlockDiagonalFisher,
+    means: Means,
+    gradient: Tensors,
+    scalars: Sequence[StepScalars],
+    exponent: float,
+    bases: Sequence[Sequence[Tensor]],
+    eigenvalues: Sequence[Sequence[Tensor]],
+) -> Tensors:
+    """Δ by parameter; the gradient enters the sums of both means. scalars: of `Means.advance`. bases, eigenvalues: of
+    every group."""
+
+    def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> list[Tensor]:
+        turned = [group.to_eigenbasis(g, q) for group, g, q in zip(groups, matrices, bases, strict=True)]
+        pairs = means.adam_steps(turned, scalars)
+        by_group = means.pairs_by_group(pairs)
+        if exponent:
+            graft(means, pairs, by_group, eigenvalues, exponent)
+        each = zip(groups, by_group, bases, strict=True)
+        return [group.from_eigenbasis(pair[1 if exponent else 0], q) for group, pair, q in each]
+
+    return fisher.of_groups(means.groups, updates, gradient, kept=True)
+
+
+def graft(
+    means: Means,
+    pairs: Sequence[Tensor],
+    by_group: Sequence[Tensor],
+    eigenvalues: Sequence[Sequence[Tensor]],
+    exponent: float,
+) -> None:
+    """Overwrite √v̂ with d |a| / |d|; d is a (√v̂ / Λ̃)ʷ, up to a factor for each block.
+
+    pairs: the result of `Means.adam_steps`. by_group: views of it, of `Means.pairs_by_group`.
+    """
+    for of_group, pair in zip(eigenvalues, by_group, strict=True):
+        divide_root(pair, of_group)
+    for pair in pairs:
+        combine(pair, exponent)
+    of_blocks = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]
+    of_adam, of_directions = torch.cat(of_blocks, dim=1)
+    scales = of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
+    for pair, scale in zip(by_group, means.split(scales), strict=True):
+        pair[1].mul_(scale)
+
+
+def refuse_divided_momentum(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: BlockDiagonalFisher
+) -> None:
+    """Raises ValueError for blocks whose parameters have different momenta in the parameter groups.
+
+    names: of the parameters in the groups. With one momentum for all it costs nothing.
+    """
+    in_blocks = [group for group in groups if not group["first_order"]]
+    if all(equal_numbers(group["momentum"], in_blocks[0]["momentum"]) for group in in_blocks):
+        return
+    momenta = {names[parameter]: group["momentum"] for group in in_blocks for parameter in group["params"]}
+    rows = []
+    for block in fisher.blocks.values():
+        of_block = {name: momenta[name] for name in block.registration.owners if name in momenta}
+        if any(not equal_numbers(beta, next(iter(of_block.values()))) for beta in of_block.values()):
+            described = ", ".join(f"{float(beta)} of {name}" for name, beta in of_block.items())
+            rows.append((str(block.registration), described))
+    if rows:
+        raise ValueError(
+            "momentum_type='eigen_moments' averages the gradient of a Fisher block in the block's eigenbasis, so all "
+            f"parameters of a block have one momentum. {len(rows)} blocks have several:\n{table(rows)}\n"
+            "Give the parameter groups of these parameters the same momentum."
+        )
+
+
+def equal_numbers(first: float | Tensor, second: float | Tensor) -> bool:
+    """Whether two numbers are equal; waits for the device only for different tensors."""
+    return first is second or float(first) == float(second)

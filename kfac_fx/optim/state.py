@@ -1,0 +1,254 @@
+"""The state of a KFAC from step to step, each part with the stage of the step that owns it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
+from kfac_fx.linalg.processes import Replicas, Shards
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.checks import Checks, StepSize
+from kfac_fx.optim.curvature import JacobianProducts, exact_products
+from kfac_fx.optim.forwards import Forwards
+from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, first_order_update
+from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rule import BlockStep, Memory
+from kfac_fx.optim.rules import first_three
+from kfac_fx.optim.schedule import Schedule
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import mark_static
+from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.recording.backends import compiled_function
+from kfac_fx.recording.statistics import Key
+
+SCALARS = ("rho", "predicted_change", "loss_before")  # of every rule, next to its own
+PHASES = ("record", "statistics", "inverses", "update")
+
+
+class PhaseSeconds:
+    """Seconds by phase. The phases do not overlap.
+
+    "record" is the forwards of the net that record statistics, "statistics" the averages of the factors, "inverses"
+    their decompositions, and "update" the rest of a step, with the checks and the closures that measure the loss. On an
+    accelerator these are the seconds in which the host issued the work, not those in which the device did it.
+
+    Attributes:
+        readers: how many read the seconds; without any, no clock is read.
+        totals: the seconds of every phase since the first reader came.
+    """
+
+    def __init__(self) -> None:
+        self.readers = 0
+        self.totals = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add the seconds that the block takes, also if it raises."""
+        if not self.readers:
+            yield
+            return
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.totals[phase] += time.perf_counter() - start
+
+
+@dataclass
+class Vectors:
+    """The first stage: parameters and gradients as vectors.
+
+    Attributes:
+        names: of all parameters of the net.
+        registered: the names of the parameters in Fisher blocks.
+        scalar: a zero with the dtype and the device of all scalars.
+        shards: None if every process has whole parameters.
+        grouped: None to read the parameter groups anew.
+    """
+
+    names: dict[nn.Parameter, str]
+    registered: frozenset[str]
+    scalar: Tensor
+    new_state: Callable[[Tensor], Tensors]
+    estimator: FisherEstimator
+    replicas: Replicas
+    shards: Shards | None
+    grouped: GroupedParameters | None = None
+
+    def __post_init__(self) -> None:
+        self._division: VectorDivision = UNDIVIDED
+        self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
+
+    @property
+    def division(self) -> VectorDivision:
+        """How vectors are divided at present; the same object as long as the owners are the same."""
+        estimator, shards = self.estimator, self.shards
+        if shards is None and (self.replicas.number == 1 or estimator.owners is None):
+            return UNDIVIDED
+        estimator.follow_registrations()
+        if self._divided is not estimator.groups:
+            self._divided, owners = estimator.groups, estimator.owner_of
+            if shards is not None:
+                self._division = DivisionByShards(shards, owners)
+            else:  # parameters in no block are owned in turn: others may join them, and none moves
+                in_turn = {name: n % self.replicas.number for n, name in enumerate(self.names.values())}
+                self._division = DivisionByOwners(self.replicas, in_turn | dict(owners or {}))
+        return self._division
+
+    def of(
+        self, groups: Sequence[Group], states: MutableMapping[Any, Any]
+    ) -> tuple[FlatParameters | None, FlatParameters | None]:
+        """(what the rule moves, what the first-order rule moves); None if nothing of it has a gradient.
+
+        groups, states: the optimizer's.
+        """
+        grouped, division = self.grouped, self.division
+        number = sum(len(group["params"]) for group in groups)
+        if grouped is None or len(grouped.parameters) != number or grouped.division is not division:
+            self.grouped = grouped = GroupedParameters.of(groups, self.names, self.scalar, self.new_state, division)
+        grouped.refresh(groups, self.names)
+        return grouped.flat(False, states), grouped.flat(True, states)
+
+    def absent(self, flat: FlatParameters) -> Tensors:
+        """Zeros for the parameters in Fisher blocks that have no gradient, by name."""
+        idle = self.estimator.idle(flat.parameters)
+        return {
+            name: self.scalar.new_zeros(flat.division.in_blocks(name, parameter))
+            for parameter, name in self.names.items()
+            if name in self.registered
+            and name not in flat.parameters
+            and name not in idle
+            and flat.division.multiplies(name)
+        }
+
+
+@dataclass
+class StepState:
+    """What a KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
+
+    net: CompiledModule
+    options: KFACOptions
+    schedule: Schedule
+    estimator: FisherEstimator
+    forwards: Forwards
+    replicas: Replicas  # the processes that take the same step
+    vectors: Vectors
+    damping: Tensor  # λ
+    scalars: dict[str, Tensor] = field(init=False)  # of the last step that computed them; NaN before
+    checks: Checks = field(init=False)
+    skipped: Tensor = field(init=False)  # the number of steps that changed nothing
+    late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
+    first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
+    phases: PhaseSeconds = field(default_factory=PhaseSeconds)
+    memory: Memory = field(init=False)  # of the rule
+
+    def __post_init__(self) -> None:
+        scalar, rule = self.vectors.scalar, self.options.rule
+        names = (*SCALARS, *rule.scalars, "kappa")
+        self.scalars = {name: torch.full_like(self.damping, torch.nan) for name in names}
+        self.checks = Checks(StepSize.first(scalar))
+        self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
+        self.memory = rule.memory(scalar, self.estimator)
+        self.multiply_jacobian = JacobianProducts(lambda values: self.vectors.division.total(values))
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self.first_order_update = self.compiled(first_order_update)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of this package under the backend of the net."""
+        if function not in self._compiled:
+            self._compiled[function] = compiled_function(function, self.net.backend)
+        return self._compiled[function]
+
+    def block_step(self, flat: FlatParameters, ok: Tensor) -> BlockStep:
+        """What a rule computes with. ok: whether the gradient is taken, 0-dim."""
+        assert self.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
+        return BlockStep(
+            flat=flat,
+            ok=ok,
+            estimator=self.estimator,
+            damping=self.damping,
+            precon_damping_mult=self.options.rule.precon_damping_mult,
+            size=self.checks.size,
+            of_groups=self.vectors.grouped.scalars,
+            scalars=self.scalars,
+            memory=self.memory,
+            find_absent=partial(self.vectors.absent, flat),
+            compiled=self.compiled,
+            exact_products=partial(self.exact_products, flat),
+        )
+
+    def exact_products(self, flat: FlatParameters, vectors: Sequence[Tensor]) -> Tensor:
+        """<d_i, F d_j> of vectors [P] in the exact Fisher of all micro-batches of the step, averaged by cases: [k, k].
+
+        Raises RuntimeError if there was no forward to compute with.
+        """
+        calls = self.forwards.seen.calls
+        if not calls:
+            raise RuntimeError(
+                f"{self.options.rule.written} computes with the step's batch, and net(x) was not "
+                "called in training mode with gradients enabled since the last step"
+            )
+        return exact_products(
+            self.net,
+            calls,
+            {name: parameter.detach() for parameter, name in self.vectors.names.items()},
+            [flat.everywhere(vector) for vector in vectors],
+            ggn=self.options.estimation_mode.endswith("GGN"),
+            multiply_jacobian=self.multiply_jacobian,
+            replicas=self.replicas,
+            scalar=self.vectors.scalar,
+        )
+
+    def mark_static(self, step: BlockStep) -> None:
+        """Tell CUDA graphs that what an update reads and writes lies where it is as long as it lives."""
+        if self.net.backend != "cudagraphs":
+            return
+        tensors = [step.g, *step.state.values(), *self.memory.static()]
+        for group in self.estimator.groups:
+            tensors += [*group.extras.values(), *(root for operators in group.roots.values() for root in operators)]
+        for tensor in tensors:
+            mark_static(tensor)
+
+    # --- for the report -----------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """The steps so far, and those that failed. Waits for the device."""
+        failures = [block.failures for block in self.estimator.blocks.values()]
+        return {
+            "steps": self.schedule.counter,
+            "skipped steps": int(self.skipped),
+            "skipped updates": sum(block.updates for block in failures),
+            "inverses kept from before": sum(block.decompositions for block in failures),
+        }
+
+    def intervals(self) -> list[str]:
+        """How often statistics, inverses and checks are due, how much of a batch checks take, and how the rule
+        computes."""
+        share = self.checks.share
+        part = f"checks take the first {Fraction(share)} of the examples of a batch, rounded up, on an accelerator"
+        return [*self.schedule.described(), *[part] * (share < 1.0), *self.memory.described()]
+
+    def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
+        """Each part that was not done as it should be, and why."""
+        reasons = self.checks.fallbacks()
+        if self.options.because is not None:
+            reasons.append(self.options.because)
+        owners = (self.estimator.owner_of if self.vectors.shards is not None else None) or {}
+        if owned := [r for r in registrations if r.structure.diagonal and r.owners[0] in owners]:
+            reasons.append(
+                "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the "
+                f"parameters are: {first_three(owned)}"
+            )
+        return [*reasons, *self.memory.reasons(), *self.multiply_jacobian.fallbacks(), *self.forwards.fallbacks()]
