@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.fisher.placement import UNDIVIDED, VectorDivision
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.linalg.arguments import not_negative, number, one_element
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
-from kfac_fx.linalg.processes import shard, sharded_like
+from kfac_fx.linalg.processes import Replicas, Shards, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
 from kfac_fx.passes.matrix import precise
@@ -356,6 +358,74 @@ class GroupedParameters:
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,
         )
+
+
+@dataclass
+class Vectors:
+    """The first stage: parameters and gradients as vectors.
+
+    Attributes:
+        names: of all parameters of the net.
+        registered: the names of the parameters in Fisher blocks.
+        scalar: a zero with the dtype and the device of all scalars.
+        shards: None if every process has whole parameters.
+        grouped: None to read the parameter groups anew.
+    """
+
+    names: dict[nn.Parameter, str]
+    registered: frozenset[str]
+    scalar: Tensor
+    new_state: Callable[[Tensor], Tensors]
+    estimator: FisherEstimator
+    replicas: Replicas
+    shards: Shards | None
+    grouped: GroupedParameters | None = None
+
+    def __post_init__(self) -> None:
+        self._division: VectorDivision = UNDIVIDED
+        self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
+
+    @property
+    def division(self) -> VectorDivision:
+        """How vectors are divided at present; the same object as long as the owners are the same."""
+        estimator, shards = self.estimator, self.shards
+        if shards is None and (self.replicas.number == 1 or estimator.owners is None):
+            return UNDIVIDED
+        estimator.follow_registrations()
+        if self._divided is not estimator.groups:
+            self._divided, owners = estimator.groups, estimator.owner_of
+            if shards is not None:
+                self._division = DivisionByShards(shards, owners)
+            else:  # parameters in no block are owned in turn: others may join them, and none moves
+                in_turn = {name: n % self.replicas.number for n, name in enumerate(self.names.values())}
+                self._division = DivisionByOwners(self.replicas, in_turn | dict(owners or {}))
+        return self._division
+
+    def of(
+        self, groups: Sequence[Group], states: MutableMapping[Any, Any]
+    ) -> tuple[FlatParameters | None, FlatParameters | None]:
+        """(what the rule moves, what the first-order rule moves); None if nothing of it has a gradient.
+
+        groups, states: the optimizer's.
+        """
+        grouped, division = self.grouped, self.division
+        number = sum(len(group["params"]) for group in groups)
+        if grouped is None or len(grouped.parameters) != number or grouped.division is not division:
+            self.grouped = grouped = GroupedParameters.of(groups, self.names, self.scalar, self.new_state, division)
+        grouped.refresh(groups, self.names)
+        return grouped.flat(False, states), grouped.flat(True, states)
+
+    def absent(self, flat: FlatParameters) -> Tensors:
+        """Zeros for the parameters in Fisher blocks that have no gradient, by name."""
+        idle = self.estimator.idle(flat.parameters)
+        return {
+            name: self.scalar.new_zeros(flat.division.in_blocks(name, parameter))
+            for parameter, name in self.names.items()
+            if name in self.registered
+            and name not in flat.parameters
+            and name not in idle
+            and flat.division.multiplies(name)
+        }
 
 
 def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Tensor, Tensors], Tensor]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_fx.optim.damping import DampingRule
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.rule import BlockStep
-from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.schedule import Due
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.tracing.random_streams import RandomState
 
@@ -33,20 +34,17 @@ class Losses:
         return self.evaluate is not None or self.closure is not None
 
 
-def check_losses(schedule: Schedule, losses: Losses) -> None:
+def check_losses(rule: DampingRule, due: Due, losses: Losses) -> None:
     """Raises ValueError if the damping rule needs a loss that is not given."""
-    rule = schedule.options.rule.damping_rule
-    if rule is None:
-        return
     every = f"every {rule.interval} steps"
-    if schedule.adapting and rule.immediately and not losses.measurable:
+    if due.adapting and rule.immediately and not losses.measurable:
         raise ValueError(
             f"adapt_damping needs the loss after the update, {every}: "
             "call step(evaluate=closure) with a closure that returns the loss of the batch"
         )
-    if schedule.adapting and not losses.measurable and losses.loss is None:
+    if due.adapting and not losses.measurable and losses.loss is None:
         raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
-    if schedule.adapting_late and losses.previous is None:
+    if due.adapting_late and losses.previous is None:
         raise ValueError(
             f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
             "previous=closure) with a closure that returns the loss of the last step's batch"
@@ -69,6 +67,7 @@ def measured_move(
     loss = measured_now(state, losses, start) if loss is None else loss
     moves: list[tuple[FlatParameters, Tensor, dict[str, Tensor]]] = []
     if step is not None:
+        step.ok = ok
         update = rule.direction(step)
         move = rule.move(step, update)
         if update.kappa is not None:

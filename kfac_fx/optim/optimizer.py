@@ -19,13 +19,13 @@ from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.processes import Replicas, Shards
 from kfac_fx.optim.checkpoint import check_state, publish, restore
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
-from kfac_fx.optim.groups import keep_first_lr, split_group
+from kfac_fx.optim.groups import Vectors, keep_first_lr, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses
 from kfac_fx.optim.options import OF_ALL_GROUPS, KFACOptions
 from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optim.state import PhaseSeconds, StepState, Vectors
+from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import check_closure, take_step
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward

@@ -135,7 +135,7 @@ class BlockStep:
 
     Attributes:
         flat: the parameters that have a gradient, as vectors [P].
-        ok: whether the step's gradient is taken, 0-dim.
+        ok: whether the gradient is taken, 0-dim; known in `direction`.
         check: of this step; None without one.
         estimator: has the blocks.
         damping: λ, 0-dim, written in place.
@@ -150,7 +150,6 @@ class BlockStep:
     """
 
     flat: FlatParameters
-    ok: Tensor
     estimator: FisherEstimator
     damping: Tensor
     precon_damping_mult: float
@@ -162,6 +161,7 @@ class BlockStep:
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
     exact_products: Products
     check: Check | None = None
+    ok: Tensor = field(init=False)
 
     @property
     def g(self) -> Tensor:
@@ -323,9 +323,6 @@ class Rule:
     def refuse_registrations(self, registrations: Iterable[Registration]) -> None:
         """Raises ApproximationError for blocks that the rule cannot step."""
 
-    def refuse_groups(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: Any) -> None:
-        """Raises ValueError for parameter groups that do not fit the blocks. names: of the parameters."""
-
     def decompose(self, estimator: FisherEstimator, keys: Collection[Key] | None) -> None:
         """Compute inverses, or bases, from the present factors. keys: of the blocks; None: all."""
         if self.has_bases:
@@ -333,8 +330,11 @@ class Rule:
         else:
             estimator.decompose(keys)
 
-    def gradient_is_finite(self, step: BlockStep) -> Tensor:
-        """A 0-dim bool."""
+    def admits(self, step: BlockStep, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> Tensor:
+        """Whether the gradient is finite, 0-dim. Raises ValueError for parameter groups that do not fit the blocks.
+
+        groups: the optimizer's. names: of the parameters.
+        """
         return step.flat.is_finite(step.g)
 
     def whole_step(self, step: BlockStep) -> tuple[Tensor, Tensor | None] | None:

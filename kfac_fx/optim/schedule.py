@@ -235,6 +235,19 @@ def is_early(steps: int, every: int) -> bool:
     return steps < every and str(steps).rstrip("0") in ("", "1", "2", "5")
 
 
+@dataclass(frozen=True)
+class Due:
+    """What is due in one step; the attributes of `Schedule` at its beginning."""
+
+    burning_in: bool
+    recording: bool
+    inverting: bool
+    checking: bool
+    adapting: bool
+    adapting_late: bool
+    first: bool  # the first step after the burn-in
+
+
 @dataclass
 class Schedule:
     """Which steps record, invert and adapt."""
@@ -251,24 +264,36 @@ class Schedule:
     def __post_init__(self) -> None:
         self.intervals = self.with_given(self.options.rule.intervals)
 
+    def due(self) -> Due:
+        """At the present step."""
+        return Due(
+            self.burning_in,
+            self.recording,
+            self.inverting,
+            self.checking,
+            self.adapting,
+            self.adapting_late,
+            self.counter == 0 and not self.burning_in,
+        )
+
     @property
     def burning_in(self) -> bool:
         return self.burned_in < self.options.num_burnin_steps
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.due(self.intervals.statistics, early=self.options.rule.checked)
+        return self.burning_in or self.every(self.intervals.statistics, early=self.options.rule.checked)
 
     @property
     def inverting(self) -> bool:
         """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
-        return self.due(self.intervals.inverses, early=True)
+        return self.every(self.intervals.inverses, early=True)
 
     def early(self, steps: int) -> bool:
         """Whether the inverses of blocks are due that got their first factors so many steps ago."""
         return is_early(steps, self.intervals.inverses)
 
-    def due(self, every: int, early: bool) -> bool:
+    def every(self, every: int, early: bool) -> bool:
         return (early and is_early(self.counter, every)) or self.counter % every == 0
 
     @property

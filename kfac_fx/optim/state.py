@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.linalg.processes import Replicas, Shards
-from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.checks import Checks, StepSize
 from kfac_fx.optim.curvature import JacobianProducts, exact_products
 from kfac_fx.optim.forwards import Forwards
-from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, first_order_update
+from kfac_fx.optim.groups import FlatParameters, Vectors, first_order_update
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import BlockStep, Memory
 from kfac_fx.optim.rules import first_three
@@ -67,74 +64,6 @@ class PhaseSeconds:
 
 
 @dataclass
-class Vectors:
-    """The first stage: parameters and gradients as vectors.
-
-    Attributes:
-        names: of all parameters of the net.
-        registered: the names of the parameters in Fisher blocks.
-        scalar: a zero with the dtype and the device of all scalars.
-        shards: None if every process has whole parameters.
-        grouped: None to read the parameter groups anew.
-    """
-
-    names: dict[nn.Parameter, str]
-    registered: frozenset[str]
-    scalar: Tensor
-    new_state: Callable[[Tensor], Tensors]
-    estimator: FisherEstimator
-    replicas: Replicas
-    shards: Shards | None
-    grouped: GroupedParameters | None = None
-
-    def __post_init__(self) -> None:
-        self._division: VectorDivision = UNDIVIDED
-        self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
-
-    @property
-    def division(self) -> VectorDivision:
-        """How vectors are divided at present; the same object as long as the owners are the same."""
-        estimator, shards = self.estimator, self.shards
-        if shards is None and (self.replicas.number == 1 or estimator.owners is None):
-            return UNDIVIDED
-        estimator.follow_registrations()
-        if self._divided is not estimator.groups:
-            self._divided, owners = estimator.groups, estimator.owner_of
-            if shards is not None:
-                self._division = DivisionByShards(shards, owners)
-            else:  # parameters in no block are owned in turn: others may join them, and none moves
-                in_turn = {name: n % self.replicas.number for n, name in enumerate(self.names.values())}
-                self._division = DivisionByOwners(self.replicas, in_turn | dict(owners or {}))
-        return self._division
-
-    def of(
-        self, groups: Sequence[Group], states: MutableMapping[Any, Any]
-    ) -> tuple[FlatParameters | None, FlatParameters | None]:
-        """(what the rule moves, what the first-order rule moves); None if nothing of it has a gradient.
-
-        groups, states: the optimizer's.
-        """
-        grouped, division = self.grouped, self.division
-        number = sum(len(group["params"]) for group in groups)
-        if grouped is None or len(grouped.parameters) != number or grouped.division is not division:
-            self.grouped = grouped = GroupedParameters.of(groups, self.names, self.scalar, self.new_state, division)
-        grouped.refresh(groups, self.names)
-        return grouped.flat(False, states), grouped.flat(True, states)
-
-    def absent(self, flat: FlatParameters) -> Tensors:
-        """Zeros for the parameters in Fisher blocks that have no gradient, by name."""
-        idle = self.estimator.idle(flat.parameters)
-        return {
-            name: self.scalar.new_zeros(flat.division.in_blocks(name, parameter))
-            for parameter, name in self.names.items()
-            if name in self.registered
-            and name not in flat.parameters
-            and name not in idle
-            and flat.division.multiplies(name)
-        }
-
-
-@dataclass
 class StepState:
     """What a KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
 
@@ -171,12 +100,11 @@ class StepState:
             self._compiled[function] = compiled_function(function, self.net.backend)
         return self._compiled[function]
 
-    def block_step(self, flat: FlatParameters, ok: Tensor) -> BlockStep:
-        """What a rule computes with. ok: whether the gradient is taken, 0-dim."""
+    def block_step(self, flat: FlatParameters) -> BlockStep:
+        """What a rule computes with."""
         assert self.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
         return BlockStep(
             flat=flat,
-            ok=ok,
             estimator=self.estimator,
             damping=self.damping,
             precon_damping_mult=self.options.rule.precon_damping_mult,

@@ -27,7 +27,7 @@ from kfac_fx.optim.groups import FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
-from kfac_fx.optim.schedule import Rates, StepCosts
+from kfac_fx.optim.schedule import Due, Rates, StepCosts
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -55,46 +55,50 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         ModelChangedError: the outputs of a recording were not the model's.
     """
     rule, schedule, forwards, estimator = state.options.rule, state.schedule, state.forwards, state.estimator
-    rule.refuse_groups(groups, state.vectors.names, estimator)
+    due = schedule.due()
     in_blocks, others = state.vectors.of(groups, states)
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-    if not gradients and not schedule.burning_in:
+    if not gradients and not due.burning_in:
         return
     if not (forwards.seen.forwards or schedule.counter or estimator.recorded):
         if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
             raise nothing_recorded(state.net)
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
-    check_losses(schedule, losses)
+    if rule.damping_rule is not None:
+        check_losses(rule.damping_rule, due, losses)
+    step = None if in_blocks is None else state.block_step(in_blocks)
+    finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
+    finite += [] if others is None else [others.is_finite(others.g)]
     usable = estimator.usable()
     scale = first_check(state, gradients, losses.loss)
-    accumulate(state, scale)
-    ok = torch.ones_like(state.skipped, dtype=torch.bool) if usable is None else usable
-    step = None if in_blocks is None else state.block_step(in_blocks, ok)
-    ok, loss = admitted(state, step, others, ok, losses)
-    ok = ok if step is None else checked(state, step, ok, scale)
-    choose_intervals(state)
+    accumulate(state, due, scale)
+    loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
+    ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
+    for condition in finite if usable is None else (*finite, usable):
+        ok = ok & condition
+    if due.checking and step is not None:
+        ok = checked(state, step, ok, scale)
+    if due.first:
+        choose_intervals(state)
     with state.phases.measure("statistics"):
-        recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
-    if schedule.burning_in:
+        recorded = estimator.fold(decay=1.0 if due.burning_in else None, accept=ok)
+    if due.burning_in:
         schedule.burned_in += recorded
         return
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
-    if schedule.counter == 0 and not (recorded and ok.item()):
+    if due.first and not (recorded and ok.item()):
         state.skipped += 1
         return
-    if schedule.adapting_late:
+    if due.adapting_late:
         measure_late(state, losses)
-    renew_inverses(state)
-    if schedule.counter == 0:
+    renew_inverses(state, due)
+    if due.first:
         parts = [flat.flat.parts(flat.g) for flat in (in_blocks, others) if flat is not None]
         forwards.check_coverage({name: gradient for by_name in parts for name, gradient in by_name.items()})
     with state.phases.measure("update"):
-        if schedule.adapting:
-            ok = measured_move(state, step, others, ok, loss, losses)
-        else:
-            ok = moved(state, step, others, ok)
+        ok = measured_move(state, step, others, ok, loss, losses) if due.adapting else moved(state, step, others, ok)
     state.skipped += ~ok
-    schedule.advance(None if step is None or step.check is None else state.checks.size.calm)
+    schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
 
 
 # --- before the update ------------------------------------------------------------------------------------------------
@@ -123,39 +127,28 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     return scale
 
 
-def accumulate(state: StepState, loss_scale: float) -> None:
+def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
     """Take the statistics of the forwards, which nothing else holds from here on."""
-    schedule, seen = state.schedule, state.forwards.seen
+    seen = state.forwards.seen
     with state.phases.measure("statistics"):
         for moments in seen.take_moments(state.options.reduction, loss_scale):
             state.estimator.accumulate(moments)
-    unrecorded = schedule.recording and schedule.counter > 0 and not seen.forwards
-    if unrecorded and not (state.options.rule.is_exact or schedule.checking):  # these need the batch, too: an error
+    unrecorded = due.recording and state.schedule.counter > 0 and not seen.forwards
+    if unrecorded and not (state.options.rule.is_exact or due.checking):  # these need the batch, too: an error
         state.forwards.note_unrecorded()
 
 
-def admitted(
-    state: StepState, step: BlockStep | None, others: FlatParameters | None, ok: Tensor, losses: Losses
-) -> tuple[Tensor, Tensor | None]:
-    """(whether the loss and all gradients are finite, too; the loss, if it is known): 0-dim."""
-    loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
-    ok = ok if loss is None else ok & loss.isfinite()
-    ok = ok if step is None else ok & state.options.rule.gradient_is_finite(step)
-    return ok if others is None else ok & others.is_finite(others.g), loss
-
-
 def checked(state: StepState, step: BlockStep, ok: Tensor, loss_scale: float) -> Tensor:
-    """Make the check of this step, if it is due, and go back to the last one if the loss has risen since. Returns
-    whether the step is taken: a batch after a step that made the loss rise is in no average."""
-    rule, schedule = state.options.checks, state.schedule
-    if rule is not None and schedule.checking:
-        with state.phases.measure("update"):
-            step.check = new_check(state, rule, loss_scale)
-            if schedule.counter:
-                risen = revert(step.size, step.flat, step.check, rule.is_noisy, ok)
-                rule.reverted(step, step.check, risen)
-                ok = ok & ~risen
-    step.ok = ok
+    """Make the check of this step, and go back to the last one if the loss has risen since. Returns whether the step is
+    taken: a batch after a step that made the loss rise is in no average."""
+    rule = state.options.checks
+    assert rule is not None, "bug in kfac_fx: a check of a rule without checks"
+    with state.phases.measure("update"):
+        step.check = new_check(state, rule, loss_scale)
+        if state.schedule.counter:
+            risen = revert(step.size, step.flat, step.check, rule.is_noisy, ok)
+            rule.reverted(step, step.check, risen)
+            ok = ok & ~risen
     return ok
 
 
@@ -187,7 +180,7 @@ def choose_intervals(state: StepState) -> None:
     """In the first step of a rule with checks, choose its intervals by what that step costs; the host waits."""
     estimator, options = state.estimator, state.options
     checks, rule = state.checks, options.checks
-    if rule is None or state.schedule.counter or state.schedule.burning_in:
+    if rule is None:
         return
     counts = estimator.pending_rows()
     if not counts:
@@ -209,19 +202,19 @@ def choose_intervals(state: StepState) -> None:
     estimator.cov_ema_decay = state.schedule.decay
 
 
-def renew_inverses(state: StepState) -> None:
+def renew_inverses(state: StepState, due: Due) -> None:
     """Compute the inverses or bases that are due: all, or those of blocks that are young."""
     schedule, estimator = state.schedule, state.estimator
     if schedule.counter > 0:
         state.first_recorded |= dict.fromkeys(estimator.newcomers, schedule.counter)
     young = [key for key, n in state.first_recorded.items() if schedule.early(schedule.counter - n)]
-    if not (schedule.inverting or young):
+    if not (due.inverting or young):
         return
     rule = state.options.rule
     estimator.damping.copy_(state.damping * rule.precon_damping_mult)
     with state.phases.measure("inverses"):
         try:
-            rule.decompose(estimator, None if schedule.inverting else young)
+            rule.decompose(estimator, None if due.inverting else young)
         except FactorNotReady as error:
             raise nothing_recorded(state.net) from error
 

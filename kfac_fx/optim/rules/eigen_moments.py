@@ -188,15 +188,13 @@ class EigenMoments(CheckedRule):
     def refuse_registrations(self, registrations: Iterable[Registration]) -> None:
         refuse_without_basis(self.written, registrations)
 
-    def refuse_groups(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: Any) -> None:
-        refuse_divided_momentum(groups, names, fisher)
-
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def gradient_is_finite(self, step: BlockStep) -> Tensor:
+    def admits(self, step: BlockStep, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> Tensor:
+        refuse_divided_momentum(groups, names, step.estimator)
         padded = step.memory.padded(step.flat)
         if padded is None:
-            return super().gradient_is_finite(step)
+            return step.flat.is_finite(step.g)
         padded.pack(step.flat)
         return padded.gradient_is_finite()  # type: ignore[no-any-return]
 
