@@ -45,7 +45,7 @@ from benchmarks.step_models import Problem
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.optim import padded_step
 from kfac_fx.optim.batch_loss import SHARE
-from kfac_fx.optim.eigen_moments import StepScalars
+from kfac_fx.optim.means import StepScalars
 from kfac_fx.optim.padded_step import KernelOrPlain
 from kfac_fx.optim.schedule import ACCELERATOR, ACCELERATOR_IN_HALVES
 from kfac_fx.passes.torch_private import pytree
@@ -126,12 +126,12 @@ ANSWERS: Mapping[str, Any] = {  # what differs from the answers for tensors on a
     "kfac_fx.linalg.matrices.WORTH_ALIGNING": sys.maxsize,
     "kfac_fx.recording.taps.saves_time": lambda input: input.dtype not in HALVES,
     "kfac_fx.optim.schedule.Rates.of": lambda device_types, halves: ACCELERATOR_IN_HALVES if halves else ACCELERATOR,
-    "kfac_fx.optim.step.share_of_checks": lambda kinds, processes: SHARE,
+    "kfac_fx.optim.checks.share_of_checks": lambda kinds, processes: SHARE,
     "kfac_fx.optim.batch_loss.difference_of_part": difference_of_part,
     "kfac_fx.linalg.matrices.products_of_columns": products_of_columns,
     "kfac_fx.linalg.matrices.row_products": products_of_columns,
-    "kfac_fx.optim.eigen_moments.iterates_bases": lambda device: True,
-    "kfac_fx.optim.step_state.product_dtype": lambda device, dtype: torch.bfloat16,
+    "kfac_fx.optim.bases.iterates_bases": lambda device: True,
+    "kfac_fx.optim.rules.eigen_moments.product_dtype": lambda device, dtype: torch.bfloat16,
     "kfac_fx.optim.padded_step.half_products": half_products,
     "kfac_fx.optim.padded_step.KernelOrPlain": Kernels,
     "kfac_fx.recording.backends.CudaGraph.__call__": lambda graph, function, key: Counting.as_a_graph(function),

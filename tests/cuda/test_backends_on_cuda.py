@@ -71,7 +71,7 @@ class Training:
     @property
     def renews_bases(self) -> bool:
         """Whether the next step waits for `eigh`: only the default has bases, and no public name tells when."""
-        return self.optimizer.options.eigen_moments and self.optimizer._step_state.schedule.inverting
+        return self.optimizer.options.rule.has_bases and self.optimizer._step_state.schedule.inverting
 
 
 def trained_mlp(backend: str, options: dict[str, Any]) -> Training:

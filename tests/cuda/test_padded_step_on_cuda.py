@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.optim import padded_step
-from kfac_fx.optim.eigen_moments import StepScalars
+from kfac_fx.optim.means import StepScalars
 from kfac_fx.recording.backends import CudaGraph
 from tests.cuda.on_cuda import ON_CUDA
 
@@ -47,7 +47,7 @@ def trained(steps: int) -> tuple[Tensor, kfac_fx.KFAC, list[float]]:
 
 def test_steps_are_one_graph_with_kernels_of_triton() -> None:
     _, optimizer, losses = trained(20)
-    padded = optimizer._step_state._padded
+    padded = optimizer._step_state.memory._padded
     assert padded is not None and not padded.reasons
     assert padded.graph.graph is not None
     assert all(group.rows.dtype is torch.bfloat16 for group in padded.groups if group.bases)

@@ -34,8 +34,8 @@ FIRST_STEP = {
     "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
-    "eigen_moments.py:have_equal_weights",  # have all blocks the same past?
-    "optimizer.py:on",  # numbers and random states, into the state by parameter
+    "means.py:have_equal_weights",  # have all blocks the same past?
+    "checkpoint.py:on",  # numbers and random states, into the state by parameter
     "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
     "block.py:update_inverses",  # products of a block without an inverse raise
 }
@@ -64,7 +64,7 @@ SPECTRUM = {  # so it has here
 BASES = {  # of "eigen_moments"
     "matrices.py:rescued_eigh",  # whether to try again; `eigh` has waited already
     "matrices.py:renewed_eigh",  # whether an iteration failed
-    "eigen_moments.py:turn",  # whether there is a basis to iterate from
+    "bases.py:turn",  # whether there is a basis to iterate from
 }
 
 
@@ -162,7 +162,7 @@ def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dt
         waits.only(purpose | FIRST_STEP if number <= burned else purpose)
         all_on_device(optimizer.state.values())
     all_on_device([optimizer.damping, optimizer.skipped, optimizer.rho, optimizer.predicted_change])
-    with mock.patch("kfac_fx.optim.optimizer.check_choices"):  # it reads numbers, and this device has none
+    with mock.patch("kfac_fx.optim.checkpoint.check_choices"):  # it reads numbers, and this device has none
         optimizer.load_state_dict(optimizer.state_dict())
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.optim import step
+from kfac_fx.optim import checks
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.optimizer import KFAC
@@ -252,7 +252,7 @@ def train(net: Any, opt: KFAC, steps: int, loss: Callable[[Any], Tensor] = squar
 
 
 def test_a_training_whose_checks_take_a_part_descends_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "share_of_checks", lambda kinds, processes: SHARE)
+    monkeypatch.setattr(checks, "share_of_checks", lambda kinds, processes: SHARE)
     net = compile(Net(), (X,), loss="normal")
     target = X @ torch.ones(3, 4, dtype=torch.float64)
     losses = train(net, KFAC(net, seed=0), 40, lambda outputs: rows(outputs - target))
@@ -263,7 +263,7 @@ def test_a_training_whose_checks_take_a_part_descends_and_the_report_says_so(mon
 
 
 def test_the_report_says_why_the_checks_take_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "share_of_checks", lambda kinds, processes: SHARE)
+    monkeypatch.setattr(checks, "share_of_checks", lambda kinds, processes: SHARE)
     net = compile(normed(), (X,), loss="normal")
     train(net, KFAC(net, seed=0), 2, rows)
     report = " ".join(str(net.report).split())

@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.optim import step_checks
+from kfac_fx.optim.checks import Check
 from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.step_checks import Check, along_move
 from kfac_fx.passes.tracing.signature import autocast
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -110,15 +109,15 @@ def checks(
     net: Any, around_forward: Callable[[], Any], around_step: Callable[[], Any], steps: int = 3
 ) -> list[tuple[Check, Tensor, dict[str, Tensor]]]:
     """The checks of the first steps, their <δ, F δ> and δ by name."""
-    found, opt = [], KFAC(net, seed=0)
+    found, along, opt = [], Check.along, KFAC(net, seed=0)
 
     def noted(check: Check, flat: FlatParameters, move: Tensor) -> Any:
         check.parameters = {name: value.clone() for name, value in check.parameters.items()}
-        result = along_move(check, flat, move)
+        result = along(check, flat, move)
         found.append((check, result[0], dict(flat.everywhere(move))))
         return result
 
-    with mock.patch.object(step_checks, "along_move", noted):
+    with mock.patch.object(Check, "along", noted):
         for _ in range(steps):
             with around_forward():
                 loss = F.cross_entropy(net(X).float(), CLASSES)

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.optim.eigen_moments import Means, means_of, new_extras, step_in_bases, update_bases
+from kfac_fx.optim.bases import update_bases
+from kfac_fx.optim.means import Means, in_new_basis, means_of
+from kfac_fx.optim.rules import EigenMoments
+from kfac_fx.optim.rules.eigen_moments import step_in_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients
 
 Gradients = dict[str, Tensor]
@@ -20,7 +23,7 @@ def recorded() -> FisherEstimator:
     torch.manual_seed(0)
     fisher = estimator(Several())
     fisher.update_covariances(data()[0])
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     return fisher
 
 
@@ -146,9 +149,9 @@ def test_groups_of_two_precisions_have_steps_of_their_own() -> None:
         model = TwoPrecisions().double()
         model.second.to(dtype)
         fisher = FisherEstimator(compile(model, loss="mse"), exps=(), estimation_mode="exact")
-        fisher.new_extras, fisher.relative_damping = new_extras, 0.01
+        fisher.new_extras, fisher.relative_damping = EigenMoments().new_extras, 0.01
         fisher.update_covariances(data()[0])
-        update_bases(fisher)
+        update_bases(fisher, carried=in_new_basis)
         means = Means.of(fisher)
         assert (means.joint is None) == (dtype is torch.float32)
         for number in range(3):

@@ -13,17 +13,11 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.optim.eigen_moments import (
-    EPSILON,
-    Means,
-    basis_of,
-    eigenvalues_of,
-    means_of,
-    new_extras,
-    step_in_bases,
-    update_bases,
-)
+from kfac_fx.optim.bases import basis_of, eigenvalues_of, update_bases
+from kfac_fx.optim.means import EPSILON, Means, in_new_basis, means_of
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rules import EigenMoments
+from kfac_fx.optim.rules.eigen_moments import step_in_bases
 from kfac_fx.passes.errors import ApproximationError
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
@@ -38,7 +32,7 @@ def gradients(count: int, *shape: int) -> list[Tensor]:
 def estimator(model: nn.Module, **approximations: str) -> FisherEstimator:
     net = compile(model.double(), loss="mse", approximations=approximations)
     fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
-    fisher.new_extras, fisher.relative_damping = new_extras, 0.01
+    fisher.new_extras, fisher.relative_damping = EigenMoments().new_extras, 0.01
     return fisher
 
 
@@ -67,7 +61,7 @@ def with_factors_of(first: Tensor) -> FisherEstimator:
     (block,) = fisher.blocks.values()
     moments = {"count": torch.ones(()), "A": (first.T @ first).unsqueeze(0), "G": (first @ first.T).unsqueeze(0)}
     block.update(moments, 1, decay=0.95)
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     return fisher
 
 
@@ -142,7 +136,7 @@ def test_in_a_frozen_basis_the_second_moments_are_those_of_a_corrected_spectrum(
     fisher = estimator(Several(), **approximations)
     x, y = data()
     fisher.update_covariances(x)
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     net: Any = fisher.net
     every = of_cases(net, x, y)
     for case in range(len(x)):
@@ -172,7 +166,7 @@ def test_a_new_basis_takes_the_mean_and_the_diagonal_of_the_second_moments_with_
     (block,) = fisher.blocks.values()
     moments = {"count": torch.ones(()), "A": (last.T @ last).unsqueeze(0), "G": (last @ last.T).unsqueeze(0)}
     block.update(moments, 1, decay=0.0)
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     new = dense_basis(fisher)
     turned = (new.T @ old @ torch.diag(v) @ old.T @ new).diagonal()
     assert not torch.allclose(old.abs(), new.abs())
@@ -188,7 +182,7 @@ def test_factors_that_are_not_finite_leave_the_basis_as_it_was() -> None:
     (group,) = fisher.groups
     before = {name: tensor.clone() for name, tensor in group.extras.items()}
     group.factors["A"].moment.fill_(torch.nan)
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     for name, tensor in group.extras.items():
         assert torch.equal(tensor, before[name]), name
 
@@ -197,12 +191,12 @@ def test_one_group_of_a_convolution_that_is_not_finite_leaves_the_basis_as_it_wa
     model = nn.Sequential(nn.Conv2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 2))
     fisher = estimator(model)
     fisher.update_covariances(torch.randn(5, 4, 3, 3, dtype=torch.float64))
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     group = fisher.blocks["0.weight", "0.bias"].group
     before = {name: tensor.clone() for name, tensor in group.extras.items()}
     assert group.factors["G"].moment.shape[:2] == (1, 2)
     group.factors["G"].moment[0, 0] = torch.nan
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     assert all(torch.equal(tensor, before[name]) for name, tensor in group.extras.items())
 
 
@@ -223,9 +217,9 @@ def test_eigenvalues_are_those_of_the_sides_divided_by_their_damping(dense_limit
         nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 2)).double(), loss="mse", dense_limit=dense_limit
     )
     fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
-    fisher.new_extras, fisher.relative_damping = new_extras, 0.01
+    fisher.new_extras, fisher.relative_damping = EigenMoments().new_extras, 0.01
     fisher.update_covariances(torch.randn(9, 4, dtype=torch.float64))
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     block = fisher.blocks[("0.weight",)]
     outputs, inputs = (tensor.flatten() for tensor in eigenvalues_of(block.group))
     sides = {name: block.factors[name].value for name in "AG"}
@@ -245,7 +239,7 @@ def test_a_block_without_any_gradient_has_eigenvalues_of_one() -> None:
     nn.init.constant_(model[0].bias, -1e3)  # type: ignore[arg-type]
     fisher = estimator(model)
     fisher.update_covariances(data()[0])
-    update_bases(fisher)
+    update_bases(fisher, carried=in_new_basis)
     assert all((tensor == 1).all() for tensor in eigenvalues_of(fisher.blocks["0.weight", "0.bias"].group)[:1])
     zeros = {name: torch.zeros_like(parameter) for name, parameter in fisher.net.named_parameters()}  # type: ignore[attr-defined]
     step = update_of(fisher, zeros, dict.fromkeys(zeros, MOMENTUM), 0.9, 0.5, TRUE, TRUE)
@@ -355,7 +349,7 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     slow = Slow(net, (momentum, momentum), options.get("second_moment_decay", 0.95), exponent=exponent, damping=damping)
     for number in range(10):
         step(net, opt, number)
-        slow.step(number, 0.1 / opt._step_state.size.ratio.item(), options.get("weight_decay", 0.0))
+        slow.step(number, 0.1 / opt._step_state.checks.size.ratio.item(), options.get("weight_decay", 0.0))
         for name, parameter in zip(("w", "b"), (net.model[2].weight, net.model[2].bias), strict=True):
             torch.testing.assert_close(parameter.detach(), getattr(slow, name)[1], rtol=1e-6, atol=1e-8)
     assert opt.skipped == 0
@@ -373,7 +367,7 @@ def test_momentum_is_nesterovs_where_noise_limits_steps(batches: str, bound: flo
     for number in range(8):
         of = number if batches == "others" else 0
         step(net, opt, of)
-        slow.step(of, 0.1 / opt._step_state.size.ratio.item(), 0.0)
+        slow.step(of, 0.1 / opt._step_state.checks.size.ratio.item(), 0.0)
         torch.testing.assert_close(net.model[2].weight.detach(), slow.w[1], rtol=1e-6, atol=1e-12)  # type: ignore[index, union-attr]
 
 
@@ -385,7 +379,7 @@ def test_blocks_have_the_momentum_of_their_parameter_group() -> None:
     slow = Slow(net, (0.5, 0.8), 0.95)
     for number in range(6):
         step(net, opt, number)
-        slow.step(number, 0.1 / opt._step_state.size.ratio.item(), 0.0)
+        slow.step(number, 0.1 / opt._step_state.checks.size.ratio.item(), 0.0)
         for parameters, expected in zip(layers, zip(slow.w, slow.b, strict=True), strict=True):
             torch.testing.assert_close([p.detach() for p in parameters], list(expected), rtol=1e-6, atol=1e-8)
 

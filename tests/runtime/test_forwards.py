@@ -12,12 +12,12 @@ from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.losses import Normal
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.tracing.effects import closure_undone
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.statistics import Moments
+from tests.runtime.options_of import options_of
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 
@@ -392,7 +392,7 @@ class Listening:
             differs=lambda args, kwargs: (self.compared.append(self.forwards.seen.forwards), torch.tensor(False))[1],
             record_in_training=lambda *_, **__: (self.log.append("ride"), ("outputs", pending(False)))[1],
         )
-        self.schedule = Schedule(KFACOptions(net, **{"lr": 1.0, "damping": 1.0, **options}))
+        self.schedule = Schedule(options_of(net, **{"lr": 1.0, "damping": 1.0, **options}))
         self.compared: list[int] = []
         estimator = SimpleNamespace(
             outputs=OutputWatch(),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kfac_fx.optim.first_order import FirstOrder
 from kfac_fx.optim.groups import (
     FIRST_LR,
     OF_GROUPS,
@@ -15,7 +16,7 @@ from kfac_fx.optim.groups import (
     keep_first_lr,
     split_group,
 )
-from kfac_fx.optim.rules import FirstOrder, new_velocity
+from kfac_fx.optim.rules import Regular
 
 
 def members(
@@ -29,7 +30,7 @@ def members(
         for parameter, lr in zip(parameters, (0.1, 0.2), strict=True)
     ]
     names = dict(zip(parameters, ("weight", "bias"), strict=True))
-    grouped = GroupedParameters.of(groups, names, torch.zeros(()), new_velocity)
+    grouped = GroupedParameters.of(groups, names, torch.zeros(()), Regular(damping=1.0).new_state)
     grouped.refresh(groups, names)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -77,7 +78,7 @@ def test_all_parameters_of_a_group_decay_also_if_the_first_has_no_gradient() -> 
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     group: Group = {"params": [first, second], "lr": 0.1, "momentum": 0.9, "weight_decay": 0.3, "first_order": False}
     names = {first: "first", second: "second"}
-    grouped = GroupedParameters.of([group], names, torch.zeros(()), new_velocity)
+    grouped = GroupedParameters.of([group], names, torch.zeros(()), Regular(damping=1.0).new_state)
     grouped.refresh([group], names)
     second.grad = torch.ones(3)
     decay = flat_of(grouped, {first: {}, second: {}}).weight_decay
@@ -132,4 +133,6 @@ def test_the_first_lr_of_a_group_stays_when_its_lr_changes_in_place() -> None:
 def test_the_numbers_of_a_group_must_not_be_negative(option: str) -> None:
     weight = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=f"{option} is -0.1; it must not be negative"):
-        split_group({"params": [weight], option: -0.1}, {weight: "w"}, (), FirstOrder(), OF_GROUPS)
+        split_group(
+            {"params": [weight], option: -0.1}, {weight: "w"}, (), FirstOrder(), dict.fromkeys(OF_GROUPS, 0.1), ()
+        )

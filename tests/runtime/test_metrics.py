@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.fisher.block_diagonal import WideGroup
-from kfac_fx.optim import step_state
+from kfac_fx.optim import state, step
 from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.step_state import PHASES
+from kfac_fx.optim.state import PHASES
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, train, values
 
 
@@ -193,7 +193,7 @@ def test_seconds_are_the_mean_of_the_steps_since_the_last_values() -> None:
 
 def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(step_state.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(state.time, "perf_counter", lambda: now)
     net, opt = made()
 
     def slow_down(place: Any, name: str, seconds: float) -> None:
@@ -209,7 +209,7 @@ def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None
     slow_down(opt._forwards, "on_forward", 1.0)
     slow_down(opt.estimator, "fold", 2.0)
     slow_down(opt.estimator, "decompose", 4.0)
-    slow_down(opt._step_state, "move_in_blocks", 8.0)
+    slow_down(step, "moved_in_blocks", 8.0)
     metrics = Metrics(opt, every=1)
     train(net, opt, range(1))
     assert [metrics.values[f"seconds/{phase}"] for phase in PHASES] == [1.0, 2.0, 4.0, 8.0]
@@ -295,7 +295,7 @@ def test_detach_ends_the_reading_and_keeps_the_values(monkeypatch: pytest.Monkey
         other.detach()
         train(net, opt, range(2, 4))
     assert (metrics.step, other.step) == (4, 2) and metrics.values
-    monkeypatch.setattr(step_state.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    monkeypatch.setattr(state.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     train(net, opt, range(4, 5))
     assert metrics.step == 4
 

@@ -13,10 +13,12 @@ from torch.nn import functional as F
 import kfac_fx
 from kfac_fx.linalg.matrices import CACHE_LINE
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim import padded_step, step_state
-from kfac_fx.optim.eigen_moments import EPSILON, step_in_bases
+from kfac_fx.optim import padded_step
 from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.means import EPSILON
 from kfac_fx.optim.padded_step import PaddedStep
+from kfac_fx.optim.rules import eigen_moments
+from kfac_fx.optim.rules.eigen_moments import nesterov, step_in_bases
 from kfac_fx.recording.backends import CudaGraph
 
 STEPS = 9  # with checks after 0, 1, 2 and 5
@@ -105,23 +107,23 @@ class Training:
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded steps on the CPU, by products in the precision of the factors."""
-    monkeypatch.setattr(step_state, "product_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(eigen_moments, "product_dtype", lambda device, dtype: dtype)
 
 
 def expected_update(training: Training, padded: PaddedStep, flat: FlatParameters, ok: Tensor) -> Tensors:
     """Δ by the other way, which leaves no trace."""
     kept = [tensor for group in padded.means.groups for tensor in group.extras.values()]
     before = [tensor.clone() for tensor in kept]
-    size, options = training.state.size, training.state.options
-    assert training.state.grouped is not None
+    grouped, rule = training.state.vectors.grouped, training.state.options.rule
+    assert grouped is not None and isinstance(rule, eigen_moments.EigenMoments)
     update = step_in_bases(
         training.state.estimator,
         padded.means,
         flat.flat.parts(flat.g),
-        training.state.grouped.scalars["momentum"],
-        options.value("second_moment_decay"),
-        options.value("eigenvalue_exponent"),
-        nesterov=size.nesterov,
+        grouped.scalars["momentum"],
+        rule.second_moment_decay,
+        rule.eigenvalue_exponent,
+        nesterov=nesterov(training.state.checks.size),
         accept=ok,
     )
     for tensor, value in zip(kept, before, strict=True):
@@ -216,7 +218,7 @@ def test_buffers_have_rows_of_a_multiple_of_16_and_zeros_behind_the_matrix() -> 
     training = Training("text", torch.float64)
     for _ in range(4):
         training.step()
-    padded = training.state._padded
+    padded = training.state.memory._padded
     assert padded is not None
     products = [group for group in padded.groups if group.bases and group.group.multiplies_whole]
     assert products
@@ -233,7 +235,7 @@ def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.Monk
     """At a loss within a part of its fall that two roundings of 2⁻⁹ explain."""
     ends = []
     for dtype in (None, torch.bfloat16):
-        monkeypatch.setattr(step_state, "product_dtype", lambda device, of_factors, dtype=dtype: dtype)
+        monkeypatch.setattr(eigen_moments, "product_dtype", lambda device, of_factors, dtype=dtype: dtype)
         training = Training("text", torch.float32)
         ends.append([training.step() for _ in range(40)])
     assert "gradients are turned by products of torch.bfloat16 with sums in torch.float32" in str(training.net.report)
@@ -246,16 +248,16 @@ def test_a_cpu_multiplies_matrices_as_they_are() -> None:
     assert padded_step.product_dtype(torch.device("cpu"), torch.float32) is None
     training = Training("text", torch.float32)
     training.step()
-    assert training.state._padded is None
+    assert training.state.memory._padded is None
 
 
 def test_without_triton_the_operations_are_those_of_torch_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_state, "product_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(eigen_moments, "product_dtype", lambda device, dtype: dtype)
     training = Training("text", torch.float64)
     training.step()
-    padded = training.state._padded
+    padded = training.state.memory._padded
     assert padded is not None and not padded.reasons
 
     def missing(name: str) -> Any:
@@ -283,10 +285,10 @@ def test_a_graph_is_captured_anew_if_its_tensors_lie_elsewhere(monkeypatch: pyte
     for _ in range(5):
         training.step()
     assert len(keys) == 2 and keys[0] == keys[1]
-    kept = training.state.grouped
+    kept = training.state.vectors.grouped
     training.optimizer.load_state_dict(training.optimizer.state_dict())  # the scalars of the groups are new tensors
     training.optimizer.param_groups[0]["lr"] = 0.5
-    assert kept is not None and training.state.grouped is None
+    assert kept is not None and training.state.vectors.grouped is None
     for _ in range(3):
         training.step()
     assert len(keys) == 4 and keys[2] == keys[3] != keys[1]

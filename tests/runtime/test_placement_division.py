@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, VectorDivision
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.optim.groups import FlatParameters, GroupedParameters, Proposal
-from kfac_fx.optim.rules import Preconditioner, new_velocity
+from kfac_fx.optim.groups import FlatParameters, GroupedParameters, Preconditioner
+from kfac_fx.optim.rules import Regular
 
 OWNERS = {"a": 1, "b": 0, "c": 1}
 PARAMETERS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0), "c": torch.tensor([2.0, 5.0])}
@@ -53,7 +53,7 @@ def flat_of(division: VectorDivision) -> tuple[FlatParameters, dict[Any, Any], d
         parameter.grad = torch.ones_like(parameter)
     group = {"params": [*parameters.values()], "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "first_order": False}
     names = {parameter: name for name, parameter in parameters.items()}
-    grouped = GroupedParameters.of([group], names, torch.zeros(()), new_velocity, division)
+    grouped = GroupedParameters.of([group], names, torch.zeros(()), Regular(damping=1.0).new_state, division)
     grouped.refresh([group], names)
     states: dict[Any, Any] = {parameter: {} for parameter in parameters.values()}
     flat = grouped.flat(False, states)
@@ -100,7 +100,7 @@ def test_the_blocks_of_a_process_multiply_its_parts(by_owners: DivisionByOwners)
 def test_the_moves_of_all_owners_reach_all_copies(by_owners: DivisionByOwners) -> None:
     flat, _, parameters = flat_of(by_owners)
     with torch.no_grad():
-        flat.commit(Proposal(torch.full((4,), 2.0), {"velocity": torch.full((4,), 7.0)}), torch.tensor(True))
+        flat.commit(torch.full((4,), 2.0), {"velocity": torch.full((4,), 7.0)}, torch.tensor(True))
     assert parameters["b"].tolist() == [2, 3, 4, 5]
     assert not parameters["a"].any() and not parameters["c"].any()  # the other process sent -a and -c
     assert flat.state["velocity"].tolist() == [7, 7, 7, 7]

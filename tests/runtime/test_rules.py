@@ -1,26 +1,24 @@
-"""The rules of an update: momentum and its golden clipping, the quadratic model's golden numbers, the damping."""
+"""The formulas of the rules: momentum and its golden clipping, the quadratic model's golden numbers, the damping."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.optim.rules import (
-    DampingRule,
-    FirstOrder,
-    MomentumRule,
-    Preconditioner,
-    QuadraticModel,
-    StepBound,
-    change_by_blocks,
-    inner,
-    inner_products,
-    is_finite,
-    new_adam_state,
-    shrinking,
-)
+from kfac_fx.optim.damping import DampingRule
+from kfac_fx.optim.first_order import FirstOrder, new_adam_state
+from kfac_fx.optim.groups import FlatParameters, Preconditioner, StateVectors, inner, is_finite
+from kfac_fx.optim.rules import Adam, Regular
+from kfac_fx.optim.rules.momentum import shrinking
+from kfac_fx.optim.rules.quadratic import QuadraticModel
 
 # --- momentum -------------------------------------------------------------------------------------------------------
 
@@ -31,11 +29,28 @@ ZERO = torch.zeros(8)
 LR = torch.tensor(0.1)
 
 
+def vectors(
+    g: Tensor = G, velocity: Tensor = ZERO, momentum: Tensor = ZERO, lr: Tensor = LR, first_lr: Tensor | None = None
+) -> FlatParameters:
+    """A parameter whose gradient is g."""
+    by_name, state = {"a": g}, StateVectors(("a",), {"a": g}, {"velocity": velocity}, {})
+    flat = Flat({"a": g.shape})
+    return FlatParameters(flat, UNDIVIDED, {}, {}, by_name, state, lr, lr.amax(), first_lr, momentum, None)
+
+
+def of_gradient(bound: float | None) -> dict[str, Any]:
+    """The options of a bound on lr P g."""
+    return {"damping": 1.0, "norm_constraint": bound} | ({} if bound is None else {"norm_constraint_form": "gradient"})
+
+
 @pytest.mark.parametrize(("constraint", "kappa"), [(None, 1.0), (10.0, 1.0), (0.5, 0.536056)])
 def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: float) -> None:
-    u, got = MomentumRule("regular", constraint).clipped(G, PG, LR)
+    u, got = Regular(**of_gradient(constraint)).clipped(vectors(), G, lambda g: PG.clone())
     torch.testing.assert_close(u, kappa * PG)
-    assert got is None if constraint is None else got.item() == pytest.approx(kappa, abs=1e-6)
+    if constraint is None:
+        assert got is None
+    else:
+        assert got is not None and got.item() == pytest.approx(kappa, abs=1e-6)
     if constraint == 0.5:  # the squared Fisher norm of the clipped step is the constraint itself
         assert kappa == pytest.approx(math.sqrt(constraint / (0.01 * SQUARED_NORM)), abs=1e-6)
         assert (0.01 * G * u**2 / PG).sum().item() == pytest.approx(constraint)
@@ -43,13 +58,13 @@ def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: flo
 
 def test_the_constraint_weighs_every_parameter_with_its_own_learning_rate() -> None:
     lr = torch.tensor([0.1, 0.0]).repeat_interleave(4)
-    u, _ = MomentumRule("regular", 0.25).clipped(G, PG, lr)
+    u, _ = Regular(**of_gradient(0.25)).clipped(vectors(lr=lr), G, lambda g: PG.clone())
     norm = 0.01 * (G[:4] * PG[:4]).sum().item()
     torch.testing.assert_close(u[4:], math.sqrt(0.25 / norm) * PG[4:])
 
 
 def test_a_zero_gradient_is_not_clipped_to_nan() -> None:
-    u, kappa = MomentumRule("regular", 0.5).clipped(ZERO, ZERO, LR)
+    u, kappa = Regular(**of_gradient(0.5)).clipped(vectors(ZERO), ZERO, lambda g: ZERO.clone())
     assert not u.any() and kappa == 1
 
 
@@ -58,17 +73,18 @@ def test_momentum_before_and_after_the_preconditioner() -> None:
         return vector / 2
 
     for momentum in (torch.tensor(0.9), torch.tensor([0.9, 0.5]).repeat_interleave(4)):
-        v, update, _ = MomentumRule("regular", None)(G, PG, momentum, halve, LR)
-        torch.testing.assert_close(v, momentum * PG + G / 2)
-        assert update is v
-        v, update, _ = MomentumRule("adam", None)(G, PG, momentum, halve, LR)
-        torch.testing.assert_close(v, momentum * PG + G)
-        torch.testing.assert_close(update, v / 2)
+        flat = vectors(velocity=PG, momentum=momentum)
+        update, state, _ = Regular(damping=1.0).bounded(flat, halve, None)
+        torch.testing.assert_close(state["velocity"], momentum * PG + G / 2)
+        assert update is state["velocity"]
+        update, state, _ = Adam(damping=1.0).bounded(flat, halve, None)
+        torch.testing.assert_close(state["velocity"], momentum * PG + G)
+        torch.testing.assert_close(update, state["velocity"] / 2)
 
 
 def test_the_constraint_of_momentum_before_the_preconditioner_is_on_the_whole_update() -> None:
-    momentum, bound = torch.tensor(0.9), 0.25
-    _, update, _ = MomentumRule("adam", bound)(G, 10 * PG, momentum, lambda vector: 2 * vector, LR)
+    bound, flat = 0.25, vectors(velocity=10 * PG, momentum=torch.tensor(0.9))
+    update, _, _ = Adam(**of_gradient(bound)).bounded(flat, lambda vector: 2 * vector, None)
     squared = (LR.square() * update * update / 2).sum()  # the Fisher is the inverse of the preconditioner
     torch.testing.assert_close(squared, torch.tensor(bound, dtype=squared.dtype))
 
@@ -80,10 +96,20 @@ def squared_norm(step: Tensor) -> float:
     return (step * FISHER * step).sum().item()
 
 
+def bounded(bound: float, update: Tensor, lr: Tensor, first_lr: Tensor) -> tuple[Tensor, Tensor]:
+    """κ Δ of a first update Δ, and κ."""
+    flat = vectors(lr=lr, first_lr=first_lr)
+    shortened, state, kappa = Regular(damping=1.0, norm_constraint=bound).bounded(
+        flat, lambda g: update.clone(), lambda vector: FISHER * vector
+    )
+    assert kappa is not None and torch.equal(state["velocity"], update)  # momentum is that without the bound
+    return shortened, kappa
+
+
 @pytest.mark.parametrize("schedule", [1.0, 0.5, 2.0])
 def test_the_bound_on_a_step_follows_the_learning_rate(schedule: float) -> None:
-    bound, lr = StepBound(0.25, lambda vector: FISHER * vector), schedule * LR
-    update, kappa = bound(PG, lr, LR)
+    lr = schedule * LR
+    update, kappa = bounded(0.25, PG, lr, LR)
     step = lr * update
     assert squared_norm(step) == pytest.approx(0.25 * schedule**2)
     torch.testing.assert_close(update, kappa * PG)
@@ -91,23 +117,20 @@ def test_the_bound_on_a_step_follows_the_learning_rate(schedule: float) -> None:
 
 
 def test_a_step_within_the_bound_is_left_alone() -> None:
-    bound = StepBound(10 * squared_norm(LR * PG), lambda vector: FISHER * vector)
     for update in (PG, ZERO):
-        bounded, kappa = bound(update, LR, LR)
-        assert torch.equal(bounded, update) and kappa == 1
+        left, kappa = bounded(10 * squared_norm(LR * PG), update, LR, LR)
+        assert torch.equal(left, update) and kappa == 1
 
 
 def test_every_group_follows_its_own_schedule() -> None:
     first, ratio = (torch.tensor(values).repeat_interleave(4) for values in ([0.1, 0.3], [1.0, 0.5]))
-    bound = StepBound(0.25, lambda vector: FISHER * vector)
-    at_start, later = (lr * bound(PG, lr, first)[0] for lr in (first, ratio * first))
+    at_start, later = (lr * bounded(0.25, PG, lr, first)[0] for lr in (first, ratio * first))
     assert squared_norm(at_start) == pytest.approx(0.25)
     torch.testing.assert_close(later, ratio * at_start)
 
 
 def test_a_learning_rate_that_began_at_zero_is_bounded_by_its_present_value() -> None:
-    bound = StepBound(0.25, lambda vector: FISHER * vector)
-    assert squared_norm(LR * bound(PG, LR, torch.tensor(0.0))[0]) == pytest.approx(0.25)
+    assert squared_norm(LR * bounded(0.25, PG, LR, torch.tensor(0.0))[0]) == pytest.approx(0.25)
 
 
 def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:
@@ -132,6 +155,11 @@ def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:
 
 def double(*values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def dense_products(directions: Sequence[Tensor]) -> Tensor:
+    matrix = torch.stack([direction.double() for direction in directions])
+    return (matrix @ matrix.T).to(torch.promote_types(directions[-1].dtype, torch.float32))
 
 
 DAMPING = double(0.5).squeeze()
@@ -178,8 +206,9 @@ def test_the_best_step_has_no_slope_left() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parallel_directions_give_the_step_along_the_first(dtype: torch.dtype) -> None:
     direction = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    vectors = [direction, -0.3 * direction]
-    model = QuadraticModel.along(vectors, -direction, lambda directions: 2 * inner_products(directions))
+    model = QuadraticModel.along(
+        [direction, -0.3 * direction], -direction, lambda directions: 2 * dense_products(directions)
+    )
     s = model.best(torch.tensor(0.5, dtype=dtype))
     torch.testing.assert_close(s, torch.tensor([1 / 2.5, 0.0], dtype=dtype))
 
@@ -209,8 +238,8 @@ def test_inner_products_are_in_single_precision_at_least() -> None:
     a, b = torch.tensor([1.0, 2.0, 3.0]).bfloat16(), torch.tensor([3.0, 0.5, 2.0])
     assert inner(a, b).item() == 10.0
     assert inner(a, b).dtype is torch.float32
-    torch.testing.assert_close(inner_products([a, b]), torch.tensor([[14.0, 10.0], [10.0, 13.25]]))
-    model = QuadraticModel.along([a, b], b, inner_products)
+    model = QuadraticModel.along([a, b], b, dense_products)
+    torch.testing.assert_close(model.products, torch.tensor([[14.0, 10.0], [10.0, 13.25]]))
     torch.testing.assert_close(model.slopes, torch.tensor([10.0, 13.25]))
 
 
@@ -286,7 +315,14 @@ def test_the_first_order_rule_is_adamw() -> None:
 def test_the_change_by_blocks_counts_only_the_damping_that_is_curvature() -> None:
     g, move, fisher = double(1, -2), double(0.5, 0.25), double([2, 0.5], [0.5, 1])
     damping, l2 = 0.3, 0.1
-    change = change_by_blocks(g, move, lambda v: fisher @ v + damping * v, torch.tensor(damping - l2))
+    step = SimpleNamespace(
+        g=g,
+        flat=SimpleNamespace(inner=inner),
+        estimator=SimpleNamespace(damping=torch.tensor(damping)),
+        fisher_product=lambda v: fisher @ v + damping * v,
+    )
+    rule = Regular(damping=damping, adapt_damping=True, l2_reg=l2)
+    change = rule.predicted_change(cast(Any, step), move)
     torch.testing.assert_close(change, g @ move + 0.5 * move @ (fisher + l2 * torch.eye(2)) @ move)
 
 

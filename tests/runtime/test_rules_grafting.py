@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.rules import grafted, joined_blocks
+from kfac_fx.optim.rules.grafted import grafted, joined_blocks
 
 
 def test_blocks_that_overlap_count_as_one() -> None:

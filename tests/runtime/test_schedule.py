@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
+from tests.runtime.options_of import options_of
 
 
 def test_the_adaptive_type_checks_and_records_early() -> None:
-    options = KFACOptions(
+    options = options_of(
         compile(nn.Linear(3, 2), loss="categorical"), damping_adaptation_interval=4, cov_update_every=6
     )
     each = [Schedule(options, counter) for counter in range(13)]
@@ -32,7 +32,7 @@ def checks(schedule: Schedule, steps: int, calm: Callable[[int], bool] = lambda 
 
 
 def test_checks_become_rarer_as_long_as_they_are_calm() -> None:
-    schedule = Schedule(KFACOptions(compile(nn.Linear(3, 2), loss="categorical")))
+    schedule = Schedule(options_of(compile(nn.Linear(3, 2), loss="categorical")))
     assert schedule.intervals.checks == 5
     assert [*checks(schedule, 100)] == [0, 1, 2, 5, 10, 15, 20, 30, 45, 65, 85]
     again = Schedule(schedule.options)
@@ -42,10 +42,10 @@ def test_checks_become_rarer_as_long_as_they_are_calm() -> None:
 
 
 def test_a_long_first_interval_has_early_checks() -> None:
-    schedule = Schedule(KFACOptions(compile(nn.Linear(3, 2), loss="categorical")))
+    schedule = Schedule(options_of(compile(nn.Linear(3, 2), loss="categorical")))
     schedule.intervals = schedule.intervals._replace(checks=15)
     assert [*checks(schedule, 100)] == [0, 1, 2, 5, 10, 15, 30, 45, 60, 90]
-    given = Schedule(KFACOptions(schedule.options.net, damping_adaptation_interval=30))
+    given = Schedule(options_of(schedule.options.net, damping_adaptation_interval=30))
     assert [*checks(given, 100)] == [0, 1, 2, 5, 10, 20, 30, 60, 90]
 
 
@@ -55,7 +55,7 @@ def test_a_long_first_interval_has_early_checks() -> None:
 def test_checks_stay_as_frequent_where_the_interval_is_given_or_short_or_scales_the_damping(
     options: dict[str, Any],
 ) -> None:
-    schedule = Schedule(KFACOptions(compile(nn.Linear(3, 2), loss="categorical"), **options))
+    schedule = Schedule(options_of(compile(nn.Linear(3, 2), loss="categorical"), **options))
     if "overhead" in options:
         schedule.intervals = schedule.intervals._replace(checks=2)
     every = schedule.intervals.checks
@@ -66,7 +66,7 @@ def test_checks_stay_as_frequent_where_the_interval_is_given_or_short_or_scales_
 @pytest.mark.parametrize("every", [5, 15])
 @pytest.mark.parametrize("saved", range(3, 50, 3))
 def test_a_schedule_that_is_restored_checks_at_the_same_steps(saved: int, every: int) -> None:
-    options = KFACOptions(compile(nn.Linear(3, 2), loss="categorical"))
+    options = options_of(compile(nn.Linear(3, 2), loss="categorical"))
 
     def calm(step: int) -> bool:
         return step != 30
@@ -83,7 +83,7 @@ def test_a_schedule_that_is_restored_checks_at_the_same_steps(saved: int, every:
 
 def test_a_schedule_tells_what_is_due() -> None:
     net = compile(nn.Linear(3, 2), loss="categorical")
-    options = KFACOptions(
+    options = options_of(
         net,
         lr=0.1,
         damping=0.1,
@@ -108,5 +108,5 @@ def test_a_schedule_tells_what_is_due() -> None:
     [(1, [*range(130)]), (10, [0, 1, 2, 5, *range(10, 130, 10)]), (60, [0, 1, 2, 5, 10, 20, 50, 60, 120])],
 )
 def test_inverses_follow_the_first_factors_closely(every: int, inverting: list[int]) -> None:
-    options = KFACOptions(compile(nn.Linear(3, 2), loss="categorical"), lr=0.1, damping=0.1, invert_every=every)
+    options = options_of(compile(nn.Linear(3, 2), loss="categorical"), lr=0.1, damping=0.1, invert_every=every)
     assert [counter for counter in range(130) if Schedule(options, counter).inverting] == inverting

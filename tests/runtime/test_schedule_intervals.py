@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rules import RULES, EigenMoments
 from kfac_fx.optim.schedule import (
     ACCELERATOR,
     ACCELERATOR_IN_HALVES,
     CHECK_FORWARDS,
     HOST,
-    LONGEST_INTERVALS,
     PER_CHECK,
     PER_GROUP,
     PER_INVERSE,
@@ -34,7 +34,7 @@ from kfac_fx.optim.schedule import (
 from tests.runtime.slow_kfac import batch, mlp
 
 CASES, WIDTHS = 7, (4, 6, 3)
-LONGEST = LONGEST_INTERVALS["eigen_moments"]
+LONGEST = EigenMoments.longest
 
 
 def perceptron() -> nn.Sequential:
@@ -129,7 +129,7 @@ def test_the_first_step_takes_the_kind_of_machine_of_the_parameters(
     monkeypatch.setattr(Rates, "of", lambda types, halves: asked.append(set(types)) or ACCELERATOR)
     optimizer, bases = after_a_step(momentum_type=kind), kind == "eigen_moments"
     costs = costs_of(optimizer, rates=ACCELERATOR, with_product=not bases, eigenbases=bases)
-    assert optimizer._step_state.schedule.intervals == costs.intervals(overhead, LONGEST_INTERVALS[kind])
+    assert optimizer._step_state.schedule.intervals == costs.intervals(overhead, RULES[kind].longest)
     assert asked == [{"cpu"}]
 
 

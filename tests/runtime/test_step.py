@@ -15,23 +15,21 @@ from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.forwards import MicroBatches
+from kfac_fx.optim.groups import FlatParameters, Vectors
+from kfac_fx.optim.measured_step import Losses, check_losses, measured_move
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rule import BlockStep
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optim.step import (
-    Losses,
-    check_losses,
-    flat_parameters,
-    measured_update,
-    take_step,
-    update,
-)
-from kfac_fx.optim.step_state import StepState, exact_products, preconditioner
+from kfac_fx.optim.state import StepState
+from kfac_fx.optim.step import moved, take_step
 from kfac_fx.passes.errors import FactorNotReady
+from tests.runtime.options_of import options_of
 
 H = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
 START = torch.tensor([1.0, -2.0], dtype=torch.float64)
 LR, LAMBDA = 0.5, 0.25
+TRUE = torch.tensor(True)
 
 
 @pytest.fixture(autouse=True)
@@ -113,23 +111,28 @@ class Problem:
         net = cast(
             Any, SimpleNamespace(backend="eager", in_place=False, attach=None, registrations=(), model=nn.Identity())
         )
-        chosen = KFACOptions(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
+        chosen = options_of(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
         scalar = torch.zeros((), dtype=torch.float64)
         self.forwards = FakeForwards(self.log)
+        names, fake, replicas = (
+            {self.w: "w", self.free: "free"},
+            FakeEstimator(self.log, **(estimator or {})),
+            Replicas(),
+        )
         self.state = StepState(
             net=net,
-            names={self.w: "w", self.free: "free"},
-            registered=frozenset(["w"]),
             options=chosen,
             schedule=Schedule(chosen),
-            estimator=cast(Any, FakeEstimator(self.log, **(estimator or {}))),
+            estimator=cast(Any, fake),
             forwards=cast(Any, self.forwards),
-            replicas=Replicas(),
-            scalar=scalar,
+            replicas=replicas,
+            vectors=Vectors(
+                names, frozenset(["w"]), scalar, chosen.rule.new_state, cast(Any, fake), replicas, shards=None
+            ),
             damping=scalar + LAMBDA,
         )
         shared = chosen.of_groups
-        shared |= {} if chosen.bound_on("update") is None else {"first_lr": shared["lr"]}
+        shared |= {"first_lr": shared["lr"]} if chosen.rule.keeps_first_lr else {}
         self.groups = [{"params": [self.w], "first_order": False, **shared}]
         self.groups += [{"params": [self.free], "first_order": True, **shared}] if free else []
         self.states: dict[Any, Any] = {self.w: {}, self.free: {}}
@@ -141,11 +144,16 @@ class Problem:
         self.w.grad, self.free.grad = H @ self.w.detach(), torch.ones_like(self.free)
         self.forwards.seen = MicroBatches(forwards=1)
 
+    def vectors(self) -> tuple[BlockStep, FlatParameters | None]:
+        in_blocks, others = self.state.vectors.of(self.groups, self.states)
+        assert in_blocks is not None
+        return self.state.block_step(in_blocks), others
+
     def step(self, losses: Losses | None = None) -> None:
         take_step(self.state, self.groups, self.states, Losses() if losses is None else losses)
 
 
-def moved(problem: Problem) -> Tensor:
+def move_of(problem: Problem) -> Tensor:
     return problem.w.detach() - START
 
 
@@ -159,7 +167,7 @@ def test_a_first_step_checks_folds_inverts_and_moves() -> None:
     problem.backward()
     problem.step()
     assert problem.log == ["check the loss at scale 1", "fold", "invert at 0.5", "check the coverage of w"]
-    torch.testing.assert_close(moved(problem), EXPECTED)
+    torch.testing.assert_close(move_of(problem), EXPECTED)
     assert (problem.state.schedule.counter, problem.state.skipped.item()) == (1, 0)
 
 
@@ -176,7 +184,7 @@ def test_a_burn_in_only_averages() -> None:
     problem.backward()
     problem.step()
     assert problem.log == ["check the loss at scale 1", "fold with decay 1.0"]
-    assert not moved(problem).any() and (problem.state.schedule.burned_in, problem.state.schedule.counter) == (1, 0)
+    assert not move_of(problem).any() and (problem.state.schedule.burned_in, problem.state.schedule.counter) == (1, 0)
 
 
 def test_a_step_without_gradients_does_nothing() -> None:
@@ -193,7 +201,7 @@ def test_a_first_step_without_a_factor_is_skipped_and_comes_again(reason: str) -
         assert problem.w.grad is not None
         problem.w.grad[0] = torch.nan
     problem.step()
-    assert not moved(problem).any() and problem.state.skipped.item() == 1 and problem.state.schedule.counter == 0
+    assert not move_of(problem).any() and problem.state.skipped.item() == 1 and problem.state.schedule.counter == 0
 
 
 def test_an_inverse_before_any_recording_says_what_to_call() -> None:
@@ -224,12 +232,12 @@ def test_statistics_that_are_due_without_a_forward_are_noted(lr: float | None, n
 def test_a_move_that_is_not_finite_is_not_made() -> None:
     problem = Problem(free=True)
     problem.backward()
-    in_blocks, others = flat_parameters(problem.state, problem.groups, problem.states)
-    assert in_blocks is not None and others is not None
-    in_blocks.g[0] = torch.inf
-    ok = update(problem.state, in_blocks, others, torch.tensor(True), None)
-    assert not ok and not moved(problem).any() and problem.free.item() == 1
-    assert not in_blocks.state["velocity"].any() and not others.state["step"].any()
+    step, others = problem.vectors()
+    assert others is not None
+    step.g[0] = torch.inf
+    ok = moved(problem.state, step, others, TRUE)
+    assert not ok and not move_of(problem).any() and problem.free.item() == 1
+    assert not step.state["velocity"].any() and not others.state["step"].any()
 
 
 def test_a_step_whose_loss_is_not_finite_is_counted_and_changes_nothing() -> None:
@@ -237,7 +245,7 @@ def test_a_step_whose_loss_is_not_finite_is_counted_and_changes_nothing() -> Non
     problem.state.schedule.counter = 1
     problem.backward()
     problem.step(Losses(loss=torch.inf))
-    assert not moved(problem).any() and (problem.state.schedule.counter, problem.state.skipped.item()) == (2, 1)
+    assert not move_of(problem).any() and (problem.state.schedule.counter, problem.state.skipped.item()) == (2, 1)
 
 
 def test_a_step_whose_recording_is_of_another_function_changes_nothing() -> None:
@@ -248,25 +256,24 @@ def test_a_step_whose_recording_is_of_another_function_changes_nothing() -> None
     estimator.agrees = torch.tensor(False)
     problem.backward()
     problem.step()
-    assert not moved(problem).any() and problem.state.skipped.item() == 1 and not estimator.accepted
+    assert not move_of(problem).any() and problem.state.skipped.item() == 1 and not estimator.accepted
 
 
 def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
     problem = Problem(free=True)
     problem.backward()
     problem.step()
-    torch.testing.assert_close(moved(problem), EXPECTED)
+    torch.testing.assert_close(move_of(problem), EXPECTED)
     assert problem.free.item() == pytest.approx(1 - LR, rel=1e-6)  # Adam's first step is lr
 
 
 def test_a_parameter_of_a_block_without_a_gradient_counts_as_zero() -> None:
     problem = Problem(free=True)
-    problem.state.registered = frozenset(["w", "free"])
+    problem.state.vectors.registered = frozenset(["w", "free"])
     problem.backward()
-    in_blocks, _ = flat_parameters(problem.state, problem.groups, problem.states)
-    assert in_blocks is not None
+    step, _ = problem.vectors()
     seen: Tensors = {}
-    preconditioner(problem.state, in_blocks, lambda vector: seen.update(vector) or vector)(in_blocks.g)
+    step.product(lambda vector: seen.update(vector) or vector)(step.g)
     assert seen["free"].tolist() == [0.0] and torch.equal(seen["w"], H @ START)
 
 
@@ -282,8 +289,8 @@ def test_an_exact_model_predicts_the_change_of_the_loss(options: dict[str, Any],
     before = problem.loss()
     problem.backward()
     problem.step(Losses(problem.loss))
-    torch.testing.assert_close(problem.state.predicted_change, problem.loss() - before)
-    assert problem.state.rho.item() == pytest.approx(1.0)
+    torch.testing.assert_close(problem.state.scalars["predicted_change"], problem.loss() - before)
+    assert problem.state.scalars["rho"].item() == pytest.approx(1.0)
     assert problem.state.damping.item() == pytest.approx(LAMBDA * 0.95)
     assert problem.log.count("measure") == 2
 
@@ -299,14 +306,14 @@ def test_the_l2_term_of_the_loss_is_the_only_damping_in_the_prediction() -> None
     assert problem.w.grad is not None
     problem.w.grad += l2 * problem.w.detach()
     problem.step(Losses(loss))
-    torch.testing.assert_close(problem.state.predicted_change, loss() - before)
+    torch.testing.assert_close(problem.state.scalars["predicted_change"], loss() - before)
 
 
 def test_a_loss_that_is_known_is_not_measured() -> None:
     problem = Problem(**ADAPTED)
     problem.backward()
     problem.step(Losses(problem.loss, loss=problem.loss()))
-    assert problem.log.count("measure") == 1 and problem.state.rho.item() == pytest.approx(1.0)
+    assert problem.log.count("measure") == 1 and problem.state.scalars["rho"].item() == pytest.approx(1.0)
 
 
 def test_a_late_measurement_gives_the_damping_of_an_immediate_one() -> None:
@@ -314,36 +321,42 @@ def test_a_late_measurement_gives_the_damping_of_an_immediate_one() -> None:
     for n, problem in enumerate((late, now)):
         problem.backward()
         problem.step(Losses(problem.loss, loss=problem.loss()))
-        assert problem.state.rho.isnan().item() is (n == 0)
+        assert problem.state.scalars["rho"].isnan().item() is (n == 0)
     late.backward()
     late.step(Losses(late.loss, loss=late.loss(), previous=late.loss))
-    assert (late.state.rho.item(), late.state.damping.item()) == pytest.approx((1.0, now.state.damping.item()))
+    assert (late.state.scalars["rho"].item(), late.state.damping.item()) == pytest.approx(
+        (1.0, now.state.damping.item())
+    )
 
 
 @pytest.mark.parametrize("min_damping", [1e-8, 2 * LAMBDA])  # a measured step lifts the damping to its floor
 def test_a_measured_step_that_is_not_finite_leaves_the_damping(min_damping: float) -> None:
     problem = Problem(**ADAPTED, min_damping=min_damping)
     problem.backward()
-    in_blocks, others = flat_parameters(problem.state, problem.groups, problem.states)
-    assert in_blocks is not None
-    in_blocks.g[0] = torch.nan
-    ok = measured_update(problem.state, in_blocks, others, torch.tensor(True), None, Losses(problem.loss))
-    assert not ok and not moved(problem).any() and problem.state.damping.item() == LAMBDA
+    step, others = problem.vectors()
+    step.g[0] = torch.nan
+    ok = measured_move(problem.state, step, others, TRUE, None, Losses(problem.loss))
+    assert not ok and not move_of(problem).any() and problem.state.damping.item() == LAMBDA
 
 
 def test_losses_that_the_damping_rule_needs_are_asked_for_by_name() -> None:
-    options = KFACOptions(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
+    options = options_of(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
+    late = options_of(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
+
+    def check(options: KFACOptions, losses: Losses, counter: int = 0) -> None:
+        assert options.rule.damping_rule is not None
+        check_losses(options.rule.damping_rule, Schedule(options, counter).due(), losses)
+
     with pytest.raises(
         ValueError, match=r"needs the loss after the update, every 1 steps: call step\(evaluate=closure\)"
     ):
-        check_losses(Schedule(options), Losses(loss=1.0))
-    late = KFACOptions(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
+        check(options, Losses(loss=1.0))
     with pytest.raises(ValueError, match=r"needs the loss before the update, every 1 steps: call step\(loss=loss\)"):
-        check_losses(Schedule(late), Losses())
+        check(late, Losses())
     with pytest.raises(ValueError, match=r"measures a step in the next one, .*\(loss=loss, previous=closure\)"):
-        check_losses(Schedule(late, counter=1), Losses(loss=1.0))
-    check_losses(Schedule(late), Losses(loss=1.0))
-    check_losses(Schedule(options), Losses(lambda: 1.0))
+        check(late, Losses(loss=1.0), counter=1)
+    check(late, Losses(loss=1.0))
+    check(options, Losses(lambda: 1.0))
 
 
 def test_a_gradscaler_is_asked_only_where_its_scale_is_needed() -> None:
@@ -368,7 +381,7 @@ def test_exact_products_are_means_over_the_cases_of_all_micro_batches() -> None:
     products = []
     for parts in ([x], [x[:2], x[2:]]):
         state.forwards.seen.calls = [((part,), {}) for part in parts]
-        products.append(exact_products(state, cast(Any, flat))(list(torch.eye(8, dtype=torch.float64))))
+        products.append(state.exact_products(cast(Any, flat), list(torch.eye(8, dtype=torch.float64))))
     torch.testing.assert_close(*products)
     rows = torch.cat([x, torch.ones(8, 1, dtype=torch.float64)], dim=1)
     torch.testing.assert_close(products[0].diagonal().sum(), 2 * 2 * rows.square().sum() / 8)
@@ -377,7 +390,6 @@ def test_exact_products_are_means_over_the_cases_of_all_micro_batches() -> None:
 def test_exact_products_need_the_forwards_of_the_step() -> None:
     problem = Problem(lr=None, momentum=None, momentum_type="QModel")
     problem.backward()
-    in_blocks, _ = flat_parameters(problem.state, problem.groups, problem.states)
-    assert in_blocks is not None
+    step, _ = problem.vectors()
     with pytest.raises(RuntimeError, match="momentum_type='qmodel' computes with the step's batch"):
-        exact_products(problem.state, in_blocks)
+        step.exact_products([step.g])

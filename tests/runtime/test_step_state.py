@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_fx import KFAC, compile
-from kfac_fx.optim import step_state
-from kfac_fx.optim.step_state import PhaseSeconds, first_three
+from kfac_fx.optim import state
+from kfac_fx.optim.rules import first_three
+from kfac_fx.optim.state import PhaseSeconds
 
 
 def test_counters_tell_steps_and_those_that_changed_nothing() -> None:
@@ -33,7 +34,7 @@ def test_long_lists_of_blocks_are_cut_behind_the_third() -> None:
 
 
 def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_state.time, "perf_counter", map(float, itertools.count()).__next__)
+    monkeypatch.setattr(state.time, "perf_counter", map(float, itertools.count()).__next__)
     seconds = PhaseSeconds()
     seconds.readers = 1
     for phase in ("record", "update", "record"):
@@ -45,7 +46,7 @@ def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_reader_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_state.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    monkeypatch.setattr(state.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     seconds = PhaseSeconds()
     with seconds.measure("record"):
         pass

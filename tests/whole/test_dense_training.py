@@ -24,7 +24,7 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.optim.step_checks import FALL, RATE
+from kfac_fx.optim.rules.eigen_moments import FALL, RATE
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS, CASES, CLASSES, DAMPING, DECAY = 6, 6, 3, 0.1, 0.9

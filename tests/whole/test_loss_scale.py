@@ -307,7 +307,7 @@ def test_the_loss_of_a_divided_model_is_followed(factor: float, inside: bool) ->
     (factor * (outputs[0] if inside else F.cross_entropy(outputs[0], y))).backward()
     if factor == 1.0:
         optimizer.step()
-        assert not optimizer._step_state.unobserved
+        assert not optimizer._step_state.checks.unobserved
     else:
         with pytest.warns(LossScaleWarning, match="the trained loss is 3 times the mean"):
             optimizer.step()

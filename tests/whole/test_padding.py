@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical
-from kfac_fx.optim.step_state import exact_products
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 
 Sums = dict[tuple[tuple[str, ...], str], Tensor]
@@ -119,7 +118,7 @@ def test_the_quadratic_model_of_the_optimizer_has_no_padding() -> None:
         state = KFAC(module, momentum_type="qmodel", momentum=None, damping=0.1)._step_state
         state.forwards.seen.calls = calls
         flat = Flat({name: tensor.shape for name, tensor in v.items()})
-        products.append(exact_products(state, SimpleNamespace(everywhere=flat.parts))([flat.joined(v)]))
+        products.append(state.exact_products(cast(Any, SimpleNamespace(everywhere=flat.parts)), [flat.joined(v)]))
         module.detach()
     torch.testing.assert_close(*products, rtol=1e-10, atol=0)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.step_checks import GROWTH, LEAST_STEP
+from kfac_fx.optim.rules.adaptive import GROWTH, LEAST_STEP
 from tests.runtime.slow_kfac import batch, mlp
 
 
@@ -128,7 +128,7 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     assert g is not None
     d = opt.estimator.multiply_inverse({"linear.weight": g})["linear.weight"]
     ratio = (1 + 1e-6) * d.square().sum() / (g * d).sum()  # the Fisher of these two cases is I
-    torch.testing.assert_close(opt._step_state.size.ratio.double(), 2 * ratio, rtol=1e-6, atol=0)
+    torch.testing.assert_close(opt._step_state.checks.size.ratio.double(), 2 * ratio, rtol=1e-6, atol=0)
 
 
 class Committee(nn.Module):
@@ -152,7 +152,7 @@ def test_damping_does_not_fall_where_the_step_is_short_already(lr: float) -> Non
     x = torch.eye(3, dtype=torch.float64)[torch.arange(12) % 2]
     F.cross_entropy(net(x), torch.arange(12) % 2).backward()
     opt.step()
-    assert 1 / opt._step_state.size.ratio < LEAST_STEP
+    assert 1 / opt._step_state.checks.size.ratio < LEAST_STEP
     assert opt.rho > 0.75 if lr == 1.0 else (opt.rho < 0 and opt.predicted_change > 0)
     assert opt.skipped == 0 and opt.damping == 1e-4
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.optim import step_checks
+from kfac_fx.optim.checks import Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.step_checks import FALL, RATE, STRETCH, Check, along_move, next_divisor
+from kfac_fx.optim.rules.eigen_moments import FALL, RATE, STRETCH, next_divisor
 from tests.runtime.slow_kfac import batch, mlp
-from tests.runtime.test_step_checks_adaptive import Curved, fisher, step, theta
+from tests.runtime.test_checks_adaptive import Curved, fisher, step, theta
 
 
 def made(**options: Any) -> tuple[Any, KFAC]:
@@ -45,7 +45,7 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
             for to, parameter in zip(other.parameters(), net.parameters(), strict=True):
                 to.copy_(parameter)
             loss = F.cross_entropy(net(x), y).item()
-        free._step_state.size.near.copy_(opt._step_state.size.near)  # for steps along the same direction
+        free._step_state.checks.size.near.copy_(opt._step_state.checks.size.near)  # for steps along the same direction
         step(net, opt, number)
         step(other, free, number)
         move = theta(other) - at
@@ -62,14 +62,14 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
 
 def first_checks(net: Any, opt: KFAC, x: Tensor) -> list[tuple[Check, tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """The first three checks: <δ, F δ> and the slope of their moves, with the product with the Jacobian beside."""
-    found = []
+    found, along = [], Check.along
 
     def compared(check: Check, flat: FlatParameters, move: Tensor) -> Any:
-        result = along_move(check, flat, move)
+        result = along(check, flat, move)
         found.append((check, result[:2], check.batch.along(check.parameters, flat.everywhere(move))[:2]))
         return result
 
-    with mock.patch.object(step_checks, "along_move", compared):
+    with mock.patch.object(Check, "along", compared):
         for _ in range(3):
             opt.zero_grad()
             net(x).square().sum(1).mean().backward()
@@ -118,7 +118,7 @@ class Divided(torch.nn.Module):
 
 BY_PRODUCT = {
     "coarse": (lambda: torch.nn.Linear(3, 2).bfloat16(), "parameters and products are rounded by up to 8e-03 of them"),
-    "jumps": (Quantized, r"round\S* \(test_step_checks_eigen_moments.py:\d+\) has no gradient, so it may jump where"),
+    "jumps": (Quantized, r"round\S* \(test_checks_eigen_moments.py:\d+\) has no gradient, so it may jump where"),
     "divided": (Divided, "no single graph holds the model, and what Python does between its graphs may jump"),
 }
 
@@ -143,7 +143,7 @@ def test_a_check_is_calm_where_the_step_is_far_below_its_bound(bound: float, cal
     net, opt = made(norm_constraint=bound)
     for number in range(3):
         step(net, opt, number)
-        assert bool(opt._step_state.size.calm) is calm
+        assert bool(opt._step_state.checks.size.calm) is calm
 
 
 @pytest.mark.parametrize("share", [0.39, 0.41])
@@ -158,7 +158,7 @@ def test_a_calm_step_has_at_most_two_fifths_of_the_norm_that_is_its_bound(share:
     other, bounded = made(norm_constraint=norm / (share**2 * max(1.0, loss)))
     step(other, bounded, 0)
     torch.testing.assert_close(theta(other) - at, move)
-    assert bool(bounded._step_state.size.calm) is (share < 0.4)
+    assert bool(bounded._step_state.checks.size.calm) is (share < 0.4)
 
 
 def test_a_schedule_does_not_change_how_far_steps_are_lengthened() -> None:
@@ -206,7 +206,7 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     opt.step()
     assert not net.model.linear.weight.any()  # type: ignore[union-attr, operator]
     assert opt.skipped == 1 and opt.rho < 0
-    assert opt._step_state.size.ratio == 2 * FALL and not opt._step_state.size.calm
+    assert opt._step_state.checks.size.ratio == 2 * FALL and not opt._step_state.checks.size.calm
 
 
 def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> None:
@@ -214,7 +214,7 @@ def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> No
     net, opt = made()
     for number in range(6):
         step(net, opt, number)
-    opt._step_state.size.ratio.zero_()
+    opt._step_state.checks.size.ratio.zero_()
     at = theta(net)
     step(net, opt, 6)
     assert theta(net).isfinite().all() and not torch.equal(theta(net), at) and opt.skipped == 0
@@ -229,4 +229,4 @@ def test_a_loss_that_is_too_large_for_a_number_does_not_loosen_the_bound() -> No
     loss.backward()
     opt.step()
     assert loss.isinf() and net.model.weight.grad.isfinite().all()  # type: ignore[union-attr, operator]
-    assert opt._step_state.size.ratio > 1e3
+    assert opt._step_state.checks.size.ratio > 1e3

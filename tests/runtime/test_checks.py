@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.optim.eigen_moments import means_of
+from kfac_fx.optim.checks import tolerated
+from kfac_fx.optim.means import means_of
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.step_checks import tolerated
 from tests.runtime.slow_kfac import batch, mlp
-from tests.runtime.test_step_checks_adaptive import step, theta
+from tests.runtime.test_checks_adaptive import step, theta
 
 KINDS = ("adaptive", "eigen_moments")
 
@@ -29,7 +29,7 @@ def made(kind: str, **options: Any) -> tuple[Any, KFAC]:
 
 def averages(opt: KFAC) -> list[torch.Tensor]:
     """Copies of the averaged gradients, with their weights if these are theirs alone."""
-    if opt.options.kind == "adaptive":
+    if opt.options.rule.name == "adaptive":
         return [state["velocity"].clone() for state in opt.state.values()]
     means = [means_of(group)[0] for group in opt.estimator.groups]
     return [tensor.clone() for mean in means for tensor in (mean.moment, mean.total_weight)]
@@ -47,7 +47,7 @@ def test_a_loss_that_has_risen_since_the_last_check_is_undone(kind: str) -> None
     for number in range(6):
         step(net, opt, number)
     checkpoint = torch.cat([opt.state[p]["checkpoint"].flatten() for p in net.parameters()])
-    damping, size = opt.damping.clone(), opt._step_state.size
+    damping, size = opt.damping.clone(), opt._step_state.checks.size
     ratio = size.ratio.clone()
     with torch.no_grad():
         for p in net.parameters():
