@@ -18,7 +18,7 @@ from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum
 from kfac_fx.estimator.model_spectrum import Batch, ModelSpectrum, Queries
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
-from kfac_fx.optim import metrics, plot
+from kfac_fx.optim import metrics, plot, rules
 from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC
@@ -37,6 +37,7 @@ sys.modules |= {
         "layer_collection": layer_collection,
         "metrics": metrics,
         "plot": plot,
+        "rules": rules,
     }.items()
 }
 
@@ -70,6 +71,7 @@ __all__ = [
     "losses",
     "plain_backward",
     "plot",
+    "rules",
     "save_spectrum",
     "set_default_layer_collection",
     "variable_scope",

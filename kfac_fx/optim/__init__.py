@@ -1,7 +1,10 @@
-"""`KFAC`: options, the step and its checks, schedules, the checkpoint, metrics and figures.
+"""`KFAC`: the step, the update rules, checks, schedules, the checkpoint, metrics and figures.
 
-`step` is one step, `options` has the arguments, and `step_checks`, `eigen_moments` and `schedule` have the mathematics
-of the default. Here are the reasons that no single module has.
+`step` is one step, `rule` says what an update rule is, and `rules` has those of the library. Here are the reasons that
+no single module has.
+
+**Rules.** The step asks a rule by what its class declares, and never by its name: a rule of a user has the checkpoint,
+the division among processes, the guard and the metrics that the library's rules have.
 
 **Steps.** `step(closure)` always calls the closure, because trainers run the first micro-batches of a step themselves
 and the last one in the step. All forwards since the last step are its micro-batches, whoever ran them. `evaluate` is
@@ -9,26 +12,16 @@ another argument, because a closure that computes gradients cannot be told from 
 
 **State.** torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a
 step before the first batch changes nothing. The tensors of a block are with its first parameter, and those of no block
-with the first parameter of all (`optimizer`).
+with the first parameter of all (`checkpoint`).
 
 **Metrics** are a pair of hooks around `step`. Hooks cannot see the seconds of a phase, so a step measures these itself,
 and only while a `Metrics` is attached. The change of the parameters is the one that happened: clipping, weight decay,
 undone steps and skipped steps all enter it.
 
-**The guard** of the default tolerates a larger rise than that of "adaptive", because Adam's steps make a small loss
-rise and fall on its way. ρ is near 1 where training goes well, even where the quadratic model predicts a rise, and
-falls below 0 where it fails; there the squared exact Fisher norm of the step is large beside max(1, loss). So a bound
-on this norm decides the length of a step, and ρ decides nothing.
-
-**"adaptive".** The blocks leave out the correlation of layers, so no fixed learning rate is right for all networks; one
-product with the Jacobian along the direction is. The direction is that of an averaged gradient, because the exact
-minimum along the gradient of one batch fits this batch. The step is measured on its own batch. A measure over the steps
-since the last check, on a fresh batch, only undoes steps: a damping that follows it never falls on a plateau.
-
-**Compiled updates.** The products with inverses, the momentum and the move of "regular" and "adam", and all that
-"eigen_moments" does between gradient and direction depend on nothing that the host reads, so a backend compiles them.
-torch makes no CUDA graph of a function that writes into tensors that may lie elsewhere in the next call. So the
-vectors, roots and bases of an optimizer are marked as tensors that stay where they are.
+**Compiled updates.** The products with inverses, the whole step of "regular" and "adam", and all that "eigen_moments"
+does between gradient and direction depend on nothing that the host reads, so a backend compiles them. torch makes no
+CUDA graph of a function that writes into tensors that may lie elsewhere in the next call. So the vectors, roots and
+bases of an optimizer are marked as tensors that stay where they are.
 
 **On CUDA** a plain step of the default in float32 is another program for the same formula (`padded_step`; tests compare
 the two). Its CUDA graph depends on the addresses of the parameters and of the scalars of their groups, on whether the

@@ -86,7 +86,7 @@ def split_group(
         ValueError: for a parameter that is not the compiled module's, and for an option that groups do not have.
     """
     members = members_of(group)
-    if common := {name: group[name] for name in group if name in of_all and name not in of_groups}:
+    if common := {name: group[name] for name in group if name in of_all}:
         written = ", ".join(f"{name}={value!r}" for name, value in common.items())
         raise ValueError(
             f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "

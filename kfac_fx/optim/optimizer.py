@@ -22,7 +22,7 @@ from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_ot
 from kfac_fx.optim.groups import Vectors, keep_first_lr, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses
-from kfac_fx.optim.options import OF_ALL_GROUPS, KFACOptions
+from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
@@ -211,7 +211,8 @@ class KFAC(Optimizer, Joinable):
         Raises ValueError for parameters that are not the compiled module's.
         """
         first_order = self.options.first_order_rule
-        for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults, OF_ALL_GROUPS):
+        of_all = self.options.of_all_groups
+        for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all):
             super().add_param_group(part)
             if self.options.rule.keeps_first_lr:
                 keep_first_lr(self.param_groups[-1])

@@ -156,15 +156,16 @@ class KFACOptions:
         """The options of parameter groups, with their first values."""
         return {"lr": self.rule.group_lr(self.lr), **self.rule.of_groups, "weight_decay": self.weight_decay}
 
+    @property
+    def of_all_groups(self) -> frozenset[str]:
+        """The names of the options that all parameters share: those of every KFAC, and of every known rule."""
+        classes: list[Any] = [KFACOptions, *RULES.values(), type(self.rule)]
+        names = {option.name for declared in classes for option in fields(declared)} | {"momentum_type"}
+        return frozenset(names - {"params", "first_order", "because", *self.of_groups})
+
     @functools.cached_property
     def first_order_rule(self) -> FirstOrder:
         return FirstOrder.read(self.first_order or {})
-
-
-OF_ALL_GROUPS = frozenset(
-    [option.name for option in fields(KFACOptions)]
-    + ["momentum_type", *(option.name for rule in RULES.values() for option in fields(rule))]
-) - {"params", "first_order", "because"}
 
 
 def refuse_with_rule(rule: Any, momentum_type: str | None, of_rule: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import kfac_fx
+from examples.own_rule import OneSidedSoap
 from kfac_fx.fisher import groups as stacks
 
 pytestmark = [
@@ -57,6 +58,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eigen_moments": {
         "lr": 0.01, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "cov_update_every": 2,
         "invert_every": 3,
+    },
+    "a user's rule": {
+        "lr": 0.01, "rule": OneSidedSoap(), "estimation_mode": "empirical", "cov_update_every": 2, "invert_every": 3,
     },
 }  # fmt: skip
 TRAININGS = [

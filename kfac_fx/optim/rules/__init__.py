@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.arguments import a_weight as between_0_and_1
+from kfac_fx.linalg.arguments import choice, not_negative, positive
 from kfac_fx.optim.bases import without_basis
-from kfac_fx.optim.rule import BlockStep, CheckedRule, MeasuredMove, Outcome, Rule, Update
+from kfac_fx.optim.rule import BlockStep, CheckedRule, MeasuredMove, Memory, Outcome, Rule, Update, zeros_for
 from kfac_fx.optim.rules.adaptive import Adaptive
 from kfac_fx.optim.rules.eigen_moments import EigenMoments
 from kfac_fx.optim.rules.grafted import Grafted
@@ -30,12 +31,17 @@ __all__ = [
     "EigenMoments",
     "Grafted",
     "MeasuredMove",
+    "Memory",
     "Outcome",
     "QModel",
     "QModelFixedMomentum",
     "Regular",
     "Rule",
     "Update",
+    "between_0_and_1",
+    "not_negative",
+    "positive",
+    "zeros_for",
 ]
 
 # In the order of the numbers that checkpoints have for them.
@@ -56,12 +62,13 @@ def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) 
     choice("momentum_type", name, RULES)
     rule = RULES[name]
     names = [option.name for option in fields(rule)]
+    everywhere = [*names, *known, *(option.name for kind in EVERY_RULE for option in fields(kind))]
     rows = []
     for option in options:
         if option not in names:
             others = [repr(other) for other, kind in RULES.items() if option in (of.name for of in fields(kind))]
             of_others = f", which is one of {', '.join(others)}" if others else ""
-            rows.append(f"  {option}{of_others}.{OTHER_NAMES.get(option) or nearest(option, [*names, *known])}")
+            rows.append(f"  {option}{of_others}.{OTHER_NAMES.get(option) or nearest(option, everywhere)}")
     if rows:
         raise TypeError(
             f"KFAC with momentum_type={name!r} does not have these options:\n"
