@@ -21,7 +21,7 @@ from kfac_fx.linalg.arguments import (
 )
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.first_order import FirstOrder
-from kfac_fx.optim.rule import CheckedRule, Rule, check_fields
+from kfac_fx.optim.rule import COMMON, CheckedRule, Rule, check_fields
 from kfac_fx.optim.rules import RULES, default_rule, rule_named
 from kfac_fx.recording.model_checks import compiled
 
@@ -172,10 +172,18 @@ def refuse_with_rule(rule: Any, momentum_type: str | None, of_rule: Mapping[str,
     """Raises TypeError for a rule that is none, and for options that its own constructor should have."""
     if not isinstance(rule, Rule):
         hint = f": write {rule.__name__}(...)" if isinstance(rule, type) and issubclass(rule, Rule) else ""
-        raise TypeError(f"rule is {rule!r}; it must be an object of a class of kfac_fx.rules.Rule{hint}")
-    given = ["momentum_type"] * (momentum_type is not None) + [*of_rule]
-    if given:
-        raise TypeError(
-            f"KFAC(net, rule=...) has no option {', '.join(given)}: the options of a rule are those of its class, as "
-            f"in rule={type(rule).__name__}({', '.join(f'{name}=...' for name in of_rule)})"
-        )
+        raise TypeError(f"rule is {rule!r}; it must be an object of a subclass of kfac_fx.rules.Rule{hint}")
+    kind, wrong = type(rule), []
+    if not hasattr(kind, "name"):
+        wrong.append(f"{kind.__name__} has no name: write name: ClassVar[str] = ... in the class, for checkpoints")
+    if taken := [name for name in rule.scalars if name in COMMON]:
+        wrong.append(f"{kind.__name__}.scalars has names that every optimizer has: {', '.join(taken)}; take others")
+    if momentum_type is not None:
+        wrong.append(f"momentum_type={momentum_type!r} names a rule, and rule=... is one: leave momentum_type out")
+    for name in of_rule:
+        if name in (option.name for option in fields(rule)):
+            wrong.append(f"{name} is an option of the rule: write rule={kind.__name__}({name}=...)")
+        else:
+            wrong.append(f"{name} is an option neither of KFAC nor of {kind.__name__}: leave it out")
+    if wrong:
+        raise TypeError("\n".join(wrong))

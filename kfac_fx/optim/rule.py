@@ -46,6 +46,36 @@ class StepIntervals(NamedTuple):
 
 
 ANY = 10**6
+# What every optimizer keeps by these names, so that no rule has other scalars of them.
+COMMON = frozenset(
+    [
+        "damping",
+        "rho",
+        "predicted_change",
+        "loss_before",
+        "kappa",
+        "skipped",
+        "counter",
+        "burned_in",
+        "first_recorded",
+        "generator",
+        "late",
+        "estimator.damping",
+        "momentum_type",
+        "estimation_mode",
+        "adapt_damping",
+        "intervals",
+        "overhead",
+        "checks",
+        "ratio",
+        "norm",
+        "value",
+        "weight",
+        "calm",
+        "same",
+        "near",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -282,7 +312,10 @@ class Rule:
     @property
     def written(self) -> str:
         """How a user wrote the rule, for messages."""
-        return f"momentum_type={self.name!r}"
+        kind = type(self)
+        return (
+            f"momentum_type={self.name!r}" if kind.__module__.startswith("kfac_fx.") else f"rule={kind.__name__}(...)"
+        )
 
     # --- parameter groups ---------------------------------------------------------------------------------------------
 

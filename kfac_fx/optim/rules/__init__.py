@@ -67,8 +67,8 @@ def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) 
     for option in options:
         if option not in names:
             others = [repr(other) for other, kind in RULES.items() if option in (of.name for of in fields(kind))]
-            of_others = f", which is one of {', '.join(others)}" if others else ""
-            rows.append(f"  {option}{of_others}.{OTHER_NAMES.get(option) or nearest(option, everywhere)}")
+            hint = f", which is one of {', '.join(others)}." if others else f".{nearest(option, everywhere)}"
+            rows.append(f"  {option}{hint}{OTHER_NAMES.get(option, '')}")
     if rows:
         raise TypeError(
             f"KFAC with momentum_type={name!r} does not have these options:\n"
