@@ -49,31 +49,9 @@ ANY = 10**6
 # What every optimizer keeps by these names, so that no rule has other scalars of them.
 COMMON = frozenset(
     [
-        "damping",
-        "rho",
-        "predicted_change",
-        "loss_before",
-        "kappa",
-        "skipped",
-        "counter",
-        "burned_in",
-        "first_recorded",
-        "generator",
-        "late",
-        "estimator.damping",
-        "momentum_type",
-        "estimation_mode",
-        "adapt_damping",
-        "intervals",
-        "overhead",
-        "checks",
-        "ratio",
-        "norm",
-        "value",
-        "weight",
-        "calm",
-        "same",
-        "near",
+        *("damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late"),
+        *("first_recorded", "generator", "estimator.damping", "momentum_type", "estimation_mode", "adapt_damping"),
+        *("intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near"),
     ]
 )
 
