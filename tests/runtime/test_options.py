@@ -8,9 +8,132 @@ from torch import nn
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rules import Adam, Adaptive, EigenMoments, QModel, QModelFixedMomentum, Regular, Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import AlreadyAttachedError
+from tests.runtime.options_of import options_of
+
+# Options that the rule does not have: (options next to lr=0.1, each with a line of the error).
+NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "the default of two numbers": (
+        {"damping": 0.1, "overhead": 0.4, "second_moment_decay": 0.9},
+        [
+            "KFAC with momentum_type='regular' does not have these options:",
+            "  overhead, which is one of 'adaptive', 'eigen_moments'.",
+            "  second_moment_decay, which is one of 'eigen_moments', 'grafted'.",
+        ],
+    ),
+    "the default of a damping": (
+        {"lr": None, "damping": 0.1, "adapt_damping": True},
+        [
+            "KFAC with momentum_type='adaptive' does not have these options:",
+            "  adapt_damping, which is one of 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
+        ],
+    ),
+    "the default without numbers": (
+        {"lr": None, "min_damping": 1e-3},
+        [
+            "KFAC with momentum_type='eigen_moments' does not have these options:",
+            "  min_damping, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
+        ],
+    ),
+    "adaptive": (
+        {
+            "momentum_type": "Adaptive",
+            "norm_constraint": 0.1,
+            "qmodel_update_rescale": 0.5,
+            "l2_reg": 0.1,
+            "relative_damping": 0.1,
+            "eigenvalue_exponent": 0.5,
+        },
+        [
+            "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
+            "  qmodel_update_rescale, which is one of 'qmodel', 'qmodel_fixedmu'.",
+            "  l2_reg, which is one of 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
+            "  relative_damping, which is one of 'regular', 'adam', 'eigen_moments', 'grafted'.",
+            "  eigenvalue_exponent, which is one of 'eigen_moments'.",
+        ],
+    ),
+    "eigen_moments": (
+        {
+            "momentum_type": "eigen_moments",
+            "damping": 0.1,
+            "precon_damping_mult": 2.0,
+            "norm_constraint_form": "gradient",
+        },
+        [
+            "  damping, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu', 'grafted'.",
+            "  precon_damping_mult, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu', "
+            "'grafted'.",
+            "  norm_constraint_form, which is one of 'regular', 'adam'.",
+            "Next to the options of every KFAC it has momentum, second_moment_decay, eigenvalue_exponent, "
+            "relative_damping, norm_constraint, overhead, damping_adaptation_interval.",
+        ],
+    ),
+    "grafted": (
+        {"momentum_type": "grafted", "damping": 0.1, "norm_constraint": 0.1, "adapt_damping": True},
+        [
+            "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
+            "  adapt_damping, which is one of 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
+        ],
+    ),
+    "qmodel": (
+        {"momentum_type": "qmodel", "lr": None, "damping": 0.1, "momentum": 0.9, "norm_constraint": 0.1},
+        [
+            "  momentum, which is one of 'adaptive', 'regular', 'adam', 'qmodel_fixedmu', 'eigen_moments', 'grafted'.",
+            "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
+        ],
+    ),
+    "of no rule": (
+        {"momentun": 0.9, "weight_decai": 0.1, "betas": (0.9, 0.99), "dampening": 0.5, "nesterov": True},
+        [
+            "  momentun. Did you mean 'momentum'?",
+            "  weight_decai. Did you mean 'weight_decay'?",
+            "  betas. Write momentum=... and second_moment_decay=... instead of betas.",
+            "  dampening. Did you mean 'damping'?",
+            "  nesterov.",
+        ],
+    ),
+}
+
+
+class Nameless(Rule):
+    pass
+
+
+class TakenNames(Rule):
+    name = "with taken names"
+    scalars = ("rho", "length", "counter")
+
+
+# Arguments that are no options: (options next to lr=0.1, the error).
+WRONG_RULES: dict[str, tuple[dict[str, Any], str]] = {
+    "a class": (
+        {"rule": Regular},
+        r"rule is <class '.*\.Regular'>; it must be an object of a subclass of kfac_fx\.rules\.Rule: write Regular\(",
+    ),
+    "a name": (
+        {"rule": "regular"},
+        r"rule is 'regular'; it must be an object of a subclass of kfac_fx\.rules\.Rule",
+    ),
+    "two rules": (
+        {"rule": Regular(damping=0.1), "momentum_type": "adam"},
+        r"^momentum_type='adam' names a rule, and rule=\.\.\. is one: leave momentum_type out$",
+    ),
+    "an option of no rule next to the rule": (
+        {"rule": Regular(damping=0.1), "dampening": 0.5},
+        r"^dampening is an option neither of KFAC nor of Regular: leave it out$",
+    ),
+    "a rule without a name": ({"rule": Nameless()}, r"^Nameless has no name: write name: ClassVar\[str\] = .* in the"),
+    "scalars of every optimizer": (
+        {"rule": TakenNames()},
+        r"^TakenNames\.scalars has names that every optimizer has: rho, counter; take others$",
+    ),
+    "options next to the rule": (
+        {"rule": Regular(damping=0.1), "momentum": 0.5, "damping": 0.1},
+        r"^momentum is an option of the rule: write rule=Regular\(momentum=\.\.\.\)\ndamping is an option .*damping=",
+    ),
+}
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown momentum type": (
@@ -19,58 +142,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no lr": (
         {"lr": None, "momentum_type": "regular"},
-        r"momentum_type='regular' needs lr=\.\.\.; 'eigen_moments', 'adaptive', 'qmodel' and 'qmodel_fixedmu' find",
+        r"momentum_type='regular' needs lr=\.\.\.; the default, 'eigen_moments', finds its own step size",
     ),
     "no damping": (
         {"damping": None, "momentum_type": "regular"},
-        r"momentum_type='regular' needs damping=\.\.\.; 'eigen_moments' needs none",
-    ),
-    "overhead and given intervals": (
-        {"overhead": 0.4},
-        r"momentum_type='regular' has the intervals cov_update_every and invert_every; overhead chooses",
+        r"momentum_type='regular' needs damping=\.\.\.; 'eigen_moments', the default, needs none",
     ),
     "no overhead at all": ({"lr": None, "overhead": 0}, "overhead is 0; it must be positive"),
-    "adaptive and adapt_damping": (
-        {"lr": None, "adapt_damping": True},
-        r"momentum_type='adaptive' adapts the damping itself.*leave adapt_damping out\n'adaptive' is the default",
-    ),
-    "adaptive with what it does not have": (
-        {
-            "momentum_type": "adaptive",
-            "momentum": 1.0,
-            "norm_constraint": 0.1,
-            "qmodel_update_rescale": 0.5,
-            "l2_reg": 0.1,
-        },
-        r"momentum is below 1\n.*leave norm_constraint out\n.*takes lr instead of .*\n.*does not know l2_reg",
-    ),
-    "eigen_moments with all that it does not have": (
-        {
-            "momentum_type": "eigen_moments",
-            "damping": 0.1,
-            "adapt_damping": True,
-            "precon_damping_mult": 2.0,
-            "norm_constraint_form": "gradient",
-            "momentum": 1.0,
-            "qmodel_update_rescale": 2.0,
-            "l2_reg": 0.1,
-        },
-        r"leave damping out\n.*leave adapt_damping out\n"
-        r".*leave precon_damping_mult out\n.*leave norm_constraint_form out\n.*momentum is below 1\n"
-        r".*takes lr instead of qmodel_update_rescale\n.*write weight_decay, which is decoupled",
-    ),
-    "grafted with all that it does not have": (
-        {"momentum_type": "grafted", "norm_constraint": 0.1, "adapt_damping": True, "momentum": 1.0},
-        r"leave norm_constraint out\n.*leave adapt_damping out\n.*momentum is below 1",
-    ),
-    "a relative damping of another type": (
-        {"momentum_type": "adaptive", "relative_damping": 0.1},
-        r"'adaptive' has no relative damping: leave relative_damping out, or write 'regular', 'adam', 'grafted' or "
-        r"'eigen_moments'",
-    ),
-    "an exponent of another type": (
-        {"momentum_type": "adaptive", "eigenvalue_exponent": 0.5},
-        r"eigenvalue_exponent is an option of 'eigen_moments', and not of 'adaptive': leave it out",
+    **{
+        f"a momentum of 1 with {kind}": (
+            {"momentum_type": kind, "momentum": 1.0, "damping": None if kind == "eigen_moments" else 0.1},
+            r"momentum is 1\.0; it must be from 0 and below 1",
+        )
+        for kind in ("adaptive", "eigen_moments", "grafted")
+    },
+    "a relative damping and one that adapts": (
+        {"damping": None, "momentum_type": "adam", "relative_damping": 0.1, "adapt_damping": True},
+        r"relative_damping is the damping: leave damping and adapt_damping out",
     ),
     "a relative damping of no eigenvalues": (
         {
@@ -81,10 +169,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"relative_damping=0\.1 has no effect without an eigenvalue_exponent above 0: leave it out",
     ),
-    "two dampings": ({"relative_damping": 0.1}, r"takes the place of damping: leave damping and adapt_damping out"),
-    "second moments of another type": (
-        {"second_moment_decay": 0.9},
-        r"momentum_type='regular' has no second moments: leave second_moment_decay out, or write momentum_type=",
+    "two dampings": (
+        {"relative_damping": 0.1},
+        r"relative_damping is the damping: leave damping and adapt_damping out",
     ),
     "options of an adapted damping without one": (
         {
@@ -96,12 +183,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "min_damping": 1e-3,
             "l2_reg": 0.1,
         },
-        r"(?s)damping_adaptation_decay=0\.9 has no effect without adapt_damping=True: leave it out\n.*_decrease_rho_.*"
-        r"_increase_rho_.*min_damping=0\.001 .*l2_reg=0\.1 .*interval=2 .*update_damping_immediately=False has no",
-    ),
-    "an adapted damping of moments": (
-        {"momentum_type": "eigen_moments", "damping": None, "min_damping": 1e-3},
-        r"min_damping=0\.001 has no effect without adapt_damping=True",
+        r"(?s)interval=2 has no effect without adapt_damping=True: leave it out\n.*_decay=0\.9 .*_decrease_rho_.*"
+        r"_increase_rho_.*min_damping=0\.001 .*update_damping_immediately=False .*l2_reg=0\.1 has no effect",
     ),
     "a multiple of a relative damping": (
         {"momentum_type": "adam", "damping": None, "relative_damping": 0.1, "precon_damping_mult": 2.0},
@@ -115,18 +198,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "qmodel with lr": (
         {"momentum_type": "qmodel", "momentum": None},
         r"momentum_type='qmodel' finds its own step size: leave lr out, or .* with qmodel_update_rescale",
-    ),
-    "qmodel with momentum": (
-        {"momentum_type": "qmodel", "lr": None, "momentum": 0.9},
-        r"finds its own momentum: leave momentum out, or write momentum_type='qmodel_fixedmu' to keep momentum=0\.9",
-    ),
-    "qmodel with a norm constraint": (
-        {"momentum_type": "qmodel", "lr": None, "momentum": None, "norm_constraint": 0.1},
-        r"norm_constraint bounds a given lr, and momentum_type='qmodel' has none: leave it out",
-    ),
-    "rescale without qmodel": (
-        {"qmodel_update_rescale": 0.5},
-        r"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type='regular' change lr",
     ),
     "unknown reduction": ({"reduction": "none"}, r"reduction 'none' is none of 'mean', 'sum'\."),
     "adapting a sum": (
@@ -229,6 +300,33 @@ def test_wrong_options_say_what_to_write(options: dict[str, Any], text: str) -> 
     KFAC(net, lr=0.1, damping=0.1)  # the failed one is not attached
 
 
+@pytest.mark.parametrize(("options", "lines"), NOT_OF_THE_RULE.values(), ids=NOT_OF_THE_RULE)
+def test_options_of_another_rule_are_told_with_all_that_have_them(options: dict[str, Any], lines: list[str]) -> None:
+    net = compile(model(), loss="categorical")
+    with pytest.raises(TypeError) as raised:
+        KFAC(net, **{"lr": 0.1, **options})
+    text = str(raised.value).splitlines()
+    assert [line for line in lines if line not in text] == []
+    assert sum(line.startswith("  ") for line in text) == len([line for line in lines if line.startswith("  ")])
+    KFAC(net, lr=0.1, damping=0.1)  # the failed one is not attached
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG_RULES.values(), ids=WRONG_RULES)
+def test_a_rule_is_an_object_with_its_own_options(options: dict[str, Any], text: str) -> None:
+    net = compile(model(), loss="categorical")
+    with pytest.raises(TypeError, match=text):
+        KFAC(net, 0.1, **options)
+    KFAC(net, lr=0.1, damping=0.1)
+
+
+def test_a_rule_by_its_name_is_the_object_of_its_class() -> None:
+    net = compile(model(), loss="categorical")
+    by_name = options_of(net, 0.1, momentum_type="regular", damping=0.2, momentum=0.5, norm_constraint=None).rule
+    assert repr(by_name) == repr(Regular(damping=0.2, momentum=0.5))
+    rule = Adam(damping=0.2)
+    assert options_of(net, 0.1, rule=rule).rule is rule
+
+
 def test_a_model_that_is_not_compiled_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"KFAC needs a compiled module and got a Linear: write net = kfac_fx\.compile\(model, "
@@ -297,12 +395,12 @@ def test_every_property_of_the_optimizer_is_documented() -> None:
     ],
 )
 def test_the_momentum_type_follows_from_the_numbers_that_are_given(options: dict[str, Any], kind: str) -> None:
-    chosen = KFACOptions(compile(model(), loss="categorical"), **options)
-    assert chosen.kind == kind
+    chosen = options_of(compile(model(), loss="categorical"), **options)
+    assert chosen.rule.name == kind
     expected = {"lr": options.get("lr", 1.0), "weight_decay": 0.0}
-    momentum = {} if chosen.adaptive else {"momentum": 0.95 if chosen.eigen_moments else 0.9}
+    momentum = {"eigen_moments": {"momentum": 0.95}, "regular": {"momentum": 0.9}, "adaptive": {}}[kind]
     assert chosen.of_groups == {**expected, **momentum}
-    assert Schedule(chosen).intervals == ((10, 20, 5) if chosen.checked else (1, 10, 5))
+    assert Schedule(chosen).intervals == ((1, 10, 5) if kind == "regular" else (10, 20, 5))
 
 
 def test_a_net_with_blocks_without_an_eigenbasis_takes_the_adaptive_type() -> None:
@@ -317,15 +415,17 @@ def test_a_net_with_blocks_without_an_eigenbasis_takes_the_adaptive_type() -> No
 
     net = compile(Recurrent(), (torch.randn(5, 6, 3),), loss="mse", approximations={"lstm": "kron_series_1"})
     opt = KFAC(net)
-    assert opt.options.kind == "adaptive"
+    assert opt.options.rule.name == "adaptive"
     (reason,) = opt.fallbacks()
     assert reason.startswith("momentum_type is 'adaptive', because blocks have no eigenbasis: ") and "lstm" in reason
     assert KFAC(compile(model(), loss="categorical")).fallbacks() == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "momentum"), [("eigen_moments", 0.95), ("adaptive", 0.9), ("qmodel_fixedmu", 0.9), ("qmodel", None)]
-)
-def test_every_momentum_type_has_its_own_momentum(kind: str, momentum: float | None) -> None:
-    damping = None if kind == "eigen_moments" else 0.1
-    assert KFACOptions(compile(model(), loss="categorical"), momentum_type=kind, damping=damping).momentum == momentum
+def test_every_rule_has_its_own_defaults() -> None:
+    """Those of TF K-FAC for its rules."""
+    assert EigenMoments().momentum == EigenMoments().second_moment_decay == 0.95
+    assert {rule(damping=0.1).momentum for rule in (Regular, Adam, Adaptive, QModelFixedMomentum)} == {0.9}
+    assert (Adaptive().damping, Adaptive().overhead, EigenMoments().overhead) == (1.0, 0.6, 0.2)
+    assert (Adaptive().damping_adaptation_decay, QModel(damping=0.1).damping_adaptation_decay) == (0.9, 0.95)
+    decays = [options_of(compile(model(), loss="categorical"), **of).factor_decay for of in ({}, {"damping": 1.0})]
+    assert decays == [0.98, 0.95]

@@ -1,11 +1,12 @@
-"""The arguments of KFAC come from its options: their signature, their help, and their types at a user's call."""
+"""The arguments of KFAC and of the rules: their signatures, their help, and their types at a user's call."""
 
 import inspect
 import re
 import subprocess
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -13,62 +14,72 @@ from torch import nn
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rules import RULES
+
+MOST_OPTIONS = 20  # before those of the rule
 
 
-def test_the_signature_is_that_of_the_options() -> None:
-    parameters = inspect.signature(KFAC).parameters
-    defaults = {
-        field.name: inspect.Parameter.empty if field.default is MISSING else field.default
-        for field in fields(KFACOptions)
-    }
-    assert {name: parameter.default for name, parameter in parameters.items()} == defaults
-    assert list(parameters) == list(defaults)
-    positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+def test_every_kfac_has_few_options_and_the_rest_are_those_of_its_rule() -> None:
+    *shared, of_rule = inspect.signature(KFAC).parameters.values()
+    assert of_rule.kind is of_rule.VAR_KEYWORD and len(shared) <= MOST_OPTIONS
+    positional = [parameter.name for parameter in shared if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     assert positional == ["net", "lr"]
-    assert {parameter.kind for name, parameter in parameters.items() if name not in positional} == {
-        inspect.Parameter.KEYWORD_ONLY
-    }
+    assert {parameter.kind for parameter in shared[2:]} == {of_rule.KEYWORD_ONLY}
+    names = {parameter.name for parameter in shared}
+    assert names - {"momentum_type"} == {option.name for option in fields(KFACOptions)} - {"because"}
+    assert names.isdisjoint(option.name for rule in RULES.values() for option in fields(rule))
 
 
-def test_the_signature_shows_types_without_checks() -> None:
-    text = str(inspect.signature(KFAC))
-    assert (
-        "lr: float | torch.Tensor | None = None, *, damping: float | torch.Tensor | None = None, momentum: float"
-        in text
-    )
-    assert "Annotated" not in text
-    assert not any(isinstance(parameter.annotation, str) for parameter in inspect.signature(KFAC).parameters.values())
+def documented(owner: Any) -> list[str]:
+    """The names before a colon in the docstring, at the depth of arguments, in their order."""
+    lines = (inspect.getdoc(owner) or "").splitlines()
+    listed = [match[1] for line in lines if (match := re.match(r"    (\w+(?:, \w+)*): ", line))]
+    return [name for names in listed for name in names.split(", ")]
 
 
 def test_help_documents_every_option_in_the_order_of_the_signature() -> None:
-    text = inspect.getdoc(KFAC.__init__) or ""
-    listed = re.findall(r"^    (\w+(?:, \w+)*): ", text, re.MULTILINE)
-    documented = [name for names in listed for name in names.split(", ") if name != "ValueError"]
-    assert documented == list(inspect.signature(KFAC).parameters)
+    names = [name for name in documented(KFAC.__init__) if not name.endswith("Error")]
+    assert names == list(inspect.signature(KFAC).parameters)
 
 
-def test_a_missing_or_unknown_option_is_told_of_kfac() -> None:
-    net = compile(nn.Linear(3, 2), loss="categorical")
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_help_documents_every_option_of_a_rule(rule: Any) -> None:
+    """In the class itself, or in a base that has the option, too."""
+    options = {option.name for option in fields(rule)}
+    names = {name for base in rule.__mro__ if base.__doc__ for name in documented(base)}
+    assert options - names == set()
+    assert set(documented(rule)) <= options
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_signature_of_a_rule_has_all_its_options_by_name(rule: Any) -> None:
+    parameters = inspect.signature(rule).parameters
+    assert list(parameters) == [option.name for option in fields(rule)]
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_a_missing_option_is_told_of_kfac() -> None:
     with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required positional argument: 'net'"):
         KFAC(lr=0.1)  # type: ignore[call-arg]
-    unknown = (
-        r"^KFAC\.__init__\(\) got an unexpected keyword argument 'dampening', 'betas'\. Did you mean 'damping'\? Write "
-        r"momentum=\.\.\. and second_moment_decay=\.\.\. instead of betas\.$"
-    )
-    with pytest.raises(TypeError, match=unknown):
-        KFAC(net, lr=0.1, dampening=0.5, betas=(0.9, 0.99))  # type: ignore[call-arg]
+    net = compile(nn.Linear(3, 2), loss="categorical")
+    with pytest.raises(TypeError, match=r"takes from 2 to 3 positional arguments but 4 were given"):
+        KFAC(net, 0.1, 0.1)  # type: ignore[misc]
 
 
 CALLS = """
 import torch
 from torch import nn
 import kfac_fx
+from kfac_fx.optim.rules import Adaptive, Regular
 net = kfac_fx.compile(nn.Linear(3, 2), loss="categorical")
 right = kfac_fx.KFAC(net, 0.1, damping=torch.ones(()), momentum=None, first_order={"lr": 1e-3}, seed=1, params=[])
-right = kfac_fx.KFAC(net=net, damping=1.0, lr=None)
+right = kfac_fx.KFAC(net=net, lr=None, rule=Adaptive(damping=torch.ones(())), cov_update_every=None)
 kfac_fx.KFAC()
-kfac_fx.KFAC(net, damping="1")
-kfac_fx.KFAC(net, damping=1.0, dampening=0.5)
+kfac_fx.KFAC(net, weight_decay="1")
+kfac_fx.KFAC(net, rule=Regular)
+Regular(damping="1")
+Regular(damping=1.0, dampening=0.5)
+Regular(1.0)
 number: int = right
 """
 
@@ -80,11 +91,15 @@ def test_a_type_checker_knows_the_arguments_at_a_user_s_call(tmp_path: Path) -> 
     output = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
     errors = re.findall(r"user\.py:(\d+): error: (.*)  \[([\w-]+)\]", output)
     assert [(int(line), code) for line, _, code in errors] == [
-        (8, "call-arg"),
-        (9, "arg-type"),
-        (10, "call-arg"),
-        (11, "assignment"),
+        (9, "call-arg"),
+        (10, "arg-type"),
+        (11, "arg-type"),
+        (12, "arg-type"),
+        (13, "call-arg"),
+        (14, "call-arg"),
+        (15, "assignment"),
     ]
     texts = [text for _, text, _ in errors]
     assert texts[0] == 'Missing positional argument "net" in call to "KFAC"'
-    assert texts[1] == 'Argument "damping" to "KFAC" has incompatible type "str"; expected "float | Tensor | None"'
+    assert texts[1] == 'Argument "weight_decay" to "KFAC" has incompatible type "str"; expected "float"'
+    assert texts[3] == 'Argument "damping" to "Regular" has incompatible type "str"; expected "float | Tensor | None"'

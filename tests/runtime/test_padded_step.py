@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     for _ in range(4):
         training.step()
     parameters = list(training.net.parameters())
-    means = [tensor for group in training.state.means.groups for tensor in group.extras.values()]
+    means = [tensor for group in training.state.memory.means.groups for tensor in group.extras.values()]
     before = [tensor.detach().clone() for tensor in (*parameters, *means)]
     training.optimizer.zero_grad()
     F.cross_entropy(training.net(training.x).flatten(0, -2), training.y.flatten()).backward()
@@ -191,7 +191,7 @@ def test_an_update_that_is_not_finite_makes_no_step() -> None:
     training = Training("text", torch.float64)
     for _ in range(4):
         training.step()
-    training.state.means.groups[0].extras["eigenvalues/outputs"].fill_(torch.nan)
+    training.state.memory.means.groups[0].extras["eigenvalues/outputs"].fill_(torch.nan)
     before = [parameter.detach().clone() for parameter in training.net.parameters()]
     training.step()
     assert int(training.optimizer.skipped) == 1

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rules import RULES
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
@@ -31,9 +33,14 @@ from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
-    adapting = options.get("momentum_type") not in ("adaptive", "eigen_moments", "grafted")
-    interval = {} if options.get("momentum_type") == "grafted" else {"damping_adaptation_interval": 2}
-    options = {**options, **interval, "adapt_damping": adapting, "invert_every": 3, "seed": 5}
+    of_rule = {field.name for field in fields(RULES[options.get("momentum_type", "regular")])}
+    adapting = {"damping_adaptation_interval": 2, "adapt_damping": True}
+    options = {
+        **options,
+        **{name: adapting[name] for name in adapting if name in of_rule},
+        "invert_every": 3,
+        "seed": 5,
+    }
     net, opt = made(**options)
     train(net, opt, range(5))
     stored = io.BytesIO()

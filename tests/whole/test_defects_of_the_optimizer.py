@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 import kfac_fx
 from kfac_fx.compiled.layer_collection import LayerCollection, check_geometry
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rule import Rule
+from kfac_fx.optim.rules import RULES
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
 
@@ -26,6 +29,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+WITH_OTHERS = ("Batch.__init__", "KFAC.__init__")  # those of the forward, and those of the rule, which refuses others
 WORKERS = ("_layer_block", "register_loss_function")  # what those call that do the work of a declared method
 OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"lr": 0.1},
@@ -78,7 +82,7 @@ def test_inverses_are_where_the_parameters_are_and_all_of_them_are_new() -> None
     for option in ("cov_devices", "inv_devices"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
             kfac_fx.FisherEstimator(net, **{option: ["cpu:0"]})
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        with pytest.raises(TypeError, match=rf"does not have these options:\n  {option}\."):
             kfac_fx.KFAC(net, lr=0.1, damping=0.1, **{option: ["cpu:0"]})
     est = kfac_fx.FisherEstimator(net, estimation_mode="exact", damping=0.1)
     est.update_covariances(x)
@@ -92,48 +96,64 @@ def test_inverses_are_where_the_parameters_are_and_all_of_them_are_new() -> None
 
 def test_no_argument_is_taken_and_ignored() -> None:
     """`distribute_transformations` is an argument of a placement that nothing reads. Here every public function reads
-    all of its arguments, and no constructor takes unknown ones. KFAC's arguments are the fields of `Options`, and those
-    of a method that is declared in the table of a LayerCollection are read by the functions that do its work."""
+    all of its arguments, and no constructor takes unknown ones. KFAC hands its arguments to `KFACOptions`, so those
+    that it uses itself stand twice in it. Those of a method that is declared in the table of a LayerCollection are read
+    by the functions that do its work."""
     net = kfac_fx.compile(mlp(), loss="categorical")
     for option in ("distribute_transformations", "placement_strategy"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        with pytest.raises(TypeError, match=rf"does not have these options:\n  {option}\."):
             kfac_fx.KFAC(net, lr=0.1, damping=0.1, **{option: True})
     ignored: list[str] = []
     for name, function in public_functions():
         declared = hasattr(function, "run")
         workers = [getattr(LayerCollection, work) for work in (function.run, *WORKERS)] if declared else [function]
         read = set().union(*(names_read(inspect.unwrap(worker)) for worker in (*workers, check_geometry)))
-        read |= options_read() if function is kfac_fx.KFAC.__init__ else set()
+        if function is kfac_fx.KFAC.__init__:
+            read = {name for name, count in Counter(all_names(function)).items() if count > 1} | options_read()
+            read |= {"momentum_type", "of_rule"}.intersection(all_names(KFACOptions.of))
         parameters = inspect.signature(function).parameters.values()
         ignored += [
             f"{name}({parameter.name})" for parameter in parameters if parameter.name not in {*read, "self", "cls"}
         ]
         unknown = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        assert not (name.endswith("__init__") and unknown) or name == "Batch.__init__", name  # those of the forward
+        assert not (name.endswith("__init__") and unknown) or name in WITH_OTHERS, name
     # The one that torch hands to every hook of a join, and that of every function that makes rows.
     assert ignored == ["KFAC.join_hook(kwargs)", "as_rows(attrs)"]
 
 
 def options_read() -> set[str]:
-    """The options that the optimizer reads, as `options.lr` or `options.value("lr")`; `Options` itself has `self`."""
-    folder = Path(kfac_fx.__file__).parent
-    trees = [ast.parse(path.read_text()) for path in folder.glob("optim/*.py")]
+    """The options that the optimizer reads, as `options.lr`, or `self.lr` in `KFACOptions`."""
+    return attributes_read("*.py", ("options", "self")) & {field.name for field in fields(KFACOptions)}
+
+
+def attributes_read(files: str, owners: Sequence[str]) -> set[str]:
+    """What files in optim/ read of variables and attributes that have one of these names."""
+    folder = Path(kfac_fx.__file__).parent / "optim"
+    trees = [ast.parse(path.read_text()) for path in folder.glob(files)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     reads = [node for node in nodes if isinstance(node.ctx, ast.Load)]
-    names = {node.attr for node in reads if ast.unparse(node.value).split(".")[-1] in ("options", "self")}
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names |= {
-        ast.literal_eval(call.args[0])
-        for call in calls
-        if ast.unparse(call.func).endswith(("options.value", "self.value"))
-    }
-    return names & {field.name for field in fields(KFACOptions)}
+    return {node.attr for node in reads if ast.unparse(node.value).split(".")[-1] in owners}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_every_option_of_a_rule_is_read(rule: type[Rule]) -> None:
+    """In a module of a class that has it, or in the common ones, which know `overhead` and
+    `damping_adaptation_interval` of rules with checks."""
+    owners = [base for base in rule.__mro__ if base.__module__.startswith("kfac_fx.")]
+    files = {Path(inspect.getfile(base)).relative_to(Path(kfac_fx.__file__).parent / "optim") for base in owners}
+    read = set().union(*(attributes_read(str(file), ("self",)) for file in files), attributes_read("*.py", ("rule",)))
+    assert {field.name for field in fields(rule)} - read == set()
 
 
 def names_read(function: Any) -> set[str]:
+    return set(all_names(function))
+
+
+def all_names(function: Any) -> list[str]:
+    """The names of variables in a function, each as often as it stands there."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(tree, ast.FunctionDef)
-    return {node.id for line in tree.body for node in ast.walk(line) if isinstance(node, ast.Name)}
+    return [node.id for line in tree.body for node in ast.walk(line) if isinstance(node, ast.Name)]
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
@@ -165,8 +185,8 @@ def test_every_option_does_something() -> None:
 def test_nothing_is_set_through_global_constants_and_unknown_options_are_refused() -> None:
     """Constants that are read at import time cannot be changed any more, and an unknown PI_TYPE damps with None."""
     net = kfac_fx.compile(mlp(), loss="categorical")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pi_type'"):
-        kfac_fx.KFAC(net, lr=0.1, damping=0.1, pi_type="tracenom")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"does not have these options:\n  pi_type\."):
+        kfac_fx.KFAC(net, lr=0.1, damping=0.1, pi_type="tracenom")
     with pytest.raises(TypeError, match="unexpected keyword argument 'init_inverses_at_zero'"):
         kfac_fx.FisherEstimator(net, init_inverses_at_zero=False)  # type: ignore[call-arg]
     assert not [name for name in vars(kfac_fx) if name.startswith("set_") and name != "set_default_layer_collection"]
