@@ -42,22 +42,6 @@ def test_help_documents_every_option_in_the_order_of_the_signature() -> None:
     assert names == list(inspect.signature(KFAC).parameters)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_help_documents_every_option_of_a_rule(rule: Any) -> None:
-    """In the class itself, or in a base that has the option, too."""
-    options = {option.name for option in fields(rule)}
-    names = {name for base in rule.__mro__ if base.__doc__ for name in documented(base)}
-    assert options - names == set()
-    assert set(documented(rule)) <= options
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_signature_of_a_rule_has_all_its_options_by_name(rule: Any) -> None:
-    parameters = inspect.signature(rule).parameters
-    assert list(parameters) == [option.name for option in fields(rule)]
-    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
-
-
 def test_a_missing_option_is_told_of_kfac() -> None:
     with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required positional argument: 'net'"):
         KFAC(lr=0.1)  # type: ignore[call-arg]
