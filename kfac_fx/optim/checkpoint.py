@@ -42,8 +42,8 @@ NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of ru
 # --- the checkpoint, written ------------------------------------------------------------------------------------------
 
 
-def choices(options: KFACOptions) -> dict[str, tuple[int, Sequence[Any]]]:
-    """The choices that a state depends on: the number of each, and what the numbers stand for."""
+def choices(options: KFACOptions) -> dict[str, tuple[Any, int, Sequence[Any]]]:
+    """The choices that a state depends on: each with its number, and with what the numbers stand for."""
     known: dict[str, tuple[Any, Sequence[Any]]] = {
         "momentum_type": (options.rule.name, tuple(RULES)),
         "estimation_mode": (options.estimation_mode, MODES),
@@ -51,7 +51,7 @@ def choices(options: KFACOptions) -> dict[str, tuple[int, Sequence[Any]]]:
     }
     # The rule of a user has no place among the names: a number that no other name has.
     return {
-        name: (kinds.index(here) if here in kinds else zlib.crc32(str(here).encode()), kinds)
+        name: (here, kinds.index(here) if here in kinds else zlib.crc32(str(here).encode()), kinds)
         for name, (here, kinds) in known.items()
     }
 
@@ -100,7 +100,7 @@ def whole(state: StepState) -> Tensors:
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
-    values |= {name: torch.tensor(number) for name, (number, _) in choices(state.options).items()}
+    values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state.options).items()}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
     tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
     if rule.damping_rule is not None and not rule.damping_rule.immediately:
@@ -225,14 +225,14 @@ def check_shapes(needed: Tensors, given: Tensors) -> None:
 def check_choices(state: StepState, whole: Tensors) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: list[tuple[str, str]] = []
-    for name, (number, kinds) in choices(state.options).items():
+    for name, (here, number, kinds) in choices(state.options).items():
         entry = whole.get(f"{WHOLE}{name}")
         if entry is None:
             continue  # the names of all entries are compared next
         there = int(entry) if entry.numel() == 1 else -1
         if there != number:
-            saved, here = (repr(kinds[n]) if n in range(len(kinds)) else "another kind" for n in (there, number))
-            rows.append((name, f"{saved} in the state, {here} here"))
+            saved = repr(kinds[there]) if there in range(len(kinds)) else "another one"
+            rows.append((name, f"{saved} in the state, {here!r} here"))
     if rows:
         raise ValueError(
             f"the state is that of a KFAC with other options:\n{table(rows)}\n"
