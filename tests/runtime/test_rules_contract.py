@@ -1,5 +1,5 @@
-"""What every update rule has, whoever wrote it: checked options, a training, a checkpoint, and no part of the step that
-asks which rule it is."""
+"""Every update rule has checked options, a training and a checkpoint, whoever wrote it, and no part of the step asks
+which rule it is."""
 
 from __future__ import annotations
 

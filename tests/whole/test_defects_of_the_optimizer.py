@@ -127,7 +127,7 @@ def options_read() -> set[str]:
 
 
 def attributes_read(files: str, owners: Sequence[str]) -> set[str]:
-    """What files in optim/ read of variables and attributes that have one of these names."""
+    """The attributes that files in optim/ read of objects with one of these names."""
     folder = Path(kfac_fx.__file__).parent / "optim"
     trees = [ast.parse(path.read_text()) for path in folder.glob(files)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
