@@ -61,7 +61,7 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
 
     Numbers and random states are copies, as of now. Parameters that were never moved get a new state.
     """
-    parameters, division, names = moved(groups), state.vectors.division, state.vectors.names
+    parameters, division, names = parameters_of(groups), state.vectors.division, state.vectors.names
     by_name = {names[parameter]: parameter for parameter, _ in parameters}
     for parameter, first_order in parameters:
         kept = division.keeps(names[parameter])
@@ -79,7 +79,7 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
     states.setdefault(first, {}).update(on(first, whole(state)))
 
 
-def moved(groups: Sequence[Group]) -> list[tuple[nn.Parameter, bool]]:
+def parameters_of(groups: Sequence[Group]) -> list[tuple[nn.Parameter, bool]]:
     """Every parameter, and whether the first-order rule moves it."""
     return [(parameter, group["first_order"]) for group in groups for parameter in group["params"]]
 
@@ -169,7 +169,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
                 f"parameter group {n} of the state has {there}, and this one's has {here}: it is that of another "
                 "momentum_type"
             )
-    parameters = moved(groups)
+    parameters = parameters_of(groups)
     rows: list[tuple[str, str]] = []
     for place, values in checkpoint.rules.items():
         if place not in range(len(parameters)):
@@ -251,7 +251,7 @@ def restore(
 
     Forwards since the last step are forgotten.
     """
-    parameters = moved(groups)
+    parameters = parameters_of(groups)
     for place, values in checkpoint.rules.items():
         parameter, _ = parameters[place]
         if state.vectors.division.keeps(state.vectors.names[parameter]):

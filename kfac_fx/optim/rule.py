@@ -46,7 +46,7 @@ class StepIntervals(NamedTuple):
 
 
 ANY = 10**6
-# What every optimizer keeps by these names, so that no rule has other scalars of them.
+# Every optimizer keeps something by these names, so no rule has other scalars of them.
 COMMON = frozenset(
     [
         *("damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late"),
@@ -122,7 +122,7 @@ class Outcome:
 
 
 class Memory:
-    """What a rule remembers next to its state. It lives as long as the optimizer, and is in no checkpoint."""
+    """The things that a rule remembers next to its state, as long as the optimizer lives; they are in no checkpoint."""
 
     def static(self) -> list[Tensor]:
         """Tensors that stay where they are, for CUDA graphs."""
@@ -393,7 +393,7 @@ class CheckedRule(Rule):
 
     @property
     def overhead(self) -> float:
-        """What statistics, inverses and checks may cost in a step, as a part of the training step."""
+        """The cost of statistics, inverses and checks in a step, at most, as a part of the training step."""
         return 0.2
 
     @property

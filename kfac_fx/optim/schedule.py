@@ -237,7 +237,7 @@ def is_early(steps: int, every: int) -> bool:
 
 @dataclass(frozen=True)
 class Due:
-    """What is due in one step; the attributes of `Schedule` at its beginning."""
+    """The parts of one step that are due; the attributes of `Schedule` at its beginning."""
 
     burning_in: bool
     recording: bool

@@ -65,7 +65,7 @@ class PhaseSeconds:
 
 @dataclass
 class StepState:
-    """What a KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
+    """The state of a KFAC from step to step. Scalars are 0-dim tensors, written in place."""
 
     net: CompiledModule
     options: KFACOptions
@@ -101,7 +101,7 @@ class StepState:
         return self._compiled[function]
 
     def block_step(self, flat: FlatParameters) -> BlockStep:
-        """What a rule computes with."""
+        """All that a rule computes with."""
         assert self.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
         return BlockStep(
             flat=flat,

@@ -3,7 +3,7 @@
 take_step
     gradients                  -> vectors             (Vectors.of)
     loss, gradients            -> whether to take it  (admitted)
-    batch                      -> check; parameters may go back to the last one (checked)
+    batch                      -> check; parameters may go back to the last one (checked_by_batch)
     statistics of the forwards -> factors             (FisherEstimator.fold)
     factors, if due            -> inverses or bases   (renew_inverses, Rule.decompose)
     gradient -> update -> move -> new parameters      (moved, Rule.direction, Rule.move; with a check guarded_move)
@@ -77,7 +77,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     for condition in finite if usable is None else (*finite, usable):
         ok = ok & condition
     if due.checking and step is not None:
-        ok = checked(state, step, ok, scale)
+        ok = checked_by_batch(state, step, ok, scale)
     if due.first:
         choose_intervals(state)
     with state.phases.measure("statistics"):
@@ -138,7 +138,7 @@ def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
         state.forwards.note_unrecorded()
 
 
-def checked(state: StepState, step: BlockStep, ok: Tensor, loss_scale: float) -> Tensor:
+def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: float) -> Tensor:
     """Make the check of this step, and go back to the last one if the loss has risen since. Returns whether the step is
     taken: a batch after a step that made the loss rise is in no average."""
     rule = state.options.checks

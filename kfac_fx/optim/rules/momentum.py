@@ -70,7 +70,7 @@ class Regular(AdaptedDamping, Damped):
         precondition: returns a new vector, which is written to.
         """
         preconditioned, kappa = self.clipped(flat, flat.g, precondition)
-        v = preconditioned.addcmul_(flat.state["velocity"], momentum_of(flat))
+        v = preconditioned.addcmul_(flat.state["velocity"], group_momentum(flat))
         return v, v, kappa
 
     def clipped(self, flat: FlatParameters, a: Tensor, precondition: Product) -> tuple[Tensor, Tensor | None]:
@@ -128,11 +128,11 @@ class Adam(Regular):
     name: ClassVar[str] = "adam"
 
     def averaged(self, flat: FlatParameters, precondition: Product) -> tuple[Tensor, Tensor, Tensor | None]:
-        v = torch.addcmul(flat.g, flat.state["velocity"], momentum_of(flat))
+        v = torch.addcmul(flat.g, flat.state["velocity"], group_momentum(flat))
         return v, *self.clipped(flat, v, precondition)
 
 
-def momentum_of(flat: FlatParameters) -> Tensor:
+def group_momentum(flat: FlatParameters) -> Tensor:
     assert flat.momentum is not None, "bug in kfac_fx: groups without a momentum"
     return flat.momentum
 
