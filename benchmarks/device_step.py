@@ -44,7 +44,8 @@ from benchmarks.methods import LR, PEERS, SECOND_ORDER, Method, Step, adamw, ins
 from benchmarks.step_models import Problem
 from benchmarks.step_time import INVERSES, NEVER, PLAIN, STATISTICS
 from kfac_fx.cli.demo import clock
-from kfac_fx.optim.schedule import ANY, MOST_INTERVALS, Schedule, StepIntervals
+from kfac_fx.optim.rule import ANY, StepIntervals
+from kfac_fx.optim.schedule import MOST_INTERVALS, Schedule
 from kfac_fx.recording.backends import compiled_model
 
 OUT = Path(__file__).parent / "results" / "device_step.json"

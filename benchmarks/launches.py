@@ -29,7 +29,8 @@ from benchmarks.device_models import MODELS, QUICK, Subject
 from benchmarks.launch_counter import Counting, Counts, fake_accelerator
 from benchmarks.methods import LR
 from benchmarks.step_models import Problem
-from kfac_fx.optim.schedule import Schedule, StepCosts, StepIntervals
+from kfac_fx.optim.rule import StepIntervals
+from kfac_fx.optim.schedule import Schedule, StepCosts
 
 OUT = Path(__file__).parent / "results" / "launches.json"
 GRADIENT, ADAMW = "forward and backward", "AdamW, fused"

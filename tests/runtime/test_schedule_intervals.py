@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.optim.rules import RULES, EigenMoments
 from kfac_fx.optim.schedule import (
     ACCELERATOR,
@@ -29,7 +30,6 @@ from kfac_fx.optim.schedule import (
     LayerFlops,
     Rates,
     StepCosts,
-    StepIntervals,
 )
 from tests.runtime.slow_kfac import batch, mlp
 

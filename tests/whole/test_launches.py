@@ -21,7 +21,7 @@ from benchmarks.launch_counter import (
 )
 from benchmarks.launches import ADAMW, BASES, CHECK, GRADIENT, PLAIN, SHARES, STATISTICS
 from benchmarks.step_models import Loss, Problem
-from kfac_fx.optim.schedule import StepIntervals
+from kfac_fx.optim.rule import StepIntervals
 
 
 def layer() -> Problem:
