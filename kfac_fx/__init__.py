@@ -13,9 +13,12 @@ from kfac_fx.compiled.layer_collection import (
 from kfac_fx.compiled.names import CapturedModel
 from kfac_fx.compiled.register_methods import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled.report import Report
+from kfac_fx.estimator.batches import Batch
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum
-from kfac_fx.estimator.model_spectrum import Batch, ModelSpectrum, Queries
+from kfac_fx.estimator.fitting import fit_spectrum
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
+from kfac_fx.estimator.queries import Queries
+from kfac_fx.estimator.saved import load_spectrum, save_spectrum
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot, rules

@@ -21,7 +21,8 @@ from kfac_fx.cli.bench import BENCH
 from kfac_fx.cli.demo import DEMO
 from kfac_fx.cli.explain import EXPLAIN, PASSES
 from kfac_fx.cli.problem import LOSS, PROBLEM, CommandError, Subcommand, argument, data_of, failure, load, read, seed
-from kfac_fx.estimator.model_spectrum import CASE_KINDS, as_batch
+from kfac_fx.estimator.batches import as_batch
+from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.passes.errors import nearest
 
 FORMATS = ("text", "json", "html", "dot")

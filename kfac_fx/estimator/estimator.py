@@ -19,7 +19,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule, compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
-from kfac_fx.fisher.block import BlockDiagonalFisher
+from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import DividedGroup
 from kfac_fx.fisher.spectrum import Damping
@@ -244,6 +244,17 @@ class FisherEstimator(BlockDiagonalFisher):
         of cases."""
         return {key: sums.get("count", self._pending.cases) for key, sums in self._pending.sums.items()}
 
+    def pending_state(self) -> dict[str, Tensor]:
+        """The sums that are not folded yet, as tensors by name, and the state of the random stream."""
+        generator = {} if self._generator is None else {"generator": self._generator.get_state()}
+        return self._pending.state() | generator
+
+    def load_pending(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `pending_state()` of an estimator with the same blocks."""
+        self._pending = PendingBatch.of_state(state, self.blocks, self.damping.device)
+        if self._generator is not None:
+            self._generator.set_state(state["generator"].cpu())
+
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
         """Moments that are accumulated inside are forgotten if an exception leaves the block."""
@@ -381,7 +392,8 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         systems = self._systems(dtype, device)
         damping = self.damping.clone() if damping is None else damping
-        return ModelSpectrum(systems, self._shapes, scale, damping, net=self.net, mode=self.estimation_mode)
+        shapes, mode = self._shapes, self.estimation_mode
+        return ModelSpectrum(systems, shapes, scale, damping, net=self.net, mode=mode, replicas=self.replicas)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""
@@ -433,6 +445,24 @@ class PendingBatch:
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
         return replace(self, sums=dict(self.sums), gradients=dict(self.gradients), paused=set(self.paused))
+
+    def state(self) -> dict[str, Tensor]:
+        """Its sums and numbers as tensors by name, without gradients."""
+        state = {f"{key_text(key)}/{name}": value for key, sums in self.sums.items() for name, value in sums.items()}
+        numbers = {name: torch.as_tensor(getattr(self, name)) for name in ("cases", "lost")}
+        return state | numbers | {f"paused {key_text(key)}": torch.ones(()) for key in self.paused}
+
+    @staticmethod
+    def of_state(state: Mapping[str, Tensor], keys: Iterable[Key], device: torch.device) -> PendingBatch:
+        """The inverse of `state`. keys: of all blocks. device: of the sums."""
+        pending, by_text = PendingBatch(), {key_text(key): key for key in keys}
+        pending.cases, pending.lost = (state[name].to(device) for name in ("cases", "lost"))
+        pending.paused = {key for text, key in by_text.items() if f"paused {text}" in state}
+        for name, value in state.items():
+            text, slash, of_sum = name.rpartition("/")
+            if slash:
+                pending.sums.setdefault(by_text[text], {})[of_sum] = value.to(device)
+        return pending
 
     def keep(self, keys: Iterable[Key]) -> None:
         """Forget the sums of all registrations but these."""

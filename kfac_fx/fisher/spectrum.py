@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,11 +50,19 @@ Damping = Amount | Mapping[Key, Amount] | Mapping[str, Amount]
 
 @dataclass(frozen=True)
 class System:
-    """F = Q Λ Qᵀ of the blocks of one group. values: Λ [L, g, o, i]; operators: what Q consists of."""
+    """F = Q Λ Qᵀ of the blocks of one group.
+
+    Attributes:
+        values: Λ [L, g, o, i].
+        operators: the tensors that Q consists of.
+        factors: A, G and the positions, or F, [L, ...] each, of the time of the decomposition; none where nobody needs
+            them any more.
+    """
 
     group: BlockGroup
     values: Tensor
     operators: Sequence[Tensor]
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(group: BlockGroup, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> System:
@@ -70,13 +78,15 @@ class System:
                 + "\n  ".join(failed)
                 + "\nLook for NaN in inputs, outputs and parameters, and call estimator.update_covariances again."
             )
-        return System(group.without_factors(range(len(group))), values, operators)
+        factors = {name: stack.value for name, stack in group.factors.items()}
+        return System(group.without_factors(range(len(group))), values, operators, factors)
 
     def part(self, members: Sequence[int]) -> System:
         """Some of the blocks."""
         operators = [self.group.operators_of(index, self.operators) for index in members]
         stacked = self.group.stack_operators(operators) if members else []
-        return System(self.group.without_factors(members), self.values[list(members)], stacked)
+        factors = {name: factor[list(members)] for name, factor in self.factors.items()}
+        return System(self.group.without_factors(members), self.values[list(members)], stacked, factors)
 
     def in_basis(self, index: int, cases: Cases) -> Iterator[tuple[slice, Cases]]:
         """Qᵀ times the gradients of cases of one block: (which cases, these cases) in parts.

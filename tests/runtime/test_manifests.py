@@ -10,23 +10,29 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.estimator.manifests import NAME, digest, read_manifest, write_manifest
+from kfac_fx.estimator.manifests import (
+    NAME,
+    digest,
+    digest_of_weights,
+    read_manifest,
+    refuse_other,
+    write_manifest,
+)
 
-HERE = {"format": 1, "model": "Net", "blocks": {"a": {"sides": [1, 1]}, "b": 2}}
+HERE = {"format": 2, "model": "Net", "blocks": {"a": {"sides": [1, 1]}, "b": 2}}
 
 
 def test_a_manifest_is_read_as_it_was_written_and_written_again(tmp_path: Path) -> None:
-    write_manifest(tmp_path / "new", HERE)
-    assert read_manifest(tmp_path / "new") == HERE
-    write_manifest(tmp_path / "new", HERE)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [NAME]
+    for manifest in (HERE, {**HERE, "model": "Other"}):
+        write_manifest(tmp_path / "new", manifest)
+        assert read_manifest(tmp_path / "new") == manifest
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [NAME]
 
 
 def test_all_differences_are_named(tmp_path: Path) -> None:
-    write_manifest(tmp_path, HERE)
-    other = {"format": 1, "model": "Other", "blocks": {"a": {"sides": [1, 2]}, "c": 3}}
+    other = {"format": 2, "model": "Other", "blocks": {"a": {"sides": [1, 2]}, "c": 3}}
     with pytest.raises(ValueError, match="holds something else:") as caught:
-        write_manifest(tmp_path, other)
+        refuse_other(tmp_path, HERE, other)
     lines = [line.split(maxsplit=0)[0] for line in str(caught.value).splitlines()[1:]]
     assert [line.split("  ")[0].strip() for line in lines] == ["model", "blocks: a: sides", "blocks: b", "blocks: c"]
     assert "is 'Net' in the folder, and 'Other' here" in str(caught.value)
@@ -41,8 +47,24 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
         read_manifest(tmp_path)
     for text, format in (('{"format": 7}', "7"), ("[]", "None")):
         (tmp_path / NAME).write_text(text)
-        with pytest.raises(ValueError, match=rf"has the format {format}, and this version of kfac_fx reads 1"):
+        with pytest.raises(ValueError, match=rf"has the format {format}, and this version of kfac_fx reads 2"):
             read_manifest(tmp_path)
+
+
+def test_weights_have_a_digest_by_name_whatever_class_holds_them() -> None:
+    class Cached(nn.BatchNorm1d):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.register_buffer("cache", torch.randn(3), persistent=False)
+
+    model, other = nn.BatchNorm1d(2), Cached()
+    assert digest_of_weights(model) == digest_of_weights(other)  # a buffer that is not in the state is no weight
+    other.get_buffer("running_mean").add_(1)
+    assert digest_of_weights(model) != digest_of_weights(other)
+    model.load_state_dict(other.state_dict())
+    assert digest_of_weights(model) == digest_of_weights(other)
+    before = digest_of_weights(model)
+    assert digest_of_weights(model.double()) != before
 
 
 def logit(place: int, times: float = 1.0) -> Any:
