@@ -18,7 +18,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.fitting import fit_spectrum
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import Queries
-from kfac_fx.estimator.saved import load_spectrum, save_spectrum
+from kfac_fx.estimator.saved import load_queries, load_spectrum, save_queries, save_spectrum
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot, rules
@@ -70,11 +70,13 @@ __all__ = [
     "fit_spectrum",
     "get_default_layer_collection",
     "layer",
+    "load_queries",
     "load_spectrum",
     "losses",
     "plain_backward",
     "plot",
     "rules",
+    "save_queries",
     "save_spectrum",
     "set_default_layer_collection",
     "variable_scope",

@@ -339,7 +339,7 @@ class FitFolder:
     # --- within a pass ------------------------------------------------------------------------------------------------
 
     def progress_entry(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """What the manifest has of a part that is not done."""
+        """The entry of the manifest about a part that is not done."""
         entry = self.manifest.get("progress", {})
         return entry if isinstance(entry, dict) and entry.get("names") == list(names) else {}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
@@ -30,6 +31,7 @@ from kfac_fx.recording.case_gradients import (
     Consumer,
     Counts,
     LowRank,
+    QueryGradients,
     sum_of_squares,
     weighted_squares,
 )
@@ -192,8 +194,7 @@ class ModelSpectrum(Spectrum):
         Raises ValueError if `rank` is not positive, if `measurement` returns something else, or if an eigenvalue of
         s F + δ I is zero.
         """
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank must be positive, got {rank}.")
+        check_rank(rank)
         self.refuse_singular()
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
@@ -208,8 +209,27 @@ class ModelSpectrum(Spectrum):
 
         self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
-        kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
-        return Queries(kept, self.record, net=self.net)
+        return Queries(of_rank(matrices, rank), self.record, net=self.net)
+
+    def queries(self, vector: Vector, *, rank: int | None = None) -> Queries:
+        """Vectors of your own as queries: the score of an example is its gradient times the vector.
+
+        They are taken as they are. With (s F + δ I)⁻¹ of your own in it, such as the result of `solve`, the scores are
+        influences; with a difference of weights they are first-order changes of the losses.
+
+        Args:
+            vector: one query, or several with additional dimensions in front, which are flattened into one.
+            rank: as of `precondition`.
+
+        Raises NotRegisteredError if the vector does not fit, ValueError if `rank` is not positive.
+        """
+        check_rank(rank)
+        _, parts = self.many(vector)
+        matrices: dict[Key, Tensor] = {}
+        for system in self.systems:
+            packed = vmap(system.group.pack)(parts)
+            matrices |= {r.parameters: packed[:, index] for index, r in enumerate(system.group.registrations)}
+        return Queries(of_rank({key: matrices[key] for key in self.keys}, rank), self.record, net=self.net)
 
     def self_scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
         """∇ℓᵀ (s F + δ I)⁻¹ ∇ℓ of every example: [N], or by block {key: [N]} with by="block".
@@ -269,6 +289,16 @@ class ModelSpectrum(Spectrum):
             "kfac_fx.save_spectrum(spectrum, folder) and kfac_fx.load_spectrum(net, folder); at(...) makes the same "
             "spectrum with another damping."
         )
+
+
+def check_rank(rank: int | None) -> None:
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank must be positive, got {rank}.")
+
+
+def of_rank(matrices: Mapping[Key, Tensor], rank: int | None) -> Mapping[Key, QueryGradients]:
+    """The nearest matrices of this rank; None: the matrices themselves."""
+    return matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
 
 
 class Correction:

@@ -34,12 +34,14 @@ from kfac_fx.estimator.manifests import (
     write_manifest,
 )
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
+from kfac_fx.estimator.queries import Queries, recording
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
 from kfac_fx.passes.errors import fatal
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
+from kfac_fx.recording.case_gradients import LowRank, QueryGradients
 from kfac_fx.recording.statistics import Key
 
 VALUES, OPERATOR = "values", "operator "
@@ -59,7 +61,7 @@ def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode
     owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
     return {
         "format": FORMAT,
-        "model": class_of(net.model).__name__.removeprefix("FSDP"),
+        "model": name_of(net),
         "mode": mode,
         "parameters": {name: list(parameters[name].shape) for name in owners},
         "blocks": {
@@ -71,6 +73,11 @@ def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode
         },
         **settings,
     }
+
+
+def name_of(net: CompiledModule) -> str:
+    """The name of the class of a model. fully_shard gives the model a class whose name begins with FSDP."""
+    return class_of(net.model).__name__.removeprefix("FSDP")
 
 
 def compared(manifest: Manifest) -> Manifest:
@@ -160,11 +167,13 @@ def read_systems(
             f"{len(absent)} of {len(entries)} blocks are missing in {str(folder)!r}, the first is {first}. The run "
             "that made it did not end; repeat it with the same folder, and it resumes."
         )
-    without_data = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in parameters.items()
-    }
-    groups = make_groups(registrations, without_data, roots=(), damping=torch.zeros(()))
+    groups = make_groups(registrations, without_data(parameters), roots=(), damping=torch.zeros(()))
     return [read_system(group, folder, entries, parameters, factors) for group in groups]
+
+
+def without_data(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of these shapes on the meta device."""
+    return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in parameters.items()}
 
 
 def read_system(
@@ -297,3 +306,77 @@ def load_spectrum(
 def without_factors(systems: Sequence[System]) -> list[System]:
     """The systems without the factors that were decomposed, which are in files."""
     return [replace(system, factors={}) for system in systems]
+
+
+def save_queries(queries: Queries, folder: str | Path) -> None:
+    """Write queries into a folder: one safetensors file a block, and a manifest of model, weights, loss and blocks.
+
+    Queries that are there are replaced, and a process that is killed meanwhile leaves the old ones.
+
+    Raises ValueError if the folder holds something else than queries, or the queries are of no compiled module.
+    """
+    folder, net = Path(folder), queries.net
+    if net is None:
+        raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
+    if is_written(folder):
+        read_queries_manifest(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks = {}
+    for number, (key, tensors) in enumerate(queries.plain().items()):
+        name, digest = write_tensors(folder / f"block-{number:05}-{{}}.safetensors", tensors)
+        blocks[key] = {"file": name, "digest": digest}
+    manifest = {"format": FORMAT, "model": name_of(net), "queries": len(queries), "blocks": blocks}
+    commit(folder, {**manifest, "made of": made_of(net)})
+
+
+def read_queries_manifest(folder: Path) -> Manifest:
+    """See `read_manifest`. Raises ValueError for a manifest that is not of queries, too."""
+    manifest, path = read_manifest(folder), folder / NAME
+    blocks, number = manifest.get("blocks"), manifest.get("queries")
+    if not isinstance(blocks, dict) or not blocks or not isinstance(number, int) or "mode" in manifest:
+        raise damaged(path, "is not of queries", "Pass a folder of save_queries.")
+    for entry in blocks.values():
+        plain_name(entry.get("file") if isinstance(entry, dict) else None, path)
+    return manifest
+
+
+def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool = False) -> Queries:
+    """Load queries that `save_queries` wrote for the same model.
+
+    Args:
+        net: the compiled module, with the weights and the loss of the folder.
+        any_weights: take a folder of other weights or of another loss, with a warning that says so.
+
+    Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
+    FileNotFoundError for missing files.
+    """
+    folder = Path(folder)
+    manifest = read_queries_manifest(folder)
+    parameters = dict(net.model.named_parameters())
+    by_text = {key_text(block.parameters): block for block in net.registrations}
+    blocks = manifest["blocks"]
+    if unknown := [key for key in blocks if key not in by_text]:
+        raise ValueError(
+            f"{str(folder)!r} has queries of blocks that this {name_of(net)} has not: {'; '.join(unknown)}. Compile "
+            "the model as it was compiled when they were saved."
+        )
+    refuse_other_making(folder, manifest.get("made of", {}), made_of(net), any_weights, "queries")
+    matrices: dict[Key, QueryGradients] = {}
+    for text, entry in blocks.items():
+        registration, path = by_text[text], folder / entry["file"]
+        tensors, _ = read_tensors(path, str(parameters[registration.owners[0]].device), digest=entry.get("digest"))
+        low = tensors.keys() == {"left", "right"}
+        if not low and tensors.keys() != {"matrix"}:
+            raise damaged(path, f"has no queries of {registration}, but {', '.join(tensors)}")
+        matrix: QueryGradients = LowRank(tensors["left"], tensors["right"]) if low else tensors["matrix"]
+        (group,) = make_groups([registration], without_data(parameters), roots=(), damping=torch.zeros(()))
+        if shape_of(matrix) != (manifest["queries"], *group.shape):
+            wanted = [manifest["queries"], *group.shape]
+            raise damaged(path, f"has queries {list(shape_of(matrix))}, and those of {registration} are {wanted}")
+        matrices[registration.parameters] = matrix
+    return Queries(matrices, recording(net, list(matrices)), net=net)
+
+
+def shape_of(matrix: QueryGradients) -> tuple[int, ...]:
+    """Of the matrices that these are or make."""
+    return (*matrix.left.shape[:-1], matrix.right.shape[-1]) if isinstance(matrix, LowRank) else tuple(matrix.shape)

@@ -63,6 +63,10 @@ def kinds() -> dict[str, Small]:
             lambda folder: tensors_of(kfac_fx.fit_spectrum(net, batches, case="row", folder=folder)) and None,
             lambda folder: tensors_of(kfac_fx.fit_spectrum(net, batches, case="row", folder=folder)),
         ),
+        "queries": Small(
+            lambda folder: kfac_fx.save_queries(queries, folder),
+            lambda folder: list(map(torch.clone, kfac_fx.load_queries(net, folder).matrices.values())),  # type: ignore[arg-type]
+        ),
         "scores": Small(
             lambda folder: queries.scores_of_all(batches, folder=folder) is None or None,
             lambda folder: [queries.scores_of_all(batches, folder=folder)],
