@@ -20,8 +20,9 @@ from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.batches import as_batch
 from kfac_fx.estimator.queries import Queries, in_order, recording
 from kfac_fx.fisher.block import key_text
-from kfac_fx.fisher.spectrum import Relative, Spectrum, System
+from kfac_fx.fisher.spectrum import Relative, Spectrum, System, amounts_in
 from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
@@ -125,7 +126,6 @@ class ModelSpectrum(Spectrum):
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def solve(
         self,
         vector: Vector,
@@ -149,8 +149,32 @@ class ModelSpectrum(Spectrum):
             iterations: the most. If a residual is larger then, there is a ConvergenceWarning.
             exponent: the preconditioner is (s F + δ I)^exponent; 0: none.
 
-        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite.
+        The result is differentiable in v, with H and δ as constants: its backward is one more solve.
+
+        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite, or if δ or s
+        requires a gradient, which the solution has not.
         """
+        numbers = [self.scale, *amounts_in(self.damping)]
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in numbers):
+            raise ValueError(
+                "solve has no derivative by the damping or the scale of the spectrum, and one of them requires a "
+                "gradient: pass its value, as in spectrum.at(damping=damping.detach()).solve(...), or use "
+                "multiply_inverse, which is differentiable in both."
+            )
+        solutions: list[Solution] = []
+
+        def solved(vector: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+            solutions.append(self.solved(vector, product, tolerance, iterations, exponent))
+            return solutions[-1].vector
+
+        self.many(vector)  # is checked before it is differentiated
+        x = applied(solved, vector)
+        return solutions[0]._replace(vector=x)
+
+    def solved(
+        self, vector: Vector, product: NamedProduct, tolerance: float, iterations: int, exponent: float
+    ) -> Solution:
+        """See `solve`; without a graph."""
         lead, parts = self.many(vector)
         right = self.joined(parts, vector)  # zero in elements that nothing reads
 

@@ -149,9 +149,7 @@ class Spectrum:
         """Raises ValueError for numbers that are negative or not finite, RegistrationError for a damping of other
         blocks."""
         damping = self.damping
-        amounts = list(damping.values()) if isinstance(damping, Mapping) else [damping]
-        numbers = [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
-        for name, value in (("scale", self.scale), *(("damping", value) for value in numbers)):
+        for name, value in (("scale", self.scale), *(("damping", value) for value in amounts_in(damping))):
             if isinstance(value, Tensor) and value.device.type != "cpu":  # the host would wait to read it
                 one_element(name, value)
             else:
@@ -334,6 +332,12 @@ class Spectrum:
         like = {piece.parameter: parts[piece.name] for r in registrations for piece in r.pieces} | parts
         whole = {name: like[name].new_zeros(()).expand((*lead, *shape)) for name, shape in self.shapes.items()}
         return joined(parts, registrations, whole, len(lead))
+
+
+def amounts_in(damping: Damping) -> list[float | Tensor]:
+    """The numbers that a damping consists of."""
+    amounts = list(damping.values()) if isinstance(damping, Mapping) else [damping]
+    return [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
 
 
 def matches(name: str, pattern: str) -> bool:
