@@ -32,6 +32,7 @@ from kfac_fx.linalg.arguments import (
     finite_numbers,
     not_negative,
     optional,
+    positive,
     whole_number,
     wrong_value,
 )
@@ -93,7 +94,8 @@ class FisherEstimator(BlockDiagonalFisher):
                 LayerCollection, which can then serve no other estimator.
             variables: the names of the parameters to estimate, None for all. Parameters that share a registration must
                 be named together. With a LayerCollection: exactly the parameters that must be registered.
-            cov_ema_decay: weight of the factors' past at an update, from 0 to 1.
+            cov_ema_decay: d, by which an update multiplies the weights of all batches before it, from 0 to 1: the
+                factors are means of the batches with the weights 1, d, d², ...
             damping: λ of F + λ I. A 0-d tensor is used as it is, so that writing into it changes `est.damping`.
             exps: the powers of F + λ I that `multiply_matpower` needs; 1 is always available.
             estimation_mode: "gradients" samples targets from the model's own distribution (the Fisher), "empirical"
@@ -316,10 +318,17 @@ class FisherEstimator(BlockDiagonalFisher):
             raise
 
     @torch.no_grad()
-    def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
+    def fold(self, *, decay: float | None = None, weight: float | None = None, accept: Tensor | None = None) -> bool:
         """Average all accumulated moments into all factors, as one batch.
 
-        decay: None for `cov_ema_decay`. accept: a 0-d bool tensor; where False, the sums are dropped.
+        Args:
+            decay: by which the weight of the past is multiplied, from 0 to 1; None for `cov_ema_decay` or, with a
+                weight, for 1.
+            weight: of the batch, 1 by default: its number of cases, for factors that are means over all cases of a
+                stream. est.fold(weight=len(x)) after every chunk, also of another process that has loaded the state,
+                makes the factors that one fold of all chunks makes. Blocks of generic parameters are the mean of those
+                of the chunks.
+            accept: a 0-d bool tensor; where False, the sums are dropped.
 
         Returns False for a batch without cases, which changes nothing, else True.
 
@@ -329,6 +338,7 @@ class FisherEstimator(BlockDiagonalFisher):
         ModelChangedError if the outputs of a recording were not the model's.
         """
         optional(a_weight, "decay", decay)
+        optional(positive, "weight", weight)
         if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
             raise wrong_value("accept", accept, "be a 0-dim tensor of torch.bool")
         self.newcomers = frozenset()
@@ -341,7 +351,8 @@ class FisherEstimator(BlockDiagonalFisher):
             many = "1 case" if recorded == 1 else f"{recorded} cases"
             self._pending = PendingBatch()
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
-        decay = self.cov_ema_decay if decay is None else decay
+        if decay is None:
+            decay = self.cov_ema_decay if weight is None else 1.0
         pending = self._pending
         pending.keep(pending.sums.keys() - pending.paused)
         groups = {key: self.blocks[key].group for key in pending.sums}
@@ -356,7 +367,15 @@ class FisherEstimator(BlockDiagonalFisher):
                         if not group.here:
                             continue
                         sums = [pending.sums[r.parameters] for r in group.registrations[members]]
-                        group.update(sums, cases, decay=decay, accept=accept, members=members)
+                        group.update(
+                            sums,
+                            cases,
+                            decay=decay,
+                            weight=1.0 if weight is None else float(weight),
+                            by_rows=weight is not None,
+                            accept=accept,
+                            members=members,
+                        )
             self.newcomers = frozenset(pending.sums.keys() - self._recorded)
             self._recorded |= self.newcomers
             self.params_stats = {name: gradient / cases for name, gradient in pending.gradients.items()}
