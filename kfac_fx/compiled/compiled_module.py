@@ -24,6 +24,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiled.exact_products import FisherProduct
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import CapturedModel, as_written
 from kfac_fx.compiled.report import Report, fallbacks
@@ -316,6 +317,22 @@ class CompiledModule(nn.Module):
         """
         refuse_other_parameters(parameters, self.model)
         return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
+
+    def fisher_product(self, /, *inputs: Any, targets: Any = None, ggn: bool = False, **kwargs: Any) -> FisherProduct:
+        """The exact Fisher of the mean loss of a batch, as a function from a vector v to F v; see `FisherProduct`.
+
+        product = net.fisher_product(x)
+        step = spectrum.solve(gradient, product).vector     # (F + δ I)⁻¹ g, with the spectrum as the preconditioner
+
+        Args:
+            inputs, kwargs: the arguments of forward.
+            targets: only those of -100 count, which are no cases; None: all rows are cases.
+            ggn: the generalized Gauss-Newton matrix instead of the Fisher.
+
+        It does not record, takes no sample and changes nothing of the model. With several processes it is the Fisher of
+        the batch of this one.
+        """
+        return FisherProduct(self, inputs, kwargs, targets, ggn)
 
     @runs_the_model
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
