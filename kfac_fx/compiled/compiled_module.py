@@ -332,7 +332,12 @@ class CompiledModule(nn.Module):
         It does not record, takes no sample and changes nothing of the model. With several processes it is the Fisher of
         the batch of this one.
         """
-        return FisherProduct(self, inputs, kwargs, targets, ggn)
+
+        def losses(parameters: Mapping[str, Tensor]) -> list[tuple[float, Any]]:
+            outputs, fisher = self.functional(parameters, inputs, kwargs)
+            return self.losses(outputs, fisher, targets, (inputs, kwargs))
+
+        return FisherProduct(self.model, losses, ggn=ggn)
 
     @runs_the_model
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

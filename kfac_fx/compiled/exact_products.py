@@ -8,12 +8,10 @@ backward (Schraudolph 2002, "Fast curvature matrix-vector products for second-or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_fx.fisher.block import one_by_one
@@ -27,8 +25,7 @@ from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.trace import forward_mode
 from kfac_fx.passes.tracing.random_streams import RandomState, accelerators, same_random
 
-if TYPE_CHECKING:
-    from kfac_fx.compiled.compiled_module import CompiledModule
+LossTerms = Sequence[tuple[float, LossFunction]]
 
 
 class FisherProduct:
@@ -38,10 +35,15 @@ class FisherProduct:
     """
 
     def __init__(
-        self, net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any = None, ggn: bool = False
+        self, model: nn.Module, losses: Callable[[Mapping[str, Tensor]], LossTerms], *, ggn: bool = False
     ) -> None:
-        self.net, self.args, self.kwargs, self.targets, self.ggn = net, args, kwargs, targets, ggn
-        self.devices = accelerators(net.parameters())
+        """
+        Args:
+            losses: from parameters by name to the (coefficient, loss) pairs of the batch; pure.
+            ggn: the generalized Gauss-Newton matrix instead of the Fisher.
+        """
+        self.model, self.losses, self.ggn = model, losses, ggn
+        self.devices = accelerators(model.parameters())
         self.random = RandomState.now(self.devices)
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
@@ -54,7 +56,7 @@ class FisherProduct:
         Raises NotRegisteredError if the vector does not fit, RuntimeError if an operation of the model has no
         forward-mode derivative.
         """
-        named = dict(self.net.model.named_parameters())
+        named = dict(self.model.named_parameters())
         check_fits(vector, {}, alone=False)
         shapes = {name: parameter.shape for name, parameter in named.items() if name in vector} or {
             name: parameter.shape for name, parameter in named.items()
@@ -68,26 +70,21 @@ class FisherProduct:
 
         return applied(product, {name: dense(unsharded(tensor)) for name, tensor in vector.items()})
 
-    @contextmanager
-    def same_noise(self) -> Iterator[None]:
+    def terms(self, parameters: Mapping[str, Tensor]) -> LossTerms:
+        """The losses at these parameters, with the same noise every time."""
         with same_random(self.devices):
             self.random.restore()
-            yield
-
-    def losses(self, parameters: Mapping[str, Tensor]) -> list[tuple[float, LossFunction]]:
-        with self.same_noise():
-            outputs, fisher = self.net.functional(parameters, self.args, self.kwargs)
-            return self.net.losses(outputs, fisher, self.targets, (self.args, self.kwargs))
+            return self.losses(parameters)
 
     def of_one(self, vector: Vector) -> dict[str, Tensor]:
         """F v of one vector."""
         names = list(vector)
-        whole = {name: unsharded(self.net.model.get_parameter(name).detach()) for name in names}
+        whole = {name: unsharded(self.model.get_parameter(name).detach()) for name in names}
         point = tuple(whole.values())
         pairs: list[tuple[float, LossFunction]] = []
 
         def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
-            pairs[:] = self.losses(dict(zip(names, values, strict=True)))
+            pairs[:] = self.terms(dict(zip(names, values, strict=True)))
             return tuple(loss.inputs for _, loss in pairs)
 
         tangents = tuple(vector[name].to(value.dtype) for name, value in whole.items())
