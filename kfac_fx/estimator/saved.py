@@ -378,5 +378,5 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
 
 
 def shape_of(matrix: QueryGradients) -> tuple[int, ...]:
-    """Of the matrices that these are or make."""
+    """The shape of the matrices that these are or make."""
     return (*matrix.left.shape[:-1], matrix.right.shape[-1]) if isinstance(matrix, LowRank) else tuple(matrix.shape)

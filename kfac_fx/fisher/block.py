@@ -286,7 +286,7 @@ def one_by_one(
     many = {name: tensor.reshape(math.prod(lead), *shapes[name]) for name, tensor in vector.items()}
     each = [product(dict(zip(many, row, strict=True))) for row in zip(*many.values(), strict=True)]
     return {
-        name: torch.stack([one[name] for one in each]).view(tensor.shape) if each else tensor.clone()
+        name: torch.stack([row[name] for row in each]).view(tensor.shape) if each else tensor.clone()
         for name, tensor in vector.items()
     }
 

@@ -168,7 +168,7 @@ def test_a_divided_model_and_attention() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.out(
                 F.scaled_dot_product_attention(*self.qkv(x).unflatten(-1, (3, 1, 4)).movedim(2, 0).transpose(2, 3))
-                .squeeze(2)
+                .squeeze(1)
                 .mean(1)
             )
             return y
