@@ -4,7 +4,7 @@ import sys
 
 from kfac_fx import losses
 from kfac_fx.compiled import fisher_blocks, layer_collection
-from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile
+from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile, detach
 from kfac_fx.compiled.layer_collection import (
     LayerCollection,
     get_default_layer_collection,
@@ -66,6 +66,7 @@ __all__ = [
     "by_group",
     "capture",
     "compile",
+    "detach",
     "fisher_blocks",
     "fit_spectrum",
     "get_default_layer_collection",
