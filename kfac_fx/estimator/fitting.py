@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ from kfac_fx.estimator.saved import (
     write_blocks,
 )
 from kfac_fx.fisher.spectrum import Damping, System
-from kfac_fx.linalg.arguments import optional, whole_number
+from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
+from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
@@ -72,6 +74,7 @@ def fit_spectrum(
     factor_dtype: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    process_group: Any = None,
 ) -> ModelSpectrum:
     """Record, decompose and correct the factors of a model, part by part. All cases have the same weight.
 
@@ -94,6 +97,9 @@ def fit_spectrum(
             about the memory of the part's factors. None: a run resumes at its part.
         seed: of the samples.
         scale, damping, dtype, device: as of `FisherEstimator.spectrum`; factor_dtype: as of `FisherEstimator`.
+        process_group: of torch.distributed, `group.WORLD` for all. All its processes call this, each with its own part
+            of the data, and have the spectrum of all of them. A folder is one that all of them see; the first process
+            writes into it. None: this process alone.
 
     Raises:
         RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
@@ -109,17 +115,19 @@ def fit_spectrum(
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:
         raise ValueError("save_every needs a folder, into which the sums are written: pass folder=.")
-    if iter(batches) is batches:
-        raise ValueError("`batches` is an iterator, which cannot be repeated: pass a list or a DataLoader.")
-    first = next(iter(batches), None)
-    if first is None:
-        raise ValueError("`batches` has no batches.")
-    batch = as_batch(first)
+    optional(a_process_group, "process_group", process_group)
+    replicas = None if process_group is None else Replicas(process_group)
+    several = replicas is not None and replicas.number > 1
+    if several and save_every is not None:
+        raise ValueError("save_every is for one process: several resume at their part.")
+    batch = first_batch(batches) if replicas is None else replicas.together(partial(first_batch, batches))
+    if replicas is not None and several:
+        check_parts_of_data(replicas, net, batch, batches)
     net.recorder(batch.args, batch.kwargs)  # proves the registrations, which may change them
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
-    of_fit = OfFit(mode, case, seed, factor_dtype, dtype, device)
+    of_fit = OfFit(mode, case, seed, factor_dtype, dtype, device, process_group)
     kept: FitFolder | None = None
     if folder is not None:
         settings = {
@@ -130,8 +138,11 @@ def fit_spectrum(
             "first batch": digest_of(batch),
             "batches": len(batches) if isinstance(batches, Sized) else None,
         }
+        if replicas is not None and several:  # those of the first process
+            settings = replicas.told(settings | {"processes": replicas.number})[0]
         here = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
-        kept = FitFolder.of(Path(folder), here | {"made of": made_of(net)}, save_every)
+        here |= {"made of": made_of(net)}
+        kept = FitFolder.of(Path(folder), here, save_every, replicas)
     systems: list[System] = []
     for names in chosen:
         blocks = [block for block in net.registrations if block.owners[0] in names]
@@ -145,7 +156,37 @@ def fit_spectrum(
     owners = dict.fromkeys(name for block in net.registrations for name in block.owners)
     shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
     data = None if kept is None else kept.data
-    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data)
+    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
+
+
+def first_batch(batches: Iterable[Any]) -> Batch:
+    """Raises ValueError if the batches cannot be repeated, or there are none."""
+    if iter(batches) is batches:
+        raise ValueError("`batches` is an iterator, which cannot be repeated: pass a list or a DataLoader.")
+    first = next(iter(batches), None)
+    if first is None:
+        raise ValueError("`batches` has no batches.")
+    return as_batch(first)
+
+
+def check_parts_of_data(replicas: Replicas, net: CompiledModule, batch: Batch, batches: Iterable[Any]) -> None:
+    """Warn if all processes have the same batch, which is then counted several times. Raises ValueError for other
+    numbers of batches where a forward is one of all processes."""
+    number = len(batches) if isinstance(batches, Sized) else None
+    told = replicas.told((digest_of(batch), number))
+    if len({of_batch for of_batch, _ in told}) == 1:
+        warn_user(
+            UserWarning(
+                f"{replicas.number} processes begin with the same batch: each of them records all data. Give every "
+                "process its own part, such as torch.utils.data.Subset(data, range(rank, len(data), processes))."
+            )
+        )
+    numbers = [of_process for _, of_process in told]
+    if any(map(is_sharded, net.parameters())) and len(set(numbers)) > 1:
+        raise ValueError(
+            f"the processes of a sharded model have {', '.join(map(str, numbers))} batches, and a forward is one of "
+            "all of them: give all the same number of batches, which may be of different sizes."
+        )
 
 
 @dataclass(frozen=True)
@@ -158,13 +199,19 @@ class OfFit:
     factor_dtype: torch.dtype | None
     dtype: torch.dtype | None
     device: torch.device | str | None
+    process_group: Any = None
+
+    def generator(self, device: torch.device, place: int) -> torch.Generator:
+        """The random stream of a pass over the data. Those of several processes differ."""
+        common = torch.Generator(device).manual_seed(self.seed + place)
+        return common if self.process_group is None else Replicas(self.process_group).stream(common, place)
 
 
 def fit_part(
     net: CompiledModule, batches: Iterable[Any], names: Iterable[str], options: OfFit, folder: FitFolder | None = None
 ) -> ModelSpectrum:
     """The spectrum of the blocks of some parameters."""
-    names = sorted(names)
+    names, of_parameters = sorted(names), next(iter(net.model.parameters())).device
     uncorrected = None if folder is None else folder.decomposed(net, names)
     if uncorrected is None:
         estimator = FisherEstimator(
@@ -172,8 +219,9 @@ def fit_part(
             variables=names,
             exps=(),
             estimation_mode=options.mode,
-            seed=options.seed,
+            seed=options.generator(of_parameters, 0).initial_seed(),
             factor_dtype=options.factor_dtype,
+            process_group=options.process_group,
         )
 
         def record(batch: Batch) -> None:
@@ -190,9 +238,7 @@ def fit_part(
         return spectrum
     if folder is not None and uncorrected is None:
         folder.keep_decomposed(names, spectrum.systems)
-    of_parameters = next(iter(net.model.parameters())).device
-    generator = torch.Generator(of_parameters).manual_seed(options.seed + 1)
-    correction = Correction(spectrum, options.case, generator=generator)
+    correction = Correction(spectrum, options.case, generator=options.generator(of_parameters, 1))
     over_data(batches, CORRECTION, names, correction.add, correction.state, correction.load_state, folder)
     return correction.result()
 
@@ -283,13 +329,29 @@ class FitFolder:
     path: Path
     manifest: Manifest
     save_every: int | None
+    replicas: Replicas | None = None
 
     @staticmethod
-    def of(path: Path, here: Manifest, save_every: int | None) -> FitFolder:
+    def of(path: Path, here: Manifest, save_every: int | None, replicas: Replicas | None) -> FitFolder:
         """A new folder, or that of a run that stopped. Raises ValueError if it is of another spectrum."""
-        if not is_written(path):
+
+        def opened() -> FitFolder:
+            return FitFolder.opened(path, here, save_every, replicas)
+
+        if replicas is None:
+            return opened()
+        folder = replicas.together(opened)  # before anything is written
+        if not replicas.rank and not is_written(path):
             write_manifest(path, here)
-            return FitFolder(path, here, save_every)
+        return folder
+
+    @staticmethod
+    def opened(path: Path, here: Manifest, save_every: int | None, replicas: Replicas | None) -> FitFolder:
+        """See `of`."""
+        if not is_written(path):
+            if replicas is None:
+                write_manifest(path, here)
+            return FitFolder(path, here, save_every, replicas)
         saved = read_spectrum_manifest(path)
         if saved["format"] == WITHOUT_DIGESTS:
             raise ValueError(
@@ -300,7 +362,7 @@ class FitFolder:
         refuse_other(
             path, compared(saved) | {"made of": weights_and_loss}, compared(here) | {"made of": here["made of"]}
         )
-        return FitFolder(path, saved, save_every)
+        return FitFolder(path, saved, save_every, replicas)
 
     @property
     def data(self) -> str | None:
@@ -316,12 +378,22 @@ class FitFolder:
         self.manifest = manifest
 
     def add(self, systems: Sequence[System]) -> None:
-        """Write the blocks of a part that is done."""
+        """Write the blocks of a part that is done, in the first process."""
+        if self.replicas is None:
+            self.write(systems)
+        else:
+            self.replicas.together(partial(self.write, systems if self.replicas.rank == 0 else []))
+
+    def write(self, systems: Sequence[System]) -> None:
+        if not systems:
+            return
         manifest = with_files(self.manifest, write_blocks(self.path, self.numbers, systems))
         self.commit({name: value for name, value in manifest.items() if name != "progress"})
 
     def end_of_pass(self, data: str) -> None:
         """Compare the data of a pass with those of the passes before it."""
+        if self.replicas is not None and self.replicas.number > 1:
+            return  # every process has a part of them
         making = self.manifest["made of"]
         known = making.get("data", data)
         if known is None or (known == data and "data" in making):

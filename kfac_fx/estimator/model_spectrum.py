@@ -88,7 +88,7 @@ class ModelSpectrum(Spectrum):
             generator: of the samples; None: torch's own.
 
         Returns a spectrum with the same eigenvectors. If its factors are sums over processes, so are these squares: all
-        processes call this, each with its own part of the data.
+        processes call this, each with its own part of the data, and have the same result.
 
         Raises ValueError for an unknown case or mode, and if there are no batches.
         """
@@ -315,6 +315,21 @@ class ModelSpectrum(Spectrum):
         )
 
 
+def with_common_vectors(spectrum: ModelSpectrum) -> ModelSpectrum:
+    """With the eigenvectors of the first process in all of them.
+
+    Those of equal eigenvalues depend on the last bits, and squares of coordinates in several bases have no sum.
+    """
+    if spectrum.replicas is None or spectrum.replicas.number == 1:
+        return spectrum
+    common = spectrum.replicas.broadcast
+    systems = [
+        replace(system, operators=common([operator.contiguous() for operator in system.operators], 0))
+        for system in spectrum.systems
+    ]
+    return replace(spectrum, systems=systems)
+
+
 def check_rank(rank: int | None) -> None:
     if rank is not None and rank < 1:
         raise ValueError(f"rank must be positive, got {rank}.")
@@ -336,7 +351,7 @@ class Correction:
     def __init__(
         self, spectrum: ModelSpectrum, case: str, mode: str | None = None, generator: torch.Generator | None = None
     ) -> None:
-        self.spectrum, self.case = spectrum, choice("case", case, CASE_KINDS)
+        self.spectrum, self.case = with_common_vectors(spectrum), choice("case", case, CASE_KINDS)
         self.mode, self.generator = mode or spectrum.mode, generator
         self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in spectrum.places().items()}
         self.number = 0

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ from kfac_fx.estimator.manifests import (
     write_manifest,
 )
 from kfac_fx.fisher.block import key_text
-from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.arguments import a_process_group, choice, optional
 from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.recording.case_gradients import Cases, Consumer, Counts, LowRank, QueryGradients, by_rows, query_products
 from kfac_fx.recording.progress import tracked
@@ -115,7 +118,12 @@ class Queries:
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
     def scores_of_all(
-        self, batches: Iterable[Any], *, folder: str | Path | None = None, measurement: Measurement | None = None
+        self,
+        batches: Iterable[Any],
+        *,
+        folder: str | Path | None = None,
+        measurement: Measurement | None = None,
+        process_group: Any = None,
     ) -> Tensor:
         """The scores of all examples of a DataLoader, [Q, N], with a progress bar on a terminal.
 
@@ -124,6 +132,9 @@ class Queries:
             folder: where the scores of every batch are written; those that are there are not computed again. Batches
                 are told by their numbers.
             measurement: see `scores`.
+            process_group: of torch.distributed, `group.WORLD` for all. All its processes call this with the same
+                batches. Each scores every n-th of them, and all have the scores of all. A folder is one that all of
+                them see; the first process writes into it. None: this process alone.
 
         Raises ValueError if the folder holds the scores of other queries, batches, measurements, weights or losses, or
         a file that is not whole; if a DataLoader shuffles; and if there are no batches.
@@ -133,14 +144,29 @@ class Queries:
                 f"the DataLoader has a {type(drawn[0]).__name__}, and its scores would have no order: "
                 "pass one with shuffle=False."
             )
-        kept = None if folder is None else ScoresFolder.of(Path(folder), self, measurement)
+        optional(a_process_group, "process_group", process_group)
+        replicas = Replicas(process_group) if process_group is not None else None
+        ranks, rank = (1, 0) if replicas is None else (replicas.number, replicas.rank)
+        together = called if replicas is None else replicas.together
+        kept: ScoresFolder | None = None
+        if folder is not None:
+            manifest = ScoresFolder.of_queries(self, measurement)
+            kept = together(partial(ScoresFolder.of, Path(folder), self, manifest, rank == 0))
         number, device = len(batches) if isinstance(batches, Sized) else 0, self.like(next(iter(self.matrices))).device
-        scores = []
-        for n, batch in enumerate(tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries")):
-            there = None if kept is None else kept.read(n, batch)
-            scores.append(self.scores(batch, measurement=measurement) if there is None else there.to(device))
-            if kept is not None and there is None:
-                kept.write(n, batch, scores[-1])
+        shown = iter(tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries"))
+        scores: list[Tensor] = []
+        while turn := list(islice(shown, ranks)):
+            batch = turn[min(rank, len(turn) - 1)]  # where batches end, a process takes the last one again
+            there = together(partial(read_all, kept, len(scores), turn))
+            if replicas is not None and not all(replicas.told(there is not None)):
+                there = None
+            if there is None:
+                computed = self.scores(batch, measurement=measurement)
+                there = [computed] if replicas is None or ranks == 1 else each_of_all(replicas, computed, batch, turn)
+                if kept is not None and rank == 0:
+                    for n, (of_batch, item) in enumerate(zip(there, turn, strict=True), len(scores)):
+                        kept.write(n, item, of_batch)
+            scores += [of_batch.to(device) for of_batch in there]
         if not scores:
             raise ValueError("`batches` has no batches.")
         return torch.cat(scores, dim=1)
@@ -228,12 +254,17 @@ class ScoresFolder:
         }
 
     @staticmethod
-    def of(path: Path, queries: Queries, measurement: Measurement | None) -> ScoresFolder:
-        """Raises ValueError if a folder holds something else."""
-        here = ScoresFolder.of_queries(queries, measurement)
+    def of(path: Path, queries: Queries, here: Manifest, writes: bool) -> ScoresFolder:
+        """Raises ValueError if a folder holds something else.
+
+        Args:
+            here: its manifest.
+            writes: whether this process writes one, if there is none.
+        """
         sealed = True
         if not is_written(path):
-            write_manifest(path, here)
+            if writes:
+                write_manifest(path, here)
         elif (saved := read_manifest(path))["format"] == WITHOUT_DIGESTS:
             norms = {key_text(key): float(queries.like(key).double().norm()) for key in queries.matrices}
             kept = {name: here[name] for name in ("queries", "measurement")}
@@ -270,3 +301,29 @@ class ScoresFolder:
 
 
 REMEDY = "Delete the file, and its scores are computed again."
+
+
+def read_all(folder: ScoresFolder | None, first: int, batches: Sequence[Any]) -> list[Tensor] | None:
+    """The scores of some batches; None if one of them is not in the folder. first: the number of the first batch."""
+    if folder is None:
+        return None
+    found = [folder.read(number, batch) for number, batch in enumerate(batches, first)]
+    return None if any(scores is None for scores in found) else [scores for scores in found if scores is not None]
+
+
+def each_of_all(replicas: Replicas, scores: Tensor, batch: Any, batches: Sequence[Any]) -> list[Tensor]:
+    """The scores of every process, which has one of these batches each.
+
+    Raises ValueError if the processes have other batches.
+    """
+    told = replicas.told((digest_of(batch), [digest_of(item) for item in batches], scores.detach().cpu()))
+    if any(others != told[0][1] for _, others, _ in told):
+        raise ValueError(
+            "the processes have different batches: with a process_group, scores_of_all takes the same batches in all "
+            "of them, without a DistributedSampler, and divides them itself."
+        )
+    return [of_process for _, _, of_process in told[: len(batches)]]
+
+
+def called(of: Callable[[], Any]) -> Any:
+    return of()

@@ -38,6 +38,8 @@ from kfac_fx.estimator.queries import Queries, recording
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping, System
+from kfac_fx.linalg.arguments import a_process_group, optional
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.passes.errors import fatal
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
@@ -233,7 +235,8 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     """Write a spectrum into a folder: one safetensors file a block, and a manifest of model, weights, loss and blocks.
 
     A spectrum of the same blocks that is there is replaced, and a process that is killed meanwhile leaves the old one.
-    The weights are those that the net has now. The files have A and G, too, unless the spectrum was loaded itself.
+    The weights are those that the net has now. The files have A and G, too, unless the spectrum was loaded itself. Of
+    the processes over which its sums are, the first one writes.
 
     Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one.
     """
@@ -241,6 +244,8 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     registrations = sorted(spectrum.registrations, key=lambda block: list(net.registrations).index(block))
     manifest = manifest_of(net, registrations, spectrum.mode, case=spectrum.case)
     manifest["made of"] = made_of(net) | ({} if spectrum.data is None else {"data": spectrum.data})
+    if spectrum.replicas is not None and spectrum.replicas.rank:
+        return
     if is_written(folder):
         refuse_other(folder, compared(read_spectrum_manifest(folder)), compared(manifest))
     folder.mkdir(parents=True, exist_ok=True)
@@ -262,6 +267,7 @@ def load_spectrum(
     damping: Damping = 0.0,
     batches: Iterable[Any] | None = None,
     any_weights: bool = False,
+    process_group: Any = None,
 ) -> ModelSpectrum:
     """Load a spectrum that `save_spectrum` or `fit_spectrum` wrote for the same model.
 
@@ -271,6 +277,7 @@ def load_spectrum(
         scale, damping: as of `FisherEstimator.spectrum`.
         batches: the data that the folder must be of, if `fit_spectrum` wrote it; None: any.
         any_weights: take a folder of other weights, another loss or other data, with a warning that says so.
+        process_group: of torch.distributed, over which `correct` sums; each process loads the folder. None: this one.
 
     A folder of an earlier version, without digests, is loaded with a warning.
 
@@ -278,6 +285,7 @@ def load_spectrum(
     FileNotFoundError for missing files.
     """
     folder = Path(folder)
+    optional(a_process_group, "process_group", process_group)
     manifest = read_spectrum_manifest(folder)
     registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
     here = manifest_of(net, registrations, manifest["mode"])
@@ -300,6 +308,7 @@ def load_spectrum(
         mode=manifest["mode"],
         case=manifest.get("case"),
         data=manifest.get("made of", {}).get("data"),
+        replicas=None if process_group is None else Replicas(process_group),
     )
 
 
