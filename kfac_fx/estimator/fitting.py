@@ -45,7 +45,8 @@ from kfac_fx.estimator.saved import (
     without_factors,
     write_blocks,
 )
-from kfac_fx.fisher.spectrum import Damping, System
+from kfac_fx.fisher.spectrum import Damping
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.batches import as_batch
 from kfac_fx.estimator.queries import Queries, in_order, recording
 from kfac_fx.fisher.block import key_text
-from kfac_fx.fisher.spectrum import Relative, Spectrum, System, amounts_in
+from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
@@ -98,12 +99,8 @@ class ModelSpectrum(Spectrum):
         return correction.result()
 
     def places(self) -> Mapping[Key, tuple[System, int]]:
-        """By block its system, and its number there."""
-        return {
-            registration.parameters: (system, index)
-            for system in self.systems
-            for index, registration in enumerate(system.group.registrations)
-        }
+        """By block its system, and its number there; see `used`."""
+        return places_of(self.used)
 
     def part(self, names: Iterable[str]) -> ModelSpectrum:
         """The spectrum of the blocks of some parameters, which records these only.
@@ -118,7 +115,12 @@ class ModelSpectrum(Spectrum):
         ]
         damping = self.damping
         if isinstance(damping, Mapping):
-            damping = {r.parameters: self.amount_of(r.parameters) for r in self.registrations if r.owners[0] in wanted}
+            kept = [r.parameters for r in self.registrations if r.owners[0] in wanted]
+
+            def is_kept(key: Any) -> bool:
+                return key in kept or (isinstance(key, str) and any(matches(n, key) for names in kept for n in names))
+
+            damping = cast(Damping, {key: amount for key, amount in damping.items() if is_kept(key)})
         shapes = {name: shape for name, shape in self.shapes.items() if name in wanted}
         return replace(
             self, systems=[system for system in systems if len(system.values)], shapes=shapes, damping=damping
@@ -190,12 +192,14 @@ class ModelSpectrum(Spectrum):
         """δ v."""
         if not isinstance(self.damping, (Mapping, Relative)):
             return {name: self.damping * tensor for name, tensor in vector.items()}
-        lead, parts = self.many(vector)
-        shifted = {
-            name: (self.shifted(system)[index] - self.scale * system.values[index]).mean() * parts[name]
-            for system, index in self.places().values()
-            for name in system.group.registrations[index].parameters
-        }
+        _, parts = self.many(vector)
+        shifted: dict[str, Tensor] = {}
+        for system in self.systems:
+            for index, registration in enumerate(system.group.registrations):
+                mean = (self.scale * system.values[index]).mean()
+                for name, amount in zip(registration.parameters, self.amounts_of(registration.parameters), strict=True):
+                    number = amount.factor * mean if isinstance(amount, Relative) else amount
+                    shifted[name] = number * parts[name]
         return self.joined(shifted, vector)
 
     def joined(self, parts: Vector, like: Vector) -> dict[str, Tensor]:
@@ -225,10 +229,11 @@ class ModelSpectrum(Spectrum):
         def keep(key: Key, cases: Cases) -> None:
             system, index = self.places()[key]
             group, operators = system.group, system.group.operators_of(index, system.operators)
-            weights = 1 / self.shifted(system)[index]
+            weights, root = 1 / self.shifted(system)[index], self.root_of(system, -1)
             for part, turned in system.in_basis(index, cases):
                 whole = turned.gradients() * weights
                 matrices = group.from_eigenbasis(whole.unsqueeze(1), operators).squeeze(1)
+                matrices = matrices if root is None else matrices * root[index]
                 parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
         self.record(batch, keep, measurement)
@@ -266,6 +271,8 @@ class ModelSpectrum(Spectrum):
         choice("by", by, ("sum", "block"))
         self.refuse_singular()
         weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        for system in self.used:
+            self.root_of(system, -1)  # which refuses a derivative by several dampings
         scores: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def add(key: Key, cases: Cases) -> None:
@@ -315,6 +322,15 @@ class ModelSpectrum(Spectrum):
         )
 
 
+def places_of(systems: Iterable[System]) -> Mapping[Key, tuple[System, int]]:
+    """By block its system, and its number there."""
+    return {
+        registration.parameters: (system, index)
+        for system in systems
+        for index, registration in enumerate(system.group.registrations)
+    }
+
+
 def with_common_vectors(spectrum: ModelSpectrum) -> ModelSpectrum:
     """With the eigenvectors of the first process in all of them.
 
@@ -353,16 +369,17 @@ class Correction:
     ) -> None:
         self.spectrum, self.case = with_common_vectors(spectrum), choice("case", case, CASE_KINDS)
         self.mode, self.generator = mode or spectrum.mode, generator
-        self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in spectrum.places().items()}
+        self.places = places_of(self.spectrum.systems)  # of F, whatever its damping
+        self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in self.places.items()}
         self.number = 0
 
     def add(self, batch: Any) -> None:
         """Record a batch."""
-        places, by_row, batch = self.spectrum.places(), self.case == "row", as_batch(batch)
+        by_row, batch = self.case == "row", as_batch(batch)
 
         @torch.no_grad()
         def add(key: Key, cases: Cases) -> None:
-            system, index = places[key]
+            system, index = self.places[key]
             for kind in cases.by_position() if self.case == "position" else [cases]:
                 for _, turned in system.in_basis(index, kind):
                     self.totals[key] += sum_of_squares(turned)

@@ -37,7 +37,8 @@ from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import Queries, recording
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.spectrum import Damping, System
+from kfac_fx.fisher.spectrum import Damping
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.passes.errors import fatal

@@ -20,7 +20,7 @@ from kfac_fx.fisher import series, uncorrelated  # noqa: F401  # they fill in th
 from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter
 from kfac_fx.fisher.placement import BlockOwners, DividedForm, DividedGroup, divided_forms
-from kfac_fx.fisher.spectrum import System
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
 from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import Root, dense
