@@ -395,7 +395,8 @@ class FisherEstimator(BlockDiagonalFisher):
         and δ.
 
         It decomposes all factors once and does not need `update_inverses`. The damping is not split between the sides.
-        The result can also correct its eigenvalues and score examples, see `ModelSpectrum`.
+        The result has a copy of the factors for `save_spectrum`, and can also correct its eigenvalues and score
+        examples, see `ModelSpectrum`.
 
         Args:
             scale: s; the number of training cases for the precision of a Laplace approximation.

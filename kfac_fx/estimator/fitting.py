@@ -121,6 +121,13 @@ def fit_spectrum(
     several = replicas is not None and replicas.number > 1
     if several and save_every is not None:
         raise ValueError("save_every is for one process: several resume at their part.")
+    if replicas is None and any(map(is_sharded, net.parameters())):
+        warn_user(
+            UserWarning(
+                "the model is sharded, and fit_spectrum has no process_group: every process fits its own data, and has "
+                "another spectrum. Pass process_group=torch.distributed.group.WORLD."
+            )
+        )
     batch = first_batch(batches) if replicas is None else replicas.together(partial(first_batch, batches))
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
@@ -153,7 +160,7 @@ def fit_spectrum(
         part = fit_part(net, batches, names, of_fit, kept)
         if kept is not None:
             kept.add(part.systems)
-        systems += part.systems if kept is None else without_factors(part.systems)
+        systems += part.systems if kept is None and len(chosen) == 1 else without_factors(part.systems)  # for memory
     owners = dict.fromkeys(name for block in net.registrations for name in block.owners)
     shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
     data = None if kept is None else kept.data

@@ -236,8 +236,8 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     """Write a spectrum into a folder: one safetensors file a block, and a manifest of model, weights, loss and blocks.
 
     A spectrum of the same blocks that is there is replaced, and a process that is killed meanwhile leaves the old one.
-    The weights are those that the net has now. The files have A and G, too, unless the spectrum was loaded itself. Of
-    the processes over which its sums are, the first one writes.
+    The weights are those that the net has now. The files have A and G, too, unless the spectrum was loaded itself, or
+    fitted in several parts. If its sums are over several processes, the first one writes.
 
     Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one.
     """

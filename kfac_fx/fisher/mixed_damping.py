@@ -24,7 +24,7 @@ from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.matrices import full_precision, rescued_eigh
 from kfac_fx.passes.errors import ApproximationError
 
-DENSE_ROWS = 2048  # of a block that is written out
+WRITTEN_OUT = 2048  # elements of a block, at most
 ROUNDINGS = 64  # ε, in the eigenvalues of a product of two sides
 
 
@@ -67,7 +67,7 @@ def scaled(system: System, damping: Tensor) -> System:
     with full_precision():
         if plain or (kronecker and by_input and group.sides[1].diagonal):  # R commutes with Q
             return replace(system, values=system.values / damping, factors={}, root=root)
-        product = outer_product(system.values) if kronecker and by_input else None
+        product = sides_of(system.values) if kronecker and by_input else None
         if product is not None:
             outputs, inputs = product
             left, right = system.operators
@@ -75,9 +75,9 @@ def scaled(system: System, damping: Tensor) -> System:
             whole = outputs.unsqueeze(-1) * values.unsqueeze(-2)
             return System(group, whole, [left, vectors], root=root)
         rows = system.values.numel()
-        if rows > DENSE_ROWS:
+        if rows > WRITTEN_OUT:
             raise ApproximationError(
-                f"{registration} has several dampings and {rows:,} elements, of which at most {DENSE_ROWS:,} can be "
+                f"{registration} has several dampings and {rows:,} elements, of which at most {WRITTEN_OUT:,} can be "
                 "written out. The structure of a Kronecker product would be needed: one damping for all outputs of a "
                 "layer, and eigenvalues of factors, without `correct`. Pass one damping for this block."
             )
@@ -87,7 +87,7 @@ def scaled(system: System, damping: Tensor) -> System:
     return System(DenseBasis.of(group), values.view(system.values.shape), [vectors], root=root)
 
 
-def outer_product(values: Tensor) -> tuple[Tensor, Tensor] | None:
+def sides_of(values: Tensor) -> tuple[Tensor, Tensor] | None:
     """γ [..., o] and α [..., i] of eigenvalues γ αᵀ; None if they are no such products, as corrected ones."""
     inputs = values.sum(-2)
     outputs = values.sum(-1) / inputs.sum(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)

@@ -78,22 +78,26 @@ def statistics(rank: int | None, shard: bool, folder: Path) -> dict[str, Any]:
         results[f"self-scores {case}"] = corrected.self_scores((x[:2], y[:2]))
     fits: dict[str | None, int] = {"sequence": 1} if shard else {None: 2, "sequence": 1}
     for case, parts in fits.items():
-        name = folder / f"fit {case}"
+        path = folder / f"fit {case}"
         fitted = kfac_fx.fit_spectrum(
-            net, batches, mode="exact", case=case, parts=parts, folder=name, damping=0.1, process_group=group
+            net, batches, mode="exact", case=case, parts=parts, folder=path, damping=0.1, process_group=group
         )
         again = kfac_fx.fit_spectrum(  # which reads all of it
-            net, batches, mode="exact", case=case, parts=parts, folder=name, damping=0.1, process_group=group
+            net, batches, mode="exact", case=case, parts=parts, folder=path, damping=0.1, process_group=group
         )
-        loaded = kfac_fx.load_spectrum(net, name, damping=0.1, process_group=group)
-        for what, of in (("fitted", fitted), ("again", again), ("loaded", loaded)):
-            results[f"{what} {case}"] = trace(of), of.self_scores((x[:2], y[:2]))
+        loaded = kfac_fx.load_spectrum(net, path, damping=0.1, process_group=group)
+        for kind, of in (("fitted", fitted), ("again", again), ("loaded", loaded)):
+            results[f"{kind} {case}"] = trace(of), of.self_scores((x[:2], y[:2]))
     queries = fitted.precondition((x[:3], y[:3]))
     everything = [(x[:2], y[:2]), (x[2:5], y[2:5]), (x[5:], y[5:])]  # in all processes
-    for what in ("scores", "scores again"):
-        results[what] = queries.scores_of_all(everything, folder=folder / "scores", process_group=group)
+    for name in ("scores", "scores again"):
+        results[name] = queries.scores_of_all(everything, folder=folder / "scores", process_group=group)
     results["in memory"] = queries.scores_of_all(everything, process_group=group)
     if shard:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            kfac_fx.fit_spectrum(net, batches, mode="empirical")
+        results["no group"] = [str(warning.message)[:70] for warning in seen]
         results["numbers"] = error_of(
             lambda: kfac_fx.fit_spectrum(net, batches[: 1 + (rank or 0)], process_group=group)
         )
@@ -192,6 +196,7 @@ def test_two_processes_have_the_numbers_of_one(kind: str, found: Found, alone: t
     for result in (first[kind], second[kind]):
         if kind == "sharded":
             assert "the processes of a sharded model have 1, 2 batches" in result.pop("numbers")
+            assert result.pop("no group") == ["the model is sharded, and fit_spectrum has no process_group: every pro"]
         assert len(result) >= 10 and expected.keys() >= result.keys()
         of_one = {name: expected[name] for name in result}
         torch.testing.assert_close(result, of_one, rtol=1e-10, atol=1e-10)
