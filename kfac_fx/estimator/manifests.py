@@ -140,19 +140,20 @@ def digest_of_weights(model: nn.Module) -> str:
     return total.hexdigest()[:16]
 
 
-def digest_of_loss(net: CompiledModule) -> str:
-    """A digest of the loss that was declared, or of the losses that forward computes."""
+def words_of_loss(net: CompiledModule) -> str:
+    """The loss that was declared, or the losses that forward computes: names, and digests of a user's functions."""
     loss = net.captures.arguments.loss
     if isinstance(loss, LossSpec):
-        return digest(loss.make)
+        named = loss.name.removeprefix("loss=")
+        return named if named != loss.name else f"a function, {digest(loss.make)}"
     if isinstance(loss, RegisteredLosses):
-        return digest([(registered.name, registered.make, registered.coeff) for registered in loss.losses])
-    return digest([(site.loss, site.reduction, site.ignored) for site in net.program.losses])
+        return ", ".join(f"{of.coeff:g} {of.kind} {of.name}" for of in loss.losses)
+    return ", ".join(f"{site.loss} in forward, {site.reduction}" for site in net.program.losses)
 
 
 def made_of(net: CompiledModule) -> dict[str, str]:
     """The entries of a manifest that tell of which weights and of which loss the numbers are."""
-    return {"weights": digest_of_weights(net.model), "loss": digest_of_loss(net)}
+    return {"weights": digest_of_weights(net.model), "loss": words_of_loss(net)}
 
 
 OTHER = "is {!r} in the folder, and {!r} here"

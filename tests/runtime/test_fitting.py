@@ -124,7 +124,7 @@ def test_a_folder_is_of_one_loss_of_one_model_on_one_set_of_batches(tmp_path: Pa
         return 2.0, kfac_fx.losses.Categorical(outputs)
 
     other = kfac_fx.compile(net.model, batches[0].args, loss=twice, approximations={"norm": "generic"})
-    with pytest.raises(ValueError, match=r"loss  is '\w+' in the folder, and '\w+' here"):
+    with pytest.raises(ValueError, match=r"""loss  is "'categorical'" in the folder, and 'a function, \w+' here"""):
         fit_spectrum(other, batches, folder=tmp_path)
     with torch.no_grad():
         next(net.parameters()).mul_(1.5)

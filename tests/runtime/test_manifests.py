@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import kfac_fx
 from kfac_fx.estimator.manifests import (
     NAME,
     digest,
     digest_of_weights,
     read_manifest,
     refuse_other,
+    words_of_loss,
     write_manifest,
 )
 
@@ -124,3 +126,25 @@ def test_a_function_that_calls_itself_has_a_digest() -> None:
         return down(n - 1) if n else 0
 
     assert digest(down) == digest(down)
+
+
+class Trained(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return nn.functional.mse_loss(super().forward(x), x)
+
+
+def test_a_loss_is_told_by_its_name_and_a_function_by_its_code() -> None:
+    x, model = torch.randn(3, 2), nn.Linear(2, 2)
+
+    def told(loss: Any) -> str:
+        return words_of_loss(kfac_fx.compile(model, (x,), loss=loss))
+
+    assert told("categorical") == "'categorical'" and told("mse") == "'mse'"
+    assert told(kfac_fx.losses.Normal) == "Normal"
+    functions = [told(lambda out, c=c: (c, kfac_fx.losses.Normal(out))) for c in (1.0, 1.0, 2.0)]
+    assert functions[0] == functions[1] != functions[2] and functions[0].startswith("a function, ")
+    assert words_of_loss(kfac_fx.compile(Trained(2, 2), (x,))) == "mse_loss in forward, mean"
+    collection = kfac_fx.LayerCollection(kfac_fx.capture(model, (x,)))
+    collection.register_normal_predictive_distribution("linear", var=1.0, name="one")
+    collection.auto_register_layers()
+    assert words_of_loss(kfac_fx.compile(collection)) == "1 normal_predictive_distribution one"
