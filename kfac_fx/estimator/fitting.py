@@ -9,9 +9,10 @@ from the sums of the batches so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,10 @@ def fit_spectrum(
 
     Args:
         net: the compiled module.
-        batches: of the data, iterated once or twice for every part: a list or a DataLoader. Sums over cases do not
-            depend on their order, so it may shuffle, if every pass has all cases (no `drop_last`); the samples of a
-            part are then others than with other parts. A folder needs the same order every time.
+        batches: of the data, iterated once for every part, and once more with a case: a list or a DataLoader; a
+            generator where one pass is enough. Sums over cases do not depend on their order, so it may shuffle, if
+            every pass has all cases (no `drop_last`); the samples of a part are then others than with other parts. A
+            folder needs the same order every time.
         mode: the estimation mode of the factors and of the correction; see `FisherEstimator`.
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
         parts: how many parts of about equal memory, or the names of the parameters of every part.
@@ -105,7 +107,7 @@ def fit_spectrum(
     Raises:
         RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
         TypeError: the module is not compiled.
-        ValueError: there are no batches, they are an iterator, which ends after the first part, or the folder holds
+        ValueError: there are no batches, they are an iterator and several passes are needed, or the folder holds
             another spectrum.
     """
     if not isinstance(net, CompiledModule):
@@ -128,12 +130,20 @@ def fit_spectrum(
                 "another spectrum. Pass process_group=torch.distributed.group.WORLD."
             )
         )
-    batch = first_batch(batches) if replicas is None else replicas.together(partial(first_batch, batches))
+    iterator = iter(batches)
+    batch = first_batch(iterator) if replicas is None else replicas.together(partial(first_batch, iterator))
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
     net.recorder(batch.args, batch.kwargs)  # proves the registrations, which may change them
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
+    passes = len(chosen) * (1 if case is None else 2)
+    once = iterator is batches
+    if once and passes > 1:
+        raise ValueError(
+            f"`batches` is an iterator, which ends after one pass, and {passes} are needed, one for each part and one "
+            "more for its case: pass a list or a DataLoader."
+        )
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
     of_fit = OfFit(mode, case, seed, factor_dtype, dtype, device, process_group)
     kept: FitFolder | None = None
@@ -151,6 +161,7 @@ def fit_spectrum(
         here = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
         here |= {"made of": made_of(net)}
         kept = FitFolder.of(Path(folder), here, save_every, replicas)
+    batches = chain([batch], iterator) if once else batches
     systems: list[System] = []
     for names in chosen:
         blocks = [block for block in net.registrations if block.owners[0] in names]
@@ -167,11 +178,9 @@ def fit_spectrum(
     return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
 
 
-def first_batch(batches: Iterable[Any]) -> Batch:
-    """Raises ValueError if the batches cannot be repeated, or there are none."""
-    if iter(batches) is batches:
-        raise ValueError("`batches` is an iterator, which cannot be repeated: pass a list or a DataLoader.")
-    first = next(iter(batches), None)
+def first_batch(batches: Iterator[Any]) -> Batch:
+    """Raises ValueError if there is none."""
+    first = next(batches, None)
     if first is None:
         raise ValueError("`batches` has no batches.")
     return as_batch(first)

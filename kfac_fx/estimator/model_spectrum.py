@@ -69,6 +69,7 @@ class ModelSpectrum(Spectrum):
         case: str = "row",
         *,
         mode: str | None = None,
+        measurement: Measurement | None = None,
         generator: torch.Generator | None = None,
     ) -> ModelSpectrum:
         """Replace Λ by the mean of the squares of the gradient in the basis Q, case by case (George et al. 2018, "Fast
@@ -86,14 +87,16 @@ class ModelSpectrum(Spectrum):
                 and "sequence" are the same.
             mode: "empirical" takes the true targets, "gradients" samples them, the others are those of
                 `FisherEstimator`; None: that of the factors.
+            measurement: whose gradient is squared instead of the loss's, see `precondition`; it has one row an example.
             generator: of the samples; None: torch's own.
 
         Returns a spectrum with the same eigenvectors. If its factors are sums over processes, so are these squares: all
         processes call this, each with its own part of the data, and have the same result.
 
-        Raises ValueError for an unknown case or mode, and if there are no batches.
+        Raises ValueError for an unknown case or mode, for a mode beside a measurement, which has none, and if there are
+        no batches.
         """
-        correction = Correction(self, case, mode, generator)
+        correction = Correction(self, case, mode, measurement, generator)
         for batch in batches:
             correction.add(batch)
         return correction.result()
@@ -365,10 +368,20 @@ class Correction:
     """
 
     def __init__(
-        self, spectrum: ModelSpectrum, case: str, mode: str | None = None, generator: torch.Generator | None = None
+        self,
+        spectrum: ModelSpectrum,
+        case: str,
+        mode: str | None = None,
+        measurement: Measurement | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
+        if measurement is not None and mode not in (None, "empirical"):
+            raise ValueError(
+                f"mode={mode!r} is of the distributions of a loss, and a measurement has none: leave mode out."
+            )
         self.spectrum, self.case = with_common_vectors(spectrum), choice("case", case, CASE_KINDS)
-        self.mode, self.generator = mode or spectrum.mode, generator
+        self.mode = "empirical" if measurement is not None else mode or spectrum.mode
+        self.measurement, self.generator = measurement, generator
         self.places = places_of(self.spectrum.systems)  # of F, whatever its damping
         self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in self.places.items()}
         self.number = 0
@@ -392,6 +405,7 @@ class Correction:
             targets=batch.targets,
             by_row=by_row,
             only=self.spectrum.keys,
+            measurement=self.measurement,
             generator=self.generator,
         )
         self.number += counts.examples if self.case == "sequence" else counts.rows

@@ -234,8 +234,9 @@ def test_wrong_parts_and_batches_are_refused() -> None:
         fit_spectrum(net, batches, parts=[["up.weight"]])
     with pytest.raises(RegistrationError, match=r"parameters are in several parts: places"):
         fit_spectrum(net, batches, parts=[["places"], ["places"]])
-    with pytest.raises(ValueError, match=r"`batches` is an iterator, which cannot be repeated"):
-        fit_spectrum(net, iter(batches))
+    for options, passes in (({"case": "row"}, 2), ({"parts": 2}, 2), ({"parts": 2, "case": "row"}, 4)):
+        with pytest.raises(ValueError, match=f"`batches` is an iterator, which ends after one pass, and {passes} are"):
+            fit_spectrum(net, iter(batches), **options)
     with pytest.raises(ValueError, match=r"`batches` has no batches"):
         fit_spectrum(net, [])
     with pytest.raises(
@@ -273,3 +274,11 @@ def test_a_bound_on_memory_counts_the_lagged_factors_of_a_series() -> None:
     (registration,) = net.registrations
     numbers = 4 * 5 + 3 * 2 * (5**2 + 4**2)
     assert module.bytes_of(registration, dict(model.named_parameters()), torch.float64) == 8 * numbers
+
+
+def test_a_generator_is_enough_for_one_pass() -> None:
+    net, batches = net_and_data()
+    once = fit_spectrum(net, (batch for batch in batches), mode="exact")
+    again = fit_spectrum(net, batches, mode="exact")
+    for key, values in again.eigenvalues().items():
+        assert torch.equal(once.eigenvalues()[key], values)

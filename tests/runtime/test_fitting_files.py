@@ -148,9 +148,7 @@ def test_other_weights_and_losses_are_refused_and_allowed_in_words(tmp_path: Pat
         return 2.0, kfac_fx.losses.Categorical(outputs)
 
     other = kfac_fx.compile(model, (x,), loss=twice)
-    with pytest.raises(
-        ValueError, match=r"of other loss:\n  loss  is .*'categorical'.*\n.*any_weights=True"
-    ):
+    with pytest.raises(ValueError, match=r"of other loss:\n  loss  is .*'categorical'.*\n.*any_weights=True"):
         load_spectrum(other, tmp_path)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():

@@ -442,3 +442,17 @@ def test_two_equal_losses_score_and_correct_as_one_of_twice_the_coefficient() ->
         results.append((spectrum.self_scores(batch), *corrected.eigenvalues().values()))
     for of_two, of_one in zip(*reversed(results), strict=True):
         torch.testing.assert_close(of_two, of_one)
+
+
+def test_a_correction_squares_the_gradients_of_a_measurement() -> None:
+    model, (x, y) = Text(), ids()
+    spectrum = spectrum_of(model, x, y)
+
+    def measured(logits: Tensor, labels: Tensor) -> Tensor:
+        return 3 * logits[:, -1, 2] + 0 * labels[:, 0]
+
+    gradients = of_each(len(x), lambda n: 3 * model(x[n : n + 1])[0, -1, 2], dict(model.named_parameters()))
+    found = spectrum.correct([(x, y)], "sequence", measurement=measured)
+    assert_corrected(found, spectrum, gradients)
+    with pytest.raises(ValueError, match="mode='exact' is of the distributions of a loss, and a measurement has none"):
+        spectrum.correct([(x, y)], mode="exact", measurement=measured)
