@@ -80,7 +80,9 @@ def match(program: Program) -> Program:
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
             for use in filter(None, uses):
-                matches.append(with_mask(use if program.cases is None else with_batch_dim(use, program.cases)))
+                if program.cases is not None:
+                    use = with_batch_dim(use, program.cases, pattern.form.leading)
+                matches.append(with_mask(use))
     return program.but(matches=tuple(matches))
 
 

@@ -344,9 +344,12 @@ def recurrent(
 
 @recurrent.register_fake
 def _(kind: str, x: Tensor, state: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    *_, bidirectional, _batch_first = options
+    *_, bidirectional, batch_first = options
     width = state[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(tensor) for tensor in state)]
+    steps_first = x.transpose(0, 1) if batch_first else x
+    output = x.new_empty(*steps_first.shape[:-1], width)
+    ends = (tensor.new_empty(tensor.shape) for tensor in state)
+    return [output.transpose(0, 1) if batch_first else output, *ends]
 
 
 @torch.library.custom_op("kfac_fx::recurrent_cell", mutates_args=())
