@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -218,6 +219,7 @@ class Recorder:
         params_stats: bool = False,
         memory: int = CHUNK_BYTES,
         only: Collection[str] | None = None,
+        parameters: Mapping[str, Tensor] = MappingProxyType({}),
         on_outputs: Callable[[list[Any]], None] | None = None,
     ) -> Moments:
         """Statistics of one batch, from a forward and a backward of our own.
@@ -233,6 +235,8 @@ class Recorder:
             params_stats: also sum the gradients of the parameters.
             memory: bytes that a chunk of the exact modes' sources may take.
             only: the parameters whose registrations are recorded; None: all. The others have no probes.
+            parameters: the values of some parameters, by name, at which the statistics are taken; the other parameters
+                have the model's.
             on_outputs: called with what the model returns, in a list.
 
         Raises ValueError for an unknown mode or an option out of range, LossError if no loss or no targets are known.
@@ -249,7 +253,7 @@ class Recorder:
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
         with self.emitted.isolated(), full_precision():
-            live = {name: value.detach() for name, value in self.live_parameters().items()}
+            live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
             summed_over = self.program.parameters if params_stats else self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
