@@ -86,12 +86,14 @@ from .tracing.substitutes import (
     Bags,
     CertainDraws,
     Detached,
+    SparseProducts,
     ThreadTracer,
     custom_functions,
     packs_in,
     recurrent_layers,
     refuse_custom,
     refuse_packed,
+    with_sparse_products,
 )
 from .users_code import line_of
 
@@ -193,7 +195,7 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), CertainDraws(), Detached(), Bags():
+            with torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts():
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except UntraceableError:
             raise
@@ -207,6 +209,7 @@ def exported(
     refuse_drawn(name, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
     graph, root = flat_graph(module, names)
+    with_sparse_products(graph)
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(inputs)) != packs.steps:
         return exported(model, args, kwargs, options, layers, every_size, seen, gaps)

@@ -26,7 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable, without_cudnn
+from kfac_fx.linalg.matrices import (
+    HostCopy,
+    dense,
+    full_precision,
+    is_differentiable,
+    strided_parts,
+    without_cudnn,
+)
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -316,8 +323,11 @@ def copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 def equal_up_to_rounding(value: Tensor, other: Any, rounding: float = 0.0) -> bool:
     """Equal up to the rounding of their dtype, or a coarser one that took part, at the size of the largest element."""
-    if not isinstance(other, Tensor) or value.shape != other.shape:
+    if not isinstance(other, Tensor) or value.shape != other.shape or value.layout != other.layout:
         return False
+    if value.layout is not torch.strided:
+        parts = zip(strided_parts(value), strided_parts(other), strict=True)
+        return all(equal_up_to_rounding(*part, rounding) for part in parts)
     if not value.is_floating_point():
         return torch.equal(value, other)
     coarse = 4 * max(rounding, torch.finfo(value.dtype).eps)

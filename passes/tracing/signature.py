@@ -109,12 +109,12 @@ def autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The facts about a call that a capture holds for, except shapes: structure, dtypes, devices, values, autocast, and
-    the default dtype."""
+    """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
+    values, autocast, and the default dtype."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     walk = Walk(identity=False)
     kinds = tuple(
-        (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
+        (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
         for leaf in leaves
     )
     return autocast(), torch.get_default_dtype(), str(spec), kinds
@@ -133,6 +133,8 @@ def layouts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def layout(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return tensor.layout
     sizes, strides = tensor.shape, tensor.stride()
     order = sorted((d for d in range(tensor.dim()) if sizes[d] != 1), key=lambda d: strides[d])
     expected = 1
@@ -148,6 +150,8 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 
     Elements that overlap are copied apart.
     """
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     extent = 1
     for d in sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: tensor.stride(d)):
         if tensor.stride(d) < extent:
