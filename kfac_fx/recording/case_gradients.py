@@ -33,7 +33,7 @@ from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.tracing import results
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.meeting_cases import (
     LossRows,
@@ -373,7 +373,7 @@ class CaseRecorder:
 
             def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
                 assert measurement is not None, "bug in kfac_fx: the source of no measurement"
-                leaves = list(filter(is_differentiable, pytree.tree_leaves(output)))
+                leaves = list(filter(is_differentiable, results.tree_leaves(output)))
                 constants = [leaf.detach().requires_grad_() for leaf in leaves]
                 rebuilt = losses_of.rebuilt(output, leaves, constants)
                 return leaves, measurement_source(measurement, rebuilt, targets, constants, examples)

@@ -44,6 +44,7 @@ from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
 from kfac_fx.passes.tracing.random_streams import python_random
@@ -487,7 +488,7 @@ class EmittedSubmodules(EmittedModel):
         self.observed = watch.losses
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.observed)
-        return output, tuple(filter(is_differentiable, pytree.tree_leaves(output)))
+        return output, tuple(filter(is_differentiable, results.tree_leaves(output)))
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
@@ -263,7 +264,7 @@ class Recorder:
                     live | learned, self.copied_buffers(), values, probes_or_none, compiled=saved is None
                 )
             if on_outputs is not None:
-                on_outputs(pytree.tree_leaves(self.capture.unflatten(output)))
+                on_outputs(results.tree_leaves(self.capture.unflatten(output)))
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.summed(losses)
             if saved is not None:

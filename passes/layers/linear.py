@@ -120,7 +120,7 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
     example=written(lambda x, w: torch.sparse.mm(x, w), (4, 5), w=(5, 3)),
 )
 def product_of_sparse(x: Tensor, *, weight: Tensor) -> Tensor:
-    return torch.sparse.mm(x, weight)
+    return torch.sparse.mm(x, weight)  # type: ignore[no-any-return]
 
 
 # --- a weight [o, i] on the left ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
+from . import results
 from .effects import untouched
 from .random_streams import python_random
 from .settings import SYMBOLS, Observer, Walk, slots
@@ -227,7 +228,7 @@ class Returned:
         told: see `passes.tracing.substitutes.recurrent_layers`.
     """
 
-    spec: pytree.TreeSpec | None = None
+    spec: results.TreeSpec | None = None
     left_out: dict[int, str] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     assigned: list[str] = field(default_factory=list)
@@ -262,7 +263,7 @@ class FlatModel(nn.Module):
                     buffers_of(owner)[name] = buffer.copy_(value)
         self.returned.drawn += drawn
         self.returned.assigned += assigned
-        returned, self.returned.spec = pytree.tree_flatten(result)
+        returned, self.returned.spec = results.tree_flatten(result)
         outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
         return outputs
@@ -270,7 +271,7 @@ class FlatModel(nn.Module):
     def unflatten(self, output: Any) -> Any:
         """The outputs of this module's graph, in the structure that the model returns."""
         assert self.returned.spec is not None, "bug in kfac_fx: a graph of a forward that did not return"
-        return pytree.tree_unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
+        return results.tree_unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
