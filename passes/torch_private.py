@@ -230,7 +230,7 @@ def transforms() -> int:
     return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
 
 
-# What torch.func.functional_call and its older twin call. They let other tensors stand for the parameters of a module.
+# torch.func.functional_call and its older twin call it. They let other tensors stand for the parameters of a module.
 FUNCTIONAL_CALL = nn.utils.stateless._functional_call.__code__
 
 

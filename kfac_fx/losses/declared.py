@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_NAME, SHORT, TORCH_LOSSES, TorchLoss
-from kfac_fx.passes.tracing import results
 
 WeightedLosses = list[tuple[float, LossFunction]]
 TARGET_MODES = ("data", "sample")

@@ -44,9 +44,9 @@ from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements

@@ -18,8 +18,8 @@ from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.passes import results
 from kfac_fx.passes.matrix import HALVES
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.effects import closure_undone
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.tracing.signature import autocast

@@ -26,10 +26,10 @@ from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import LossSpec
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.recorder import Recorder

@@ -29,11 +29,11 @@ from kfac_fx.linalg.matrices import dense_or_zero, full_precision, is_differenti
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import split, vector_form
 from kfac_fx.losses.sources import CaseSource, Cotangents, Measurement, check_mode, measurement_source, source_vectors
+from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.meeting_cases import (
     LossRows,

@@ -27,6 +27,7 @@ from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import ObservedLoss
+from kfac_fx.passes import results
 from kfac_fx.passes.divide import (
     NOT_CAPTURED,
     CapturedSubmodule,
@@ -44,7 +45,6 @@ from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
 from kfac_fx.passes.tracing.random_streams import python_random

@@ -34,10 +34,10 @@ from kfac_fx.linalg.matrices import (
     strided_parts,
     without_cudnn,
 )
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.torch_private import class_of, pytree
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import (
     Trace,

@@ -22,11 +22,11 @@ from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
-from kfac_fx.passes.tracing import results
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import results
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
-from . import results
 from .effects import untouched
 from .random_streams import python_random
-from .settings import SYMBOLS, Observer, Walk, slots
+from .settings import SYMBOLS, Observer, Walk
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 ARGUMENT_DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
@@ -94,7 +94,7 @@ def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
         return True
     if depth == 0 or isinstance(value, (nn.Module, type)):
         return False
-    inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
+    inside = results.attributes_of(value).values()
     return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.tree_leaves(attribute))
 
 

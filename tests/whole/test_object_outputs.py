@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LossError
+from kfac_fx.passes import results
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing import results
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = X[:, :3].argmax(1)

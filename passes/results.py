@@ -1,4 +1,4 @@
-"""What a forward returns, as a tree: that of torch, in which objects that hold the tensors are branches, too.
+"""The results of a forward as a tree: that of torch, in which objects that hold the tensors are branches, too.
 
     @dataclass
     class Outputs:                            tree_leaves(Outputs(logits, "a", cache))  ->  [logits, "a", cache]
@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ..torch_private import pytree
-from .settings import slots
+from .torch_private import pytree
 
 NO_BRANCHES = (nn.Module, type, FunctionType, MethodType, ModuleType)
 DEPTH = 3  # objects in objects are searched for tensors down to this depth
@@ -116,3 +115,14 @@ def holds_value(value: Any, depth: int = DEPTH) -> bool:
 def attributes_of(value: Any) -> dict[str, Any]:
     attributes = dict(getattr(value, "__dict__", {}))
     return attributes | {name: getattr(value, name) for name in slots(value) if hasattr(value, name)}
+
+
+def slots(value: Any) -> list[str]:
+    """The names in `__slots__` of the value's class and its bases, under which they are attributes."""
+    names = []
+    for kind in type(value).__mro__:
+        declared = kind.__dict__.get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
