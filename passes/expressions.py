@@ -29,7 +29,7 @@ from .ir import ELEMENTS, Program
 from .matrix import Shape
 from .parametrizations.functions import DERIVATIVES, Elementwise, elementwise, small_functions
 from .parametrizations.normalized import MAKERS, Centered, Scaled, WithGain, dim_of, is_mean, laid_out, scaled_by
-from .parametrizations.product import MULTIPLIES, complete, product_of, reshaped, sum_of
+from .parametrizations.product import MULTIPLIES, added, complete, product_of, reshaped, sum_of
 from .pieces import (
     ParameterExpr,
     Slice,
@@ -143,6 +143,11 @@ class Expressions:
             return self.shifted(operand, constant, -float(times))
         if name in MULTIPLIES and all(isinstance(argument, fx.Node) for argument in arguments[:2]):
             return self.product(node, *arguments[:2])
+        if name == "einsum" and len(arguments) == 3:
+            return product_of(node, [self.operand(side, of_parameters=True) for side in arguments[1:]], self.root)
+        if name in ("addmm", "baddbmm") and len(arguments) == 3:
+            factors = [self.operand(side, of_parameters=True) for side in arguments[1:]]
+            return added(node, self.operand(arguments[0]), factors, self.root)
         first = arguments[0] if arguments else None
         if not isinstance(first, fx.Node) or first not in self.values:
             return None
