@@ -24,7 +24,18 @@ from torch import Tensor, fx
 from .errors import fatal
 from .graphs.edit import attribute, shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of, parameters_behind
-from .graphs.operations import CASTS, JOINS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, computed, dims_after, op_name
+from .graphs.operations import (
+    CASTS,
+    JOINS,
+    PARTS,
+    PERMUTES,
+    SHAPE_ONLY,
+    bound_parameter,
+    complex_parameter,
+    computed,
+    dims_after,
+    op_name,
+)
 from .ir import ELEMENTS, Program
 from .matrix import Shape
 from .parametrizations.functions import DERIVATIVES, Elementwise, elementwise, small_functions
@@ -72,7 +83,9 @@ def express(program: Program) -> Program:
             user for user in node.users if user in behind and user not in values and node in differentiated(user)
         ]
         read = any(op_name(user) not in WRITES for user in readers)
-        plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
+        plain = (
+            node.op == "get_attr" or bound_parameter(node, program.shapes) or complex_parameter(node, program.shapes)
+        )
         value = complete(value, node) if isinstance(value, ParameterExpr) and value.products else value
         if plain or not (read or node in program.outputs):
             continue
