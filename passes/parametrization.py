@@ -198,6 +198,14 @@ class Transposed(Parametrization):
         return "the gradients of its output are rows"
 
 
+def in_real_positions(rows: Tensor, grad_rows: Tensor) -> RowPair:
+    """Complex rows r and gradient rows d of a real matrix, whose gradient is Re d conj(r): every position becomes two,
+    of the real and of the imaginary parts."""
+    both = (side.to(torch.promote_types(side.dtype, torch.complex64)) for side in (rows, grad_rows))
+    rows, grad_rows = (torch.cat([side.real, side.imag], 1) for side in both)
+    return rows, grad_rows
+
+
 @dataclass(frozen=True)
 class Complex(Parametrization):
     """A matrix of complex numbers, whose parameter holds their real and imaginary parts side by side.

@@ -169,3 +169,76 @@ def test_a_fourier_neural_operator_trains() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
+
+
+# --- real parameters of complex activations ---------------------------------------------------------------------------
+
+
+def filtered(x: Tensor, k: Tensor) -> Tensor:
+    """A long filter, as in Hyena (Poli et al. 2023)."""
+    return torch.fft.irfft(torch.fft.rfft(x, n=2 * LENGTH) * torch.fft.rfft(k, n=2 * LENGTH), n=2 * LENGTH)[
+        ..., :LENGTH
+    ]
+
+
+def circular(x: Tensor, k: Tensor) -> Tensor:
+    return torch.fft.ifft(torch.fft.fft(x) * torch.fft.fft(k)).real
+
+
+def mixed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bil,oi->bol", x, w.to(x.dtype))
+
+
+def oscillating(x: Tensor, decay: Tensor, frequency: Tensor) -> Tensor:
+    """The kernel of a diagonal state space (Gupta et al. 2022)."""
+    states = torch.exp(torch.complex(-torch.exp(decay), frequency))
+    return filtered(x, (states[:, None] ** torch.arange(LENGTH)).real)
+
+
+class Real(nn.Module):
+    """A function of the input and of real parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function, self.weights = function, nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.weights)
+
+
+def spectrum(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, w: torch.view_as_real(function(torch.fft.rfft(x), w)).flatten(-2)
+
+
+REAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "long filter": (lambda: Real(filtered, (IN, LENGTH)), "full"),
+    "circulant": (lambda: Real(circular, (LENGTH,)), "full"),
+    "state space": (lambda: Real(oscillating, (IN,), (IN,)), "full"),
+    "complex of two": (
+        lambda: Real(lambda x, a, b: (x.mT.to(COMPLEX) @ torch.complex(a, b)).abs(), (IN, 2), (IN, 2)), "full",
+    ),
+    "scaled spectrum": (lambda: Real(spectrum(lambda f, w: f * w), (IN, 1)), "full"),
+    "mixed spectrum": (lambda: Real(spectrum(mixed), (OUT, IN)), "kron"),
+    "convolved spectrum": (lambda: Real(spectrum(lambda f, w: F.conv1d(f, w.to(f.dtype))), (OUT, IN, 2)), "kron"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "approximation"), REAL.values(), ids=REAL)
+def test_real_parameters_of_complex_numbers_have_blocks(make: Callable[[], nn.Module], approximation: str) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(make(), (torch.randn(CASES, IN, LENGTH),), loss="normal", strict=True)
+    assert {registration.approximation for registration in net.registrations} == {approximation}
+
+
+@pytest.mark.parametrize("name", ["long filter", "scaled spectrum"])
+def test_full_blocks_are_the_fisher(name: str) -> None:
+    """2 Jᵀ J over the cases: the second derivative of a squared error is 2."""
+    torch.manual_seed(0)
+    model, x = REAL[name][0](), torch.randn(CASES, IN, LENGTH)
+    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(x)
+    jacobian = torch.autograd.functional.jacobian(lambda w: model.function(x, w), model.weights[0])
+    jacobian = jacobian.flatten(-2).flatten(0, -2)
+    (block,) = estimator.blocks.values()
+    torch.testing.assert_close(block.full_fisher_block(), 2 * jacobian.T @ jacobian / CASES, rtol=1e-4, atol=1e-4)
