@@ -374,9 +374,7 @@ def collect(*declared: Layer) -> dict[str, Layer]:
 
 
 def as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ..., d] -> [N, S, d]. A vector [d] is a single case. Rows of a sparse input are dense."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
+    """[N, ..., d] -> [N, S, d]. A vector [d] is a single case."""
     if tensor.dim() == 3:
         return tensor
     tensor = torch.atleast_2d(tensor)

@@ -115,6 +115,7 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
+    rows=lambda x, attrs: as_rows(x.to_dense(), attrs),
     layouts={"weight": "i o -> o i"},
     spelled=Spelling(torch.sparse.mm, {"sparse": REQUIRED, "dense": REQUIRED}),
     example=written(lambda x, w: torch.sparse.mm(x, w), (4, 5), w=(5, 3)),

@@ -319,7 +319,7 @@ class Bags(TorchFunctionMode):
 # --- products with sparse matrices ------------------------------------------------------------------------------------
 
 SPARSE_MM = torch.sparse.mm.__name__
-MATMULS = {"mm", "spmm", "mv", "matmul", "__matmul__", SPARSE_MM}
+MULTIPLY = {"mm", "spmm", "mv", "matmul", "__matmul__", SPARSE_MM}
 
 
 class SparseProducts(TorchFunctionMode):
@@ -331,7 +331,7 @@ class SparseProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        operands = name in MATMULS and not kwargs and len(args) == 2 and all(isinstance(arg, Tensor) for arg in args)
+        operands = name in MULTIPLY and not kwargs and len(args) == 2 and all(isinstance(arg, Tensor) for arg in args)
         if not operands or not torch.compiler.is_exporting():
             return func(*args, **(kwargs or {}))
         matrix, x = args
@@ -344,11 +344,13 @@ class SparseProducts(TorchFunctionMode):
 
 
 def with_sparse_products(graph: fx.Graph) -> None:
-    """Let a traced graph compute the products that `SparseProducts` has left out."""
+    """Let a traced graph compute the products that `SparseProducts` has left out. torch.sparse.mm is the one spelling
+    for matrices that are given, as sparse features are, which a weight may be multiplied with."""
     for node in graph.nodes:
         if node.target is torch.ops.kfac_fx.sparse_product.default:
-            *operands, by_sparse_mm = node.args
-            node.target, node.args = torch.sparse.mm if by_sparse_mm else torch.matmul, tuple(operands)
+            matrix, x, by_sparse_mm = node.args
+            given = matrix.op in ("placeholder", "get_attr") and x.meta["val"].dim() == 2
+            node.target, node.args = torch.sparse.mm if by_sparse_mm or given else torch.matmul, (matrix, x)
 
 
 # --- operations that only know shapes ---------------------------------------------------------------------------------

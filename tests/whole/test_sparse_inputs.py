@@ -78,12 +78,13 @@ class Buffered(nn.Module):
 
 
 class SparseFeatures(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, product: Product = torch.sparse.mm) -> None:
         super().__init__()
+        self.product = product
         self.weight, self.head = nn.Parameter(torch.randn(4, 5)), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(torch.relu(torch.sparse.mm(x, self.weight)))
+        logits: Tensor = self.head(torch.relu(self.product(x, self.weight)))
         return logits
 
 
@@ -100,6 +101,7 @@ MODELS: dict[str, tuple[Make, Batch]] = {
     "learned edges": (Attending, lambda number: (nodes(number), adjacency(number).coalesce().indices())),
     "buffer": (Buffered, lambda number: (nodes(CASES),)),
     "features": (SparseFeatures, lambda number: (nodes(number).relu().to_sparse(),)),
+    "features in CSR": (lambda: SparseFeatures(torch.matmul), lambda number: (nodes(number).relu().to_sparse_csr(),)),
 }
 
 
