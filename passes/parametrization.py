@@ -201,9 +201,12 @@ class Transposed(Parametrization):
 def in_real_positions(rows: Tensor, grad_rows: Tensor) -> RowPair:
     """Complex rows r and gradient rows d of a real matrix, whose gradient is Re d conj(r): every position becomes two,
     of the real and of the imaginary parts."""
-    both = (side.to(torch.promote_types(side.dtype, torch.complex64)) for side in (rows, grad_rows))
-    rows, grad_rows = (torch.cat([side.real, side.imag], 1) for side in both)
+    rows, grad_rows = (torch.cat([side.real, side.imag], 1) for side in map(as_complex, (rows, grad_rows)))
     return rows, grad_rows
+
+
+def as_complex(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.complex64))
 
 
 @dataclass(frozen=True)
@@ -224,10 +227,9 @@ class Complex(Parametrization):
         sign = -1 if self.conjugated else 1
 
         def step(both: RowPair, tensors: NodeValues) -> RowPair:
-            rows, grad_rows = (torch.view_as_real(side.to(both[1].dtype.to_complex()).resolve_conj()) for side in both)
-            re, im = rows.unbind(-1)
+            (re, im), grad_parts = ((side.real, side.imag) for side in map(as_complex, both))
             pairs = torch.stack([torch.stack([re, -sign * im], -1), torch.stack([im, sign * re], -1)], 2)
-            return pairs.flatten(1, 2).flatten(-2), grad_rows.movedim(-1, 2).flatten(1, 2)
+            return pairs.flatten(1, 2).flatten(-2), torch.stack(grad_parts, 2).flatten(1, 2)
 
         return step
 
