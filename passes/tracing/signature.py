@@ -60,8 +60,8 @@ def refuse_nested(model: str, leaves: list[Any]) -> None:
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         raise UntraceableError(
             f"{model} takes a nested tensor. A captured graph would keep the lengths of this example.\n"
-            "Pass nested.to_padded_tensor(0.0) and a mask, and name the mask: compile(..., padding_mask=...). If no layer "
-            "looks at several positions, pass nested.values(), whose rows are the cases."
+            "Pass nested.to_padded_tensor(0.0) and a mask, and name the mask: compile(..., padding_mask=...). If no "
+            "layer looks at several positions, pass nested.values(), whose rows are the cases."
         )
 
 
