@@ -50,7 +50,7 @@ def test_an_output_without_tensors_has_no_loss() -> None:
             logits = super().forward(x)
             return lambda: logits
 
-    with pytest.raises(LossError, match="Wrapped returns no tensor in tuples, lists, dictionaries and attributes to bu"):
+    with pytest.raises(LossError, match="Wrapped returns no tensor in tuples, lists, dictionaries and attributes"):
         compiled(Wrapped(), loss=lambda out: kfac_fx.losses.Normal(out()))
 
 
