@@ -269,6 +269,23 @@ class Submodule:
 
 
 @dataclass(frozen=True)
+class Way:
+    """The operations from a loss that forward computes to the losses that it returns; see `passes.returned_loss`.
+
+    nodes: in the order of the graph; the first is the loss. ends: the returned ones among them.
+    dropped: operands of sums that are no part of the loss.
+    linear: whether the returned loss is linear in this one.
+    constant: the weight of the loss where it is the same for all inputs; None: it depends on the inputs.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    ends: tuple[fx.Node, ...]
+    dropped: tuple[fx.Node, ...] = ()
+    linear: bool = True
+    constant: float | None = None
+
+
+@dataclass(frozen=True)
 class LossSite:
     """A loss that forward itself computes: its distribution's parameters are a node of the graph."""
 
@@ -278,6 +295,9 @@ class LossSite:
     reduction: str  # "mean", "sum" or "none", as forward wrote it
     node: fx.Node
     ignored: Any = None  # the target that is no case, a number or a node; None: every target is one
+    class_weights: Any = None  # of the classes, a node; None: all are 1
+    way: Way | None = None  # to what forward returns; None: it cannot be followed
+    chunk_of: int = 0  # the loss that it is computed as a part of, over some of its rows: the number of the first part
 
 
 @dataclass(frozen=True)
@@ -322,7 +342,7 @@ class PassRecord:
 
 ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.tables`
 # The fields of a Program that refer to nodes.
-WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
+WITH_NODES = ("losses", "returned_losses", "cut", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
 
 
 Copies = dict[fx.Node, fx.Node]  # old node -> new node
@@ -376,6 +396,10 @@ class Program:
     options: Options = field(default_factory=Options)
     layers: Mapping[str, Any] = field(default_factory=dict)  # name -> passes.layers.Layer, opaque to the IR
     losses: tuple[LossSite, ...] = ()
+    returned_losses: tuple[fx.Node, ...] = ()  # what forward returns of these losses
+    cut: tuple[fx.Node, ...] = ()  # the last activations of their other terms, see `passes.returned_loss`
+    likelihood: bool = True  # whether they are weighted sums of `losses` and nothing else
+    named_loss: int | None = None  # which of the returned values forward calls "loss"
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
     cases_reason: str = ""  # why this size, where there was a choice

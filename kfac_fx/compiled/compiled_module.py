@@ -396,7 +396,7 @@ class CompiledModule(nn.Module):
         """
         assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
         of = self.captures.first.losses
-        if call is None or (self.program.mask is None and not of.ignoring):
+        if call is None or (self.program.mask is None and not of.of_inputs):
             return of.averaged(of.on(outputs, fisher, targets))
         recorder = self.recorder(*call)
         of, values = recorder.losses, recorder.capture.flatten(*call)

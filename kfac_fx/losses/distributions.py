@@ -109,7 +109,8 @@ class LossFunction(ABC):
     def keeping(self, kept: Tensor) -> Self:
         """Leave out the cases whose target is ignored: constants, and none of `cases`; returns the loss itself."""
         self.kept, self.real_cases = kept, kept.sum()
-        self.inputs = torch.where(kept.unsqueeze(-1), self.inputs, self.inputs.detach())
+        wide = kept.view(*kept.shape, *[1] * (self.inputs.dim() - kept.dim()))
+        self.inputs = torch.where(wide, self.inputs, self.inputs.detach())
         return self
 
     def with_cases_at(self, axis: int) -> Self:

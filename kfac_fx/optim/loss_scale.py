@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.declared import LossSpec
+from kfac_fx.losses.declared import LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -72,7 +72,7 @@ class Watched:
     part: float  # of the batch that is kept
     autocast: bool
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
-    kept: Sequence[Tensor | None] = ()  # see `OutputLosses.kept`
+    rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
@@ -122,7 +122,7 @@ class Watched:
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
         tree, of = pytree.tree_unflatten(outputs, self.spec), self.recorder.losses
-        pairs = of.on(tree, tuple(constants), self.targets, self.kept)
+        pairs = of.on(tree, tuple(constants), self.targets, self.rows)
         weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
         return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
 
@@ -164,7 +164,7 @@ def watch(
         cases,
         part,
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
-        kept=[None if kept is None else first(kept, cases) for kept in recorder.losses.kept(values)],
+        rows=recorder.losses.first_rows(fisher, values, cases, part),
     )
     for leaf in hooked:
         if leaves[leaf].requires_grad:

@@ -26,9 +26,11 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import FoundLoss
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
-from kfac_fx.passes.ir import Dims, Program, Registration, Use
+from kfac_fx.passes.graphs.edit import attribute
+from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, op_name
+from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.returned_loss import weights_on
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
@@ -190,6 +192,11 @@ class EmittedModel(ABC):
         """The targets of a loss site on these inputs. Raises LossError if they are computed from parameters."""
         return targets
 
+    def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
+        """The gradient of the returned loss with respect to a loss with the value `leaf`. Raises LossError if other
+        values on the way are computed from parameters."""
+        raise AssertionError("bug in kfac_fx: a loss that is followed outside of a graph")
+
 
 @dataclass
 class EmittedGraph(EmittedModel):
@@ -282,8 +289,27 @@ class EmittedGraph(EmittedModel):
     def target_values(self, targets: Any, values: Any) -> Any:
         return self.value(targets, values) if isinstance(targets, fx.Node) else targets
 
+    def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
+        known = dict(zip(self.placeholders, values, strict=True))
+        return weights_on(way, leaf, lambda node: self.known_value(node, known))
+
     def value(self, node: fx.Node, values: Any) -> Any:
-        return value_of(node, dict(zip(self.placeholders, values, strict=True)))
+        return self.known_value(node, dict(zip(self.placeholders, values, strict=True)))
+
+    def known_value(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        """The value of a node that is computed from inputs, buffers and constants; added to `known`."""
+        if node in known:
+            return known[node]
+        if node.op == "get_attr" and node.target not in self.program.parameters:
+            target = str(node.target)
+            named = dict(self.model.named_buffers(remove_duplicate=False))
+            known[node] = named[target] if target in named else attribute(self.program.root, target)
+        elif node.op in ("call_function", "call_method"):
+            args, kwargs = (fx.map_arg(part, lambda n: self.known_value(n, known)) for part in (node.args, node.kwargs))
+            known[node] = computed(node, args, kwargs)
+        else:
+            raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
+        return known[node]
 
 
 def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) -> Callable[[Registration, Use], Tap]:
@@ -314,16 +340,3 @@ def isolated(model: nn.Module, random: bool = True) -> Iterator[None]:
     devices = accelerators(model.parameters()) if random else ()
     with torch.enable_grad(), same_random(devices, enabled=random):
         yield
-
-
-def value_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """The value of a node that is computed from inputs alone. values: of the placeholders."""
-    if node in values:
-        return values[node]
-    args = fx.map_arg(node.args, lambda n: value_of(n, values))
-    kwargs = fx.map_arg(node.kwargs, lambda n: value_of(n, values))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if node.op != "call_function":
-        raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
-    return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from kfac_fx.linalg.matrices import is_differentiable
@@ -103,7 +104,8 @@ class LossWatch(TorchFunctionMode):
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
             ignored = bound.arguments.get("ignore_index")
-            self.losses.append(ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, ignored))
+            number, by_class = len(self.losses), bound.arguments.get("weight") if func is F.cross_entropy else None
+            self.losses.append(ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, ignored, by_class, number))
         return result
 
 

@@ -16,15 +16,21 @@ from kfac_fx.losses.declared import (
     LossesInForward,
     LossSpec,
     RegisteredLosses,
+    RowsOfLoss,
     WeightedLosses,
+    constant_of,
     perturbed,
     replaced,
 )
+from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.padding import spread
+from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.emitted import EmittedModel
+
+TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
 
 
 @dataclass(frozen=True)
@@ -34,21 +40,23 @@ class OutputLosses:
     Attributes:
         emitted: the model that computes the outputs.
         given: the user's losses, on the model's outputs or on nodes of the graph; None: those that forward computes.
+        is_mean: whether what forward returns is a mean over cases, and not a sum.
     """
 
     emitted: EmittedModel
     given: LossSpec | RegisteredLosses | None
+    is_mean: bool = True
 
     @property
     def declared(self) -> DeclaredLosses:
-        return LossesInForward(self.emitted.loss_sites) if self.given is None else self.given
+        return LossesInForward(self.emitted.loss_sites, self.is_mean) if self.given is None else self.given
 
     @property
     def are_known(self) -> bool:
         return self.given is not None or bool(self.emitted.loss_sites)
 
     def on(
-        self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None, kept: Sequence[Tensor | None] = ()
+        self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None, rows: Sequence[RowsOfLoss] = ()
     ) -> WeightedLosses:
         """(coefficient, loss) of each output distribution; see `DeclaredLosses.of_run`.
 
@@ -58,7 +66,7 @@ class OutputLosses:
         if declared.of_outputs and not fisher and not self.emitted.whole:
             name = class_of(self.emitted.model).__name__
             raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
-        return declared.of_run(output, fisher, self.emitted.case_dims, targets, kept)
+        return declared.of_run(output, fisher, self.emitted.case_dims, targets, rows)
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
         """Sentences about declared losses with rows that the padding mask does not tell apart.
@@ -83,31 +91,62 @@ class OutputLosses:
     # --- cases ------------------------------------------------------------------------------------------------------
 
     @property
-    def ignoring(self) -> bool:
-        """Whether forward computes losses that ignore some targets."""
-        return self.declared.ignoring
+    def of_inputs(self) -> bool:
+        """Whether inputs tell which rows of the losses that forward computes count, and with which weights."""
+        return self.declared.of_inputs
 
-    def kept(self, values: Any, targets: Any = None) -> list[Tensor | None]:
-        """A mask of the targets that are not ignored, for every loss that forward computes; None: all, or not known.
+    def rows(self, fisher: Sequence[Tensor], values: Any, targets: Any = None) -> list[RowsOfLoss]:
+        """Which rows of every loss that forward computes count, and with which weights.
 
         targets: as of `on`; None: those that forward hands to its losses.
         """
-        if not self.ignoring:
+        if self.given is not None:
             return []
         sites = self.emitted.loss_sites
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites)
-        return [self.not_ignored(site, values, target) for site, target in zip(sites, by_site, strict=True)]
+        return [
+            self.rows_of(site, inputs, values, target)
+            for site, inputs, target in zip(sites, fisher, by_site, strict=True)
+        ]
+
+    def first_rows(self, fisher: Sequence[Tensor], values: Any, cases: int | None, part: float) -> list[RowsOfLoss]:
+        """`rows` of the first cases, which are this part of all; None: of all."""
+        pairs = zip(self.rows(fisher, values), self.emitted.loss_sites, strict=True) if self.given is None else ()
+        return [rows.first(cases, part, site.reduction) for rows, site in pairs]
+
+    def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
+        kept = self.not_ignored(site, values, target)
+        weights = self.weights(site, inputs, values)
+        if site.way is not None and BY_NAME[site.loss].classes_second and isinstance(weights, Tensor) and weights.dim():
+            counted = weights != 0
+            kept = counted if kept is None else kept & counted
+        return RowsOfLoss(kept, weights if site.way is not None and site.way.linear else None)
+
+    def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
+        """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
+        if site.way is None or site.way.constant is not None:
+            return constant_of(site)
+        shape = unreduced(inputs.shape, BY_NAME[site.loss]) if site.reduction == "none" else ()
+        leaf = inputs.new_full(shape, TYPICAL, dtype=torch.promote_types(inputs.dtype, torch.float32))
+        try:
+            return self.emitted.weights(site.way, leaf.requires_grad_(), values)
+        except LossError:
+            return None
 
     def not_ignored(self, site: FoundLoss, values: Any, target: Any) -> Tensor | None:
+        """[cases...], the targets that are not ignored and whose class has a weight; None: all, or not known."""
         if site.ignored is None:
             return None
         try:
             target = self.emitted.target_values(site.targets, values) if target is None else target
+            if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes
+                return None
+            kept: Tensor = target != self.emitted.target_values(site.ignored, values)
+            if site.class_weights is not None:
+                of_class = self.emitted.target_values(site.class_weights, values)
+                kept = kept & (of_class[torch.where(kept, target, 0)] != 0)
         except LossError:
             return None
-        if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes
-            return None
-        kept: Tensor = target != self.emitted.target_values(site.ignored, values)
         return kept
 
     def cases(self, losses: WeightedLosses) -> int | Tensor:
@@ -123,9 +162,10 @@ class OutputLosses:
         return each[0], [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     def averaged(self, losses: WeightedLosses) -> WeightedLosses:
-        """Coefficients of means over the cases of all towers: a tower has the weight of its cases."""
+        """Coefficients of means over the cases of all towers: a tower has the weight of its cases. Weights of single
+        cases are replaced by their mean."""
         each = self.declared.cases_by_loss(losses)
-        return [(c * share(loss.cases, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
+        return [(mean_of(c, loss) * share(loss.cases, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     # --- on one batch -----------------------------------------------------------------------------------------------
 
@@ -139,10 +179,10 @@ class OutputLosses:
             values: the model's inputs, which tell what is padding.
         """
 
-        kept = self.kept(values, targets)
+        rows = self.rows(fisher, values, targets)
 
         def build(outputs: Sequence[Tensor]) -> WeightedLosses:
-            return self.on(rebuilt(outputs), tuple(outputs), targets, kept)
+            return self.on(rebuilt(outputs), tuple(outputs), targets, rows)
 
         padding = self.emitted.padding(values, fisher)
         if padding is None:
@@ -167,6 +207,20 @@ class OutputLosses:
         """The targets of registered losses, or of those that forward computes. Raises LossError unless they are
         computed from inputs alone."""
         return [self.emitted.target_values(site.targets, values) for site in self.declared.sites]
+
+
+def unreduced(shape: torch.Size, of_torch: TorchLoss) -> tuple[int, ...]:
+    """The shape of a loss of torch that is not reduced."""
+    axis = min(1, len(shape) - 1)
+    return (*shape[:axis], *shape[axis + 1 :]) if of_torch.classes_second else tuple(shape)
+
+
+def mean_of(coefficient: Any, loss: LossFunction) -> Any:
+    """A coefficient as one number for all cases."""
+    if not isinstance(coefficient, Tensor) or not coefficient.dim():
+        return coefficient
+    inner = coefficient.numel() // max(1, loss.all_cases)
+    return coefficient.sum() / (inner * loss.cases)
 
 
 def share(cases: int | Tensor, of: int | Tensor) -> Any:
