@@ -16,25 +16,35 @@ computed for a few cases at a time, so that they take no more than `CHUNK` numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, is_differentiable, pulled
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import split, vector_form
-from kfac_fx.losses.sources import CaseSource, Cotangents, Measurement, check_mode, measurement_source, source_vectors
+from kfac_fx.losses.declared import WeightedLosses
+from kfac_fx.losses.sources import (
+    CaseSource,
+    Cotangents,
+    Measurement,
+    check_mode,
+    measurement_source,
+    only_slots,
+    source_vectors,
+)
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
+from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.meeting_cases import (
     LossRows,
     cases_reached,
@@ -48,6 +58,7 @@ from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
 from kfac_fx.recording.taps import CollectingTap
 
+COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
 IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -316,7 +327,13 @@ class CaseRecorder:
                     "example among the others of its batch. Call net.eval() before."
                 )
             )
-        self.recorder = replace(recorder, emitted=collecting(recorder.emitted))
+        emitted = collecting(recorder.emitted)
+        program = emitted.program
+        if program.cut:
+            emitted = emitted.but(program=program.but(outputs=(*program.outputs, *program.cut)))
+        self.recorder = replace(recorder, emitted=emitted)
+        self.losses = recorder.losses if emitted.whole else self.recorder.losses
+        self.complete: bool | None = None  # whether the inputs of its losses tell all of the returned loss's gradient
         self.apart = {
             registration.parameters: reason
             for registration in self.recorder.registrations
@@ -357,7 +374,7 @@ class CaseRecorder:
         recorder, wanted = self.recorder, None if only is None else set(only)
         registrations = [r for r in recorder.registrations if wanted is None or r.parameters in wanted]
         refuse_towers(registrations)
-        emitted, losses_of = recorder.emitted, recorder.losses
+        emitted, losses_of = recorder.emitted, self.losses
         with emitted.isolated(), full_precision():
             # Whole, also where they are sharded: a gradient of this process alone, and backwards without messages.
             live = {name: unsharded(value.detach()) for name, value in recorder.live_parameters().items()}
@@ -366,10 +383,12 @@ class CaseRecorder:
             like = next(iter(live.values()))
             keys = {registration.parameters for registration in registrations if not registration.generic}
             probes = row_probes(recorder.registrations, keys, like)
-            output, fisher = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            fisher, others = self.apart_from_cut(outputs)
             examples = emitted.examples(values)
             all_probes = [probe for by_use in probes for probe in by_use.values()]
             backward = Backward(self, registrations, live, all_probes, examples)
+            follows = measurement is None and recorder.follows_returned(mode, targets)
 
             def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
                 assert measurement is not None, "bug in kfac_fx: the source of no measurement"
@@ -378,20 +397,27 @@ class CaseRecorder:
                 rebuilt = losses_of.rebuilt(output, leaves, constants)
                 return leaves, measurement_source(measurement, rebuilt, targets, constants, examples)
 
-            def rows_of_cases(output: Any, fisher: tuple[Tensor, ...]) -> LossRows:
+            def rows_of_cases(output: Any, outputs: tuple[Tensor, ...]) -> LossRows:
                 if measurement is not None:
                     leaves, source = measured(output)
                     return LossRows(leaves, source.leaves, source.tensors)
-                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
-                tensors = [loss.inputs for _, loss in losses]
-                return LossRows(fisher, constants, [t for t in tensors if t.dim() and len(t) == examples])
+                fisher, others = self.apart_from_cut(outputs)
+                constants, losses = losses_of.of_constants(output, fisher, values, "" if follows else mode, targets)
+                more = [other.detach().requires_grad_() for other in others] if follows else []
+                tensors = [*(loss.inputs for _, loss in losses), *more]
+                return LossRows(
+                    (*fisher, *others) if follows else fisher,
+                    [*constants, *more],
+                    [t for t in tensors if t.dim() and len(t) == examples],
+                )
 
             self.set_meeting_apart(values, rows_of_cases, measurement is not None)
+            returned = losses_of.returned(output, fisher) if follows else []
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
             else:
-                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+                constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
                 cases, sums = losses_of.summed(losses)
                 backward.outputs, rows = fisher, int(cases)
 
@@ -399,13 +425,98 @@ class CaseRecorder:
                 def layout() -> list[tuple[Tensor, Tensor]]:
                     return [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
 
-                sources = (
-                    CaseSource([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
-                    for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
-                )
+                if returned:
+                    sources = self.of_returned(returned, fisher, others, constants, losses, layout, by_row, backward)
+                else:
+                    sources = (
+                        CaseSource([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
+                        for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
+                    )
             for source, last in with_last(sources):
                 backward(source, consume, keep=not last)
         return Counts(examples, rows)
+
+    def apart_from_cut(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(the Fisher's outputs, the last activations of the other terms of the returned loss)."""
+        number = len(outputs) - len(self.recorder.program.cut)
+        return outputs[:number], outputs[number:]
+
+    def of_returned(
+        self,
+        returned: Sequence[Tensor],
+        fisher: Sequence[Tensor],
+        others: Sequence[Tensor],
+        constants: Sequence[Tensor],
+        losses: WeightedLosses,
+        layout: Callable[[], Sequence[tuple[Tensor, Tensor]]],
+        by_row: bool,
+        backward: Backward,
+    ) -> Iterator[CaseSource]:
+        """The sources of the loss that forward returned: its gradient is cut where cases are still apart.
+
+        Args:
+            fisher, others: the inputs of its losses, and the last activations of its other terms.
+            constants: the values of `fisher` as leaves. losses: on these. layout: see `record`.
+
+        Raises LossError for gradients of single rows or examples, if the terms of the loss do not tell them.
+        """
+        scale, examples = self.losses.scale(losses), backward.examples
+        direct = direct_gradients(returned, [torch.ones_like(loss) * scale for loss in returned], [*fisher, *others])
+        if not self.recorder.whole and not self.is_complete(returned, scale, fisher, direct, backward.parameters):
+            backward.outputs = returned
+
+            def unknown() -> list[Tensor]:
+                raise LossError(WHOLE_ONLY.format(class_of(self.recorder.model).__name__))
+
+            if by_row and any(loss.all_cases != examples for _, loss in losses):
+                unknown()
+            leaves = [loss.detach().requires_grad_() for loss in returned]
+            yield CaseSource(leaves, [torch.ones_like(loss) * scale for loss in returned], leaves, unknown)
+            return
+        backward.outputs = (*fisher, *others)
+        more = [other.detach().requires_grad_() for other in others]
+        moved = self.losses.declared.of_run(None, direct[: len(fisher)], self.recorder.emitted.case_dims[: len(fisher)])
+        tensors, vectors = [loss.inputs for _, loss in losses], [loss.inputs for _, loss in moved]
+        leaves = [*constants, *more]
+        if by_row and any(loss.all_cases != examples for _, loss in losses):
+            if any(bool(vector.any()) for vector in direct[len(fisher) :]):
+                raise LossError(NO_ROWS.format(", ".join(where(node) for node in self.recorder.program.cut)))
+            for number, vector in enumerate(vectors):
+                for of_slot in only_slots([(1.0, loss) for _, loss in losses], [s for _, s in layout()], number, vector):
+                    yield CaseSource(tensors, of_slot, leaves, lambda: [owner for owner, _ in layout()])
+            return
+
+        def owners() -> list[Tensor]:
+            dims = [self.case_dim(node) for node in self.recorder.program.cut]
+            apart = [
+                self.slots(value.movedim(dim, 0), 1, leaves, backward)[0].movedim(0, dim)
+                for value, dim in zip(more, dims, strict=True)
+            ]
+            return [*(owner for owner, _ in layout()), *apart]
+
+        yield CaseSource([*tensors, *more], [*vectors, *direct[len(fisher) :]], leaves, owners)
+
+    def case_dim(self, node: fx.Node) -> int:
+        """The dimension of the cases in an activation."""
+        sizes = symbolic_sizes(node)
+        return sizes.index(self.recorder.program.cases) if self.recorder.program.cases in sizes else 0
+
+    def is_complete(
+        self,
+        returned: Sequence[Tensor],
+        scale: int | Tensor,
+        cut: Sequence[Tensor],
+        direct: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> bool:
+        """Whether the gradient of the returned loss passes the inputs of its losses alone, of a divided model."""
+        if self.complete is None:
+            leaves = [value for value in parameters.values() if value.requires_grad]
+            whole = pulled(returned, [torch.ones_like(loss) * scale for loss in returned], leaves, keep=True)
+            through = pulled(cut, direct, leaves, keep=True)
+            pairs = zip(dense_or_zero(whole, leaves), dense_or_zero(through, leaves), strict=True)
+            self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)
+        return self.complete
 
     def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], measured: bool) -> None:
         """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells."""
@@ -455,6 +566,34 @@ class CaseRecorder:
             "example nor those of a position are side by side, or every example depends on the others.\nLet the model "
             "return outputs whose first dimension is that of the examples."
         )
+
+
+WHOLE_ONLY = (
+    "the loss that {} returns has terms beside those that it computes by functions of torch, and no single graph holds "
+    "the model, so the parts of single examples or rows in them are not known. Score with measurement=, a function "
+    "from what the model returns to one number for every example."
+)
+NO_ROWS = (
+    "the loss that forward returns has terms that belong to no single row of its losses, at {}: its gradient has parts "
+    'of examples and not of rows. Write case="sequence".'
+)
+
+
+def direct_gradients(roots: Sequence[Tensor], vectors: Sequence[Tensor], cut: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the roots with respect to tensors of one graph, in its order, that reach each of them first:
+    without what passes a later one. A tensor that is there twice has its gradient once."""
+    seen: set[int] = set()
+    total = dense_or_zero(pulled(roots, vectors, cut, keep=True), cut)
+    for number in reversed(range(len(cut))):
+        later = range(number + 1, len(cut))
+        if any(cut[other] is cut[number] for other in range(number)):
+            total[number] = torch.zeros_like(total[number])
+            seen.add(number)
+            continue
+        behind = [other for other in later if cut[other] is not cut[number] and other not in seen]
+        (passed,) = pulled([cut[o] for o in behind], [total[o] for o in behind], [cut[number]], keep=True)
+        total[number] = total[number] if passed is None else total[number] - passed
+    return total
 
 
 class Backward:

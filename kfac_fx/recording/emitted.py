@@ -219,6 +219,8 @@ class EmittedGraph(EmittedModel):
         self.placeholders = self.program.inputs
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
+        places = {node: place for place, node in enumerate(pytree.tree_leaves(self.program.returned))}
+        self.places_of_losses = [places[node] for node in self.program.returned_losses]
 
     @property
     def loss_sites(self) -> Sequence[FoundLoss]:

@@ -24,11 +24,14 @@ from kfac_fx.losses.declared import (
 )
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
-from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.emitted import EmittedModel
+from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.trace import place_of_loss
+from kfac_fx.recording.emitted import EmittedGraph, EmittedModel
+from kfac_fx.recording.emitted_submodules import reached
 
 TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
 
@@ -167,6 +170,27 @@ class OutputLosses:
         each = self.declared.cases_by_loss(losses)
         return [(mean_of(c, loss) * share(loss.cases, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
+    # --- the loss that forward returns ------------------------------------------------------------------------------
+
+    def returned(self, output: Any, fisher: Sequence[Tensor]) -> list[Tensor]:
+        """The losses that forward returned, if it computes some and the user named none. output: flat."""
+        if self.given is not None or not self.emitted.loss_sites:
+            return []
+        if not isinstance(self.emitted, EmittedGraph):
+            return among_returned(output, fisher)
+        leaves = pytree.tree_leaves(output)
+        losses = [leaves[place] for place in self.emitted.places_of_losses]
+        return [loss for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]
+
+    @property
+    def are_likelihoods(self) -> bool:
+        """Whether the returned loss is known to be a weighted sum of log-likelihoods, and nothing else."""
+        return self.given is not None or (self.emitted.whole and self.emitted.program.likelihood)
+
+    def scale(self, losses: WeightedLosses) -> int | Tensor:
+        """The multiple of the returned loss that is the sum over the cases of the first loss."""
+        return self.cases(losses) if self.is_mean else 1
+
     # --- on one batch -----------------------------------------------------------------------------------------------
 
     def real(
@@ -207,6 +231,30 @@ class OutputLosses:
         """The targets of registered losses, or of those that forward computes. Raises LossError unless they are
         computed from inputs alone."""
         return [self.emitted.target_values(site.targets, values) for site in self.declared.sites]
+
+
+def among_returned(returned: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The losses among the tensors that a model returned: the number that it calls "loss", or all numbers that are no
+    part of another. inputs: of the losses that it computed."""
+    leaves = pytree.tree_leaves(returned)
+    numbers = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad and leaf.numel() == 1]
+    by_name = {str(n): value for n, value in enumerate(inputs) if value.requires_grad}
+    losses = [leaf for leaf in dict.fromkeys(numbers) if reached((leaf,), by_name)]
+    named = place_of_loss(returned, leaves)
+    if named is not None and any(leaf is leaves[named] for leaf in losses):
+        return [leaves[named]]
+    return [
+        leaf for leaf in losses
+        if not any(reached((other,), {"": leaf}) for other in losses if other is not leaf)
+    ]  # fmt: skip
+
+
+def probably_mean(sites: Sequence[FoundLoss]) -> bool:
+    """Whether the returned loss is a mean, by what is written in forward."""
+    site = next(iter(sites), None)
+    if site is None or site.reduction == "mean":
+        return True
+    return site.way is not None and any(op_name(node) in ("mean", "div") for node in site.way.nodes[1:])
 
 
 def unreduced(shape: torch.Size, of_torch: TorchLoss) -> tuple[int, ...]:
