@@ -403,7 +403,7 @@ def against_part(forward: ObservedForward, share: float, parameters: Mapping[str
         if any(site.reduction == "sum" for site in recorder.emitted.loss_sites):
             return "forward computes a loss that is a sum over cases"
         if recorder.losses.of_inputs:
-            return "forward computes a loss whose cases have weights or are left out, and a part may have no others"
+            return "forward computes a loss that ignores some targets, or weighs them, and a part may have no others"
     total, wanted = examples_of(forward, share)
     if wanted == total:
         return None

@@ -293,25 +293,17 @@ class EmittedGraph(EmittedModel):
 
     def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
         known = dict(zip(self.placeholders, values, strict=True))
-        return weights_on(way, leaf, lambda node: self.known_value(node, known))
+        return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
 
     def value(self, node: fx.Node, values: Any) -> Any:
-        return self.known_value(node, dict(zip(self.placeholders, values, strict=True)))
+        return value_of(node, dict(zip(self.placeholders, values, strict=True)), self.constant)
 
-    def known_value(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        """The value of a node that is computed from inputs, buffers and constants; added to `known`."""
-        if node in known:
-            return known[node]
-        if node.op == "get_attr" and node.target not in self.program.parameters:
-            target = str(node.target)
-            named = dict(self.model.named_buffers(remove_duplicate=False))
-            known[node] = named[target] if target in named else attribute(self.program.root, target)
-        elif node.op in ("call_function", "call_method"):
-            args, kwargs = (fx.map_arg(part, lambda n: self.known_value(n, known)) for part in (node.args, node.kwargs))
-            known[node] = computed(node, args, kwargs)
-        else:
-            raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
-        return known[node]
+    def constant(self, name: str) -> Any:
+        """A buffer, or another object that the graph reads and that is no parameter. Raises LookupError for one."""
+        if name in self.program.parameters:
+            raise LookupError(name)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        return buffers[name] if name in buffers else attribute(self.program.root, name)
 
 
 def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) -> Callable[[Registration, Use], Tap]:
@@ -342,3 +334,23 @@ def isolated(model: nn.Module, random: bool = True) -> Iterator[None]:
     devices = accelerators(model.parameters()) if random else ()
     with torch.enable_grad(), same_random(devices, enabled=random):
         yield
+
+
+def value_of(node: fx.Node, values: dict[fx.Node, Any], constant: Callable[[str], Any]) -> Any:
+    """The value of a node that is computed from inputs and constants.
+
+    values: of the placeholders; those that are computed are added. constant: what the graph reads under a name; raises
+        LookupError for parameters.
+    """
+    if node in values:
+        return values[node]
+    if node.op == "get_attr":
+        try:
+            values[node] = constant(str(node.target))
+        except LookupError:
+            text = f"the targets of the loss at {node.name} are computed from parameters; pass `targets`"
+            raise LossError(text) from None
+    else:
+        args, kwargs = (fx.map_arg(part, lambda n: value_of(n, values, constant)) for part in (node.args, node.kwargs))
+        values[node] = computed(node, args, kwargs)
+    return values[node]

@@ -103,9 +103,9 @@ class OutputLosses:
 
         targets: as of `on`; None: those that forward hands to its losses.
         """
-        if self.given is not None:
-            return []
         sites = self.emitted.loss_sites
+        if self.given is not None or not sites:
+            return []
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites)
         return [
             self.rows_of(site, inputs, values, target)

@@ -320,7 +320,8 @@ def test_of_a_large_batch_the_first_cases_tell(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Own(nn.Module):
-    """Computes its loss, behind noise that must be the same when the step looks again."""
+    """Computes its loss, behind noise that must be the same when the step looks again. A factor in forward is one of
+    the Fisher, too."""
 
     def __init__(self, reduction: str, scale: float) -> None:
         super().__init__()
@@ -332,7 +333,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize(
     ("reduction", "inside", "outside", "factor"),
-    [("mean", 1, 1, None), ("sum", 1, 1, "8"), ("mean", 2, 1, "2"), ("mean", 1, 5, "5"), ("mean", 2, 0.5, None)],
+    [("mean", 1, 1, None), ("sum", 1, 1, "8"), ("mean", 2, 1, None), ("mean", 1, 5, "5"), ("mean", 2, 0.5, "0.5")],
 )
 def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     reduction: str, inside: float, outside: float, factor: str | None
@@ -349,7 +350,7 @@ def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     if factor is None:
         optimizer.step()
         return
-    rest = SUM if factor == "8" else f"take the factor out, or register it on a LayerCollection with coeff={factor}."
+    rest = SUM if factor == "8" else f"take the factor out, or register it on a LayerCollection with coeff={inside * outside:g}."
     with pytest.warns(LossScaleWarning) as caught:
         optimizer.step()
     assert str(caught[0].message).startswith(times(factor, "Categorical") + rest)
