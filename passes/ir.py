@@ -275,6 +275,7 @@ class Way:
     nodes: in the order of the graph; the first is the loss. ends: the returned ones among them.
     dropped: operands of sums that are no part of the loss.
     linear: whether the returned loss is linear in this one.
+    elementwise: whether a weight of zero says that a row is left out, whatever its value.
     constant: the weight of the loss where it is the same for all inputs; None: it depends on the inputs.
     """
 
@@ -282,6 +283,7 @@ class Way:
     ends: tuple[fx.Node, ...]
     dropped: tuple[fx.Node, ...] = ()
     linear: bool = True
+    elementwise: bool = True
     constant: float | None = None
 
 

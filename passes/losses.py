@@ -5,11 +5,12 @@ logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from .cases import size_of_cases
 from .graphs.labels import Label, ancestors, has_gradient, labels
@@ -50,9 +51,15 @@ def find_losses(program: Program) -> Program:
         losses=sites,
         returned_losses=tuple(ends),
         cut=cut,
-        likelihood=not notes,
+        likelihood=not notes and not any(map(has_soft_targets, sites)),
         dropped=(*program.dropped, *notes),
     )
+
+
+def has_soft_targets(site: LossSite) -> bool:
+    """Whether the targets are probabilities of classes, and not their numbers."""
+    value = site.targets.meta.get("val")
+    return BY_NAME[site.loss].classes_second and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def left_out(sites: Sequence[LossSite], around: Sequence[fx.Node], beside: Sequence[str]) -> tuple[Note, ...]:
@@ -120,14 +127,28 @@ def in_chunks(program: Program, sites: Sequence[LossSite]) -> tuple[LossSite, ..
 
 def piece_of(node: Any) -> tuple[fx.Node, tuple[Any, ...]] | None:
     """(the tensor that a node is a piece of, which piece); None if it is none."""
-    while isinstance(node, fx.Node) and op_name(node) in VIEWED and node.args:
-        node = node.args[0]
+    node = without_views(node)
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    source, name = node.args[0], op_name(node)
+    source, name = without_views(node.args[0]), op_name(node)
     if name == "getitem" and op_name(source) in ("chunk", "split", "split_with_sizes", "unbind"):
-        return source.args[0], (name, source, node.args[1])  # type: ignore[return-value]  # the tensor that is split
+        return without_views(source.args[0]), (name, source, node.args[1])
     return (source, (name, *node.args[1:])) if name in ("slice", "select", "narrow") else None
+
+
+def without_views(node: Any) -> Any:
+    """The node whose elements in another shape are this one's."""
+    while isinstance(node, fx.Node) and node.args and (op_name(node) in VIEWED or is_whole(node)):
+        node = node.args[0]
+    return node
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether a node is a slice of everything, as the first of `y[:, t]` is."""
+    if op_name(node) != "slice":
+        return False
+    start, end, step = (*node.args[2:], *[None, None, None][len(node.args) - 2 :])
+    return start in (None, 0) and (end is None or (isinstance(end, int) and end >= sys.maxsize)) and step in (None, 1)
 
 
 def of_parameters(inputs: Any, label: Mapping[fx.Node, Label]) -> bool:

@@ -41,6 +41,7 @@ LINEAR = VIEWS | PARTS | CASTS | {
     "flip", "roll", "tril", "triu", "cumsum", "unsafe_view", "nan_to_num",
 }  # fmt: skip
 PRODUCTS = {"mul", "matmul", "dot", "inner", "vdot", "vecdot", "einsum", "tensordot"}
+SMOOTH = {"exp", "expm1", "log", "log1p", "pow", "square", "sqrt", "sigmoid", "tanh", "softplus", "mul", "div", "detach"}
 SCATTERS = {"scatter_add", "index_add"}
 ValueOf = Callable[[fx.Node], Any]
 
@@ -70,7 +71,7 @@ def way_of(site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], u
     for node in site.graph.nodes:
         if node in behind and node is not site and any(operand in inside for operand in node.all_input_nodes):
             inside[node] = None
-    linear, dropped, read = True, dict[fx.Node, None](), False
+    linear, elementwise, dropped, read = True, True, dict[fx.Node, None](), False
     for node in [node for node in inside if node is not site]:
         name, others = op_name(node), [operand for operand in node.all_input_nodes if operand not in inside]
         lost = [operand for operand in others if operand in unknown]
@@ -81,8 +82,9 @@ def way_of(site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], u
             return None
         dropped |= dict.fromkeys(lost)
         read |= len(others) > len(lost)
-        linear &= is_linear(node, inside) if not adds else name != "where" or node.args[0] not in inside
-    way = Way(tuple(inside), tuple(end for end in ends if end in inside), tuple(dropped), linear)
+        its_linear = is_linear(node, inside) if not adds else name != "where" or node.args[0] not in inside
+        linear, elementwise = linear and its_linear, elementwise and (its_linear or name in SMOOTH)
+    way = Way(tuple(inside), tuple(end for end in ends if end in inside), tuple(dropped), linear, elementwise)
     if len(inside) > 1 and (not linear or read or shape_of(site)):
         return way
     leaf = torch.ones((), dtype=torch.float64, requires_grad=True)

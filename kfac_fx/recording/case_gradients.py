@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -461,7 +461,8 @@ class CaseRecorder:
         Raises LossError for gradients of single rows or examples, if the terms of the loss do not tell them.
         """
         scale, examples = self.losses.scale(losses), backward.examples
-        direct = direct_gradients(returned, [torch.ones_like(loss) * scale for loss in returned], [*fisher, *others])
+        vectors = [torch.ones_like(loss) * scale for loss in returned]
+        direct = direct_gradients(returned, vectors, [*fisher, *others], self.order_of_cut)
         if not self.recorder.whole and not self.is_complete(returned, scale, fisher, direct, backward.parameters):
             backward.outputs = returned
 
@@ -495,6 +496,16 @@ class CaseRecorder:
             return [*(owner for owner, _ in layout()), *apart]
 
         yield CaseSource([*tensors, *more], [*vectors, *direct[len(fisher) :]], leaves, owners)
+
+    @cached_property
+    def order_of_cut(self) -> list[int]:
+        """The order in which the graph computes the Fisher's outputs and the other nodes of the cut; of a divided model,
+        the order of these."""
+        program = self.recorder.program
+        if not self.recorder.whole:
+            return []
+        places = {node: number for number, node in enumerate(program.graph.nodes)}
+        return sorted(range(len(program.outputs)), key=lambda number: places[program.outputs[number]])
 
     def case_dim(self, node: fx.Node) -> int:
         """The dimension of the cases in an activation."""
@@ -579,20 +590,23 @@ NO_ROWS = (
 )
 
 
-def direct_gradients(roots: Sequence[Tensor], vectors: Sequence[Tensor], cut: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the roots with respect to tensors of one graph, in its order, that reach each of them first:
-    without what passes a later one. A tensor that is there twice has its gradient once."""
-    seen: set[int] = set()
+def direct_gradients(
+    roots: Sequence[Tensor], vectors: Sequence[Tensor], cut: Sequence[Tensor], order: Sequence[int] = ()
+) -> list[Tensor]:
+    """The gradients of the roots with respect to tensors of one graph that reach each of them first: without what
+    passes a later one. A tensor that is there twice has its gradient once.
+
+    order: in which the graph computes these; empty: in theirs.
+    """
     total = dense_or_zero(pulled(roots, vectors, cut, keep=True), cut)
-    for number in reversed(range(len(cut))):
-        later = range(number + 1, len(cut))
-        if any(cut[other] is cut[number] for other in range(number)):
+    later: list[int] = []
+    for number in reversed(order or range(len(cut))):
+        if any(cut[other] is cut[number] for other in later):
             total[number] = torch.zeros_like(total[number])
-            seen.add(number)
             continue
-        behind = [other for other in later if cut[other] is not cut[number] and other not in seen]
-        (passed,) = pulled([cut[o] for o in behind], [total[o] for o in behind], [cut[number]], keep=True)
+        (passed,) = pulled([cut[o] for o in later], [total[o] for o in later], [cut[number]], keep=True)
         total[number] = total[number] if passed is None else total[number] - passed
+        later.append(number)
     return total
 
 

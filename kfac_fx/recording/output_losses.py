@@ -120,7 +120,8 @@ class OutputLosses:
     def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
         kept = self.not_ignored(site, values, target)
         weights = self.weights(site, inputs, values)
-        if site.way is not None and BY_NAME[site.loss].classes_second and isinstance(weights, Tensor) and weights.dim():
+        told = site.way is not None and site.way.elementwise and BY_NAME[site.loss].classes_second
+        if told and isinstance(weights, Tensor) and weights.dim():
             counted = weights != 0
             kept = counted if kept is None else kept & counted
         return RowsOfLoss(kept, weights if site.way is not None and site.way.linear else None)

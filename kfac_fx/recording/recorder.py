@@ -255,7 +255,8 @@ class Recorder:
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
         with self.emitted.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
-            summed_over = self.program.parameters if params_stats else self.generic_parameters(only, meeting)
+            every = [name for name in self.program.parameters if name in live] if params_stats else []
+            summed_over = every or self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
