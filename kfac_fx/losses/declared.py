@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing
-from kfac_fx.passes.ir import LossSite, Way
+from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_NAME, SHORT, TORCH_LOSSES, TorchLoss
 from kfac_fx.passes.torch_private import pytree
 
@@ -286,16 +286,22 @@ def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[
 
 @dataclass(frozen=True)
 class ObservedLoss:
-    """A loss that Python computed in a run; see `LossSite`, which is one in a graph."""
+    """A loss that Python computed in a run; see `LossSite`, which is one in a graph.
+
+    Attributes:
+        result: its value.
+        weights: the gradient of the returned loss with respect to the result; None: there is no gradient.
+    """
 
     loss: str
     reduction: str
     inputs: Tensor
     targets: Any
+    result: Tensor
     ignored: Any = None
     class_weights: Any = None
-    chunk_of: int = 0  # its own number: what Python computes is not followed
-    way: ClassVar[Way | None] = None
+    chunk_of: int = 0
+    weights: Tensor | float | None = None
 
 
 FoundLoss = LossSite | ObservedLoss
@@ -323,9 +329,7 @@ class LossesInForward(DeclaredLosses):
     @property
     def of_inputs(self) -> bool:
         return any(
-            site.ignored is not None
-            or site.class_weights is not None
-            or (site.way is not None and site.way.constant is None)
+            site.ignored is not None or site.class_weights is not None or constant_of(site) is None
             for site in self.found
         )
 
@@ -399,6 +403,8 @@ class LossesInForward(DeclaredLosses):
 
 def constant_of(site: FoundLoss) -> float | None:
     """The weight of a loss in what forward returns, where it is the same for all inputs."""
+    if isinstance(site, ObservedLoss):
+        return site.weights if isinstance(site.weights, float) else None
     return None if site.way is None else site.way.constant
 
 

@@ -411,25 +411,27 @@ class CaseRecorder:
                     [t for t in tensors if t.dim() and len(t) == examples],
                 )
 
+            returned = losses_of.returned(output) if follows else []
             self.set_meeting_apart(values, rows_of_cases, measurement is not None)
-            returned = losses_of.returned(output, fisher) if follows else []
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
                 cases, sums = losses_of.summed(losses)
-                backward.outputs, rows = fisher, int(cases)
+                rows, others = int(cases), others if returned else ()
+                backward.outputs = (*fisher, *others)
+                leaves = [*constants, *(other.detach().requires_grad_() for other in others)]
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:
-                    return [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
+                    return [self.slots(loss.inputs, loss.case_axes, leaves, backward) for _, loss in losses]
 
                 if returned:
-                    sources = self.of_returned(returned, fisher, others, constants, losses, layout, by_row, backward)
+                    sources = self.of_returned(returned, fisher, leaves, losses, layout, by_row, backward)
                 else:
                     sources = (
-                        CaseSource([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
+                        CaseSource([loss.inputs for _, loss in sums], vectors, leaves, lambda: [o for o, _ in layout()])
                         for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
                     )
             for source, last in with_last(sources):
@@ -445,8 +447,7 @@ class CaseRecorder:
         self,
         returned: Sequence[Tensor],
         fisher: Sequence[Tensor],
-        others: Sequence[Tensor],
-        constants: Sequence[Tensor],
+        leaves: Sequence[Tensor],
         losses: WeightedLosses,
         layout: Callable[[], Sequence[tuple[Tensor, Tensor]]],
         by_row: bool,
@@ -455,47 +456,49 @@ class CaseRecorder:
         """The sources of the loss that forward returned: its gradient is cut where cases are still apart.
 
         Args:
-            fisher, others: the inputs of its losses, and the last activations of its other terms.
-            constants: the values of `fisher` as leaves. losses: on these. layout: see `record`.
+            fisher: the inputs of its losses; `backward.outputs` has the last activations of its other terms, too.
+            leaves: the same as constants. losses: on these. layout: see `record`.
 
         Raises LossError for gradients of single rows or examples, if the terms of the loss do not tell them.
         """
-        scale, examples = self.losses.scale(losses), backward.examples
+        scale = self.losses.scale(losses)
         vectors = [torch.ones_like(loss) * scale for loss in returned]
-        direct = direct_gradients(returned, vectors, [*fisher, *others], self.order_of_cut)
-        if not self.recorder.whole and not self.is_complete(returned, scale, fisher, direct, backward.parameters):
+        direct = direct_gradients(returned, vectors, backward.outputs, self.order_of_cut)
+        by_row = by_row and any(loss.all_cases != backward.examples for _, loss in losses)
+        if not self.recorder.whole and not self.is_complete(returned, vectors, fisher, direct, backward.parameters):
             backward.outputs = returned
 
             def unknown() -> list[Tensor]:
                 raise LossError(WHOLE_ONLY.format(class_of(self.recorder.model).__name__))
 
-            if by_row and any(loss.all_cases != examples for _, loss in losses):
+            if by_row:
                 unknown()
-            leaves = [loss.detach().requires_grad_() for loss in returned]
-            yield CaseSource(leaves, [torch.ones_like(loss) * scale for loss in returned], leaves, unknown)
+            constants = [loss.detach().requires_grad_() for loss in returned]
+            yield CaseSource(constants, vectors, constants, unknown)
             return
-        backward.outputs = (*fisher, *others)
-        more = [other.detach().requires_grad_() for other in others]
-        moved = self.losses.declared.of_run(None, direct[: len(fisher)], self.recorder.emitted.case_dims[: len(fisher)])
+        of_losses, of_others = direct[: len(fisher)], direct[len(fisher) :]
+        dims = self.recorder.emitted.case_dims[: len(fisher)]
+        moved = self.losses.declared.of_run(None, of_losses, dims)  # as `losses` have their inputs
         tensors, vectors = [loss.inputs for _, loss in losses], [loss.inputs for _, loss in moved]
-        leaves = [*constants, *more]
-        if by_row and any(loss.all_cases != examples for _, loss in losses):
-            if any(bool(vector.any()) for vector in direct[len(fisher) :]):
+        if by_row:
+            if any(bool(vector.any()) for vector in of_others):
                 raise LossError(NO_ROWS.format(", ".join(where(node) for node in self.recorder.program.cut)))
+            pairs = [(1.0, loss) for _, loss in losses]
             for number, vector in enumerate(vectors):
-                for of_slot in only_slots([(1.0, loss) for _, loss in losses], [s for _, s in layout()], number, vector):
+                for of_slot in only_slots(pairs, [slot for _, slot in layout()], number, vector):
                     yield CaseSource(tensors, of_slot, leaves, lambda: [owner for owner, _ in layout()])
             return
+        others = leaves[len(fisher) :]
 
         def owners() -> list[Tensor]:
-            dims = [self.case_dim(node) for node in self.recorder.program.cut]
+            places = [self.case_dim(node) for node in self.recorder.program.cut]
             apart = [
                 self.slots(value.movedim(dim, 0), 1, leaves, backward)[0].movedim(0, dim)
-                for value, dim in zip(more, dims, strict=True)
+                for value, dim in zip(others, places, strict=True)
             ]
             return [*(owner for owner, _ in layout()), *apart]
 
-        yield CaseSource([*tensors, *more], [*vectors, *direct[len(fisher) :]], leaves, owners)
+        yield CaseSource([*tensors, *others], [*vectors, *of_others], leaves, owners)
 
     @cached_property
     def order_of_cut(self) -> list[int]:
@@ -515,7 +518,7 @@ class CaseRecorder:
     def is_complete(
         self,
         returned: Sequence[Tensor],
-        scale: int | Tensor,
+        vectors: Sequence[Tensor],
         cut: Sequence[Tensor],
         direct: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
@@ -523,7 +526,7 @@ class CaseRecorder:
         """Whether the gradient of the returned loss passes the inputs of its losses alone, of a divided model."""
         if self.complete is None:
             leaves = [value for value in parameters.values() if value.requires_grad]
-            whole = pulled(returned, [torch.ones_like(loss) * scale for loss in returned], leaves, keep=True)
+            whole = pulled(returned, vectors, leaves, keep=True)
             through = pulled(cut, direct, leaves, keep=True)
             pairs = zip(dense_or_zero(whole, leaves), dense_or_zero(through, leaves), strict=True)
             self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)

@@ -15,7 +15,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +44,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
-from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.trace import Capture, place_of_loss
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
 from kfac_fx.passes.tracing.random_streams import python_random
@@ -105,8 +105,66 @@ class LossWatch(TorchFunctionMode):
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
             ignored = bound.arguments.get("ignore_index")
             number, by_class = len(self.losses), bound.arguments.get("weight") if func is F.cross_entropy else None
-            self.losses.append(ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, ignored, by_class, number))
+            self.losses.append(
+                ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, result, ignored, by_class, number)
+            )
         return result
+
+
+def among_returned(returned: Any, results: Sequence[Tensor]) -> list[Tensor]:
+    """The losses among the tensors that a model returned: the one that it calls "loss", or all that are no part of
+    another. results: of the functions of torch that computed losses."""
+    leaves = pytree.tree_leaves(returned)
+    learned = {id(leaf): leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad}
+    by_name = {str(number): result for number, result in enumerate(results) if result.requires_grad}
+    losses = [leaf for leaf in learned.values() if reached((leaf,), by_name)]
+    named = place_of_loss(returned, leaves)
+    if named is not None and any(leaf is leaves[named] for leaf in losses):
+        return [leaves[named]]
+    return [
+        leaf for leaf in losses
+        if not any(reached((other,), {"": leaf}) for other in losses if other is not leaf)
+    ]  # fmt: skip
+
+
+def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss]) -> list[ObservedLoss]:
+    """The losses with their weights in what the model returned; in a transformation of torch.func with those of the
+    run before. Losses that the returned ones do not depend on are left out."""
+    if transforms():
+        earlier = before if len(before) == len(losses) else losses
+        return [replace(loss, weights=other.weights) for loss, other in zip(losses, earlier, strict=True)]
+    results = [loss.result for loss in losses]
+    roots = among_returned(returned, results)
+    if not roots:
+        return list(losses)
+    by_name = {str(number): result for number, result in enumerate(results) if result.requires_grad}
+    used = {int(name) for name in reached(tuple(roots), by_name)}
+    found: list[ObservedLoss] = []
+    for loss in (losses[number] for number in sorted(used)):
+        weights: Tensor | float = 1.0
+        if len(roots) > 1 or loss.result is not roots[0]:
+            ones = [torch.ones_like(root) for root in roots]
+            (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
+        sources = [source_of_piece(other.inputs) for other in found]
+        source = source_of_piece(loss.inputs)
+        first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
+        found.append(replace(loss, weights=weights, chunk_of=first))
+    return found
+
+
+VIEWED = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone", "ToCopy", "Squeeze", "Unsqueeze"}
+PIECES = {"Split", "SplitWithSizes", "Select", "Slice", "Unbind", "Narrow"}
+
+
+def source_of_piece(tensor: Tensor) -> Any:
+    """What autograd has before a tensor that is a piece of another one; None if it is none."""
+    step = tensor.grad_fn
+    while step is not None and step.name().removesuffix("0").removesuffix("Backward") in VIEWED:
+        step = step.next_functions[0][0]
+    pieces = None
+    while step is not None and step.name().removesuffix("0").removesuffix("Backward") in PIECES:
+        pieces = step = step.next_functions[0][0]
+    return pieces
 
 
 @dataclass
@@ -486,7 +544,7 @@ class EmittedSubmodules(EmittedModel):
         cut = TangentsCut() if transforms() else nullcontext()
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
-        self.observed = watch.losses
+        self.observed = weighed(output, watch.losses, self.observed)
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, pytree.tree_leaves(output)))

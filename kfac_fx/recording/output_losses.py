@@ -15,6 +15,7 @@ from kfac_fx.losses.declared import (
     FoundLoss,
     LossesInForward,
     LossSpec,
+    ObservedLoss,
     RegisteredLosses,
     RowsOfLoss,
     WeightedLosses,
@@ -25,13 +26,12 @@ from kfac_fx.losses.declared import (
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Dims
+from kfac_fx.passes.ir import Dims, LossSite
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of, pytree
-from kfac_fx.passes.trace import place_of_loss
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel
-from kfac_fx.recording.emitted_submodules import reached
+from kfac_fx.recording.emitted_submodules import among_returned
 
 TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
 
@@ -120,14 +120,18 @@ class OutputLosses:
     def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
         kept = self.not_ignored(site, values, target)
         weights = self.weights(site, inputs, values)
-        told = site.way is not None and site.way.elementwise and BY_NAME[site.loss].classes_second
-        if told and isinstance(weights, Tensor) and weights.dim():
+        told, linear = (True, True) if isinstance(site, ObservedLoss) else (False, False)
+        if isinstance(site, LossSite) and site.way is not None:
+            told, linear = site.way.elementwise, site.way.linear
+        if told and BY_NAME[site.loss].classes_second and isinstance(weights, Tensor) and weights.dim():
             counted = weights != 0
             kept = counted if kept is None else kept & counted
-        return RowsOfLoss(kept, weights if site.way is not None and site.way.linear else None)
+        return RowsOfLoss(kept, weights if linear else None)
 
     def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
         """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
+        if isinstance(site, ObservedLoss):
+            return site.weights
         if site.way is None or site.way.constant is not None:
             return constant_of(site)
         shape = unreduced(inputs.shape, BY_NAME[site.loss]) if site.reduction == "none" else ()
@@ -173,12 +177,12 @@ class OutputLosses:
 
     # --- the loss that forward returns ------------------------------------------------------------------------------
 
-    def returned(self, output: Any, fisher: Sequence[Tensor]) -> list[Tensor]:
+    def returned(self, output: Any) -> list[Tensor]:
         """The losses that forward returned, if it computes some and the user named none. output: flat."""
         if self.given is not None or not self.emitted.loss_sites:
             return []
         if not isinstance(self.emitted, EmittedGraph):
-            return among_returned(output, fisher)
+            return among_returned(output, [loss.result for loss in self.emitted.loss_sites])
         leaves = pytree.tree_leaves(output)
         losses = [leaves[place] for place in self.emitted.places_of_losses]
         return [loss for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]
@@ -234,27 +238,13 @@ class OutputLosses:
         return [self.emitted.target_values(site.targets, values) for site in self.declared.sites]
 
 
-def among_returned(returned: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The losses among the tensors that a model returned: the number that it calls "loss", or all numbers that are no
-    part of another. inputs: of the losses that it computed."""
-    leaves = pytree.tree_leaves(returned)
-    numbers = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad and leaf.numel() == 1]
-    by_name = {str(n): value for n, value in enumerate(inputs) if value.requires_grad}
-    losses = [leaf for leaf in dict.fromkeys(numbers) if reached((leaf,), by_name)]
-    named = place_of_loss(returned, leaves)
-    if named is not None and any(leaf is leaves[named] for leaf in losses):
-        return [leaves[named]]
-    return [
-        leaf for leaf in losses
-        if not any(reached((other,), {"": leaf}) for other in losses if other is not leaf)
-    ]  # fmt: skip
-
-
 def probably_mean(sites: Sequence[FoundLoss]) -> bool:
     """Whether the returned loss is a mean, by what is written in forward."""
     site = next(iter(sites), None)
     if site is None or site.reduction == "mean":
         return True
+    if isinstance(site, ObservedLoss):
+        return False
     return site.way is not None and any(op_name(node) in ("mean", "div") for node in site.way.nodes[1:])
 
 

@@ -266,7 +266,7 @@ class Recorder:
                 )
             if on_outputs is not None:
                 on_outputs(pytree.tree_leaves(self.capture.unflatten(output)))
-            returned = losses_of.returned(output, fisher) if self.follows_returned(mode, targets) else []
+            returned = losses_of.returned(output) if self.follows_returned(mode, targets) else []
             constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
             cases, sums = losses_of.summed(losses)
             if saved is not None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import fatal, first_line
+from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.emitted import EmittedGraph
-from kfac_fx.recording.emitted_submodules import LossWatch
-from kfac_fx.recording.output_losses import among_returned, probably_mean
+from kfac_fx.recording.emitted_submodules import LossWatch, among_returned
+from kfac_fx.recording.output_losses import probably_mean
 from kfac_fx.recording.recorder import Recorder
 
 
@@ -27,9 +28,9 @@ def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     It runs the model on the batch and on the batch with all examples twice, which leaves no trace.
     """
-    sites = recorder.emitted.loss_sites
-    plain = all(site.way is not None and len(site.way.nodes) == 1 for site in sites)
-    if recorder.loss is not None or not sites or plain:
+    sites, whole = recorder.emitted.loss_sites, isinstance(recorder.emitted, EmittedGraph)
+    plain = whole and all(isinstance(s, LossSite) and s.way is not None and len(s.way.nodes) == 1 for s in sites)
+    if recorder.loss is not None or plain:
         return probably_mean(sites), None
     try:
         once, twice = (
@@ -56,7 +57,7 @@ def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
             leaves = pytree.tree_leaves(returned)
             losses = [leaves[place] for place in recorder.emitted.places_of_losses]
         else:
-            losses = among_returned(returned, inputs)
+            losses = among_returned(returned, [loss.result for loss in watch.losses])
         roots = [loss.sum() for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]
         if not roots or not inputs:
             return math.nan
