@@ -291,6 +291,7 @@ class ObservedLoss:
     Attributes:
         result: its value.
         weights: the gradient of the returned loss with respect to the result; None: there is no gradient.
+        linear, elementwise: see `passes.ir.Way`.
     """
 
     loss: str
@@ -302,6 +303,8 @@ class ObservedLoss:
     class_weights: Any = None
     chunk_of: int = 0
     weights: Tensor | float | None = None
+    linear: bool = True
+    elementwise: bool = True
 
 
 FoundLoss = LossSite | ObservedLoss

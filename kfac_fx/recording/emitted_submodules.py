@@ -132,7 +132,7 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     run before. Losses that the returned ones do not depend on are left out."""
     if transforms():
         earlier = before if len(before) == len(losses) else losses
-        return [replace(loss, weights=other.weights) for loss, other in zip(losses, earlier, strict=True)]
+        return [replace(loss, weights=other.weights, linear=other.linear) for loss, other in zip(losses, earlier, strict=True)]
     results = [loss.result for loss in losses]
     roots = among_returned(returned, results)
     if not roots:
@@ -142,27 +142,63 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     found: list[ObservedLoss] = []
     for loss in (losses[number] for number in sorted(used)):
         weights: Tensor | float = 1.0
+        linear = elementwise = True
         if len(roots) > 1 or loss.result is not roots[0]:
             ones = [torch.ones_like(root) for root in roots]
             (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
+            linear, elementwise = way_back(roots, loss.result)
         sources = [source_of_piece(other.inputs) for other in found]
         source = source_of_piece(loss.inputs)
         first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
-        found.append(replace(loss, weights=weights, chunk_of=first))
+        found.append(replace(loss, weights=weights, chunk_of=first, linear=linear, elementwise=elementwise))
     return found
 
 
+# Operations by the names of their backwards.
 VIEWED = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone", "ToCopy", "Squeeze", "Unsqueeze"}
 PIECES = {"Split", "SplitWithSizes", "Select", "Slice", "Unbind", "Narrow"}
+ADDS = {"Add", "Sub", "Rsub", "Stack", "Cat", "Where"}
+PRODUCTS = {"Mul", "Div", "Dot", "Mv", "Mm", "Bmm"}
+ONE_BY_ONE = {"Sum", "Mean", "Neg", "Index", "MaskedSelect", "MaskedFill", "Expand", "Gather", "IndexSelect"}
+SMOOTH = {"Exp", "Expm1", "Log", "Log1P", "Pow", "Sqrt", "Sigmoid", "Tanh", "Softplus"}
+
+
+def operation(step: Any) -> str:
+    name: str = step.name().rstrip("0123456789")
+    return name.removesuffix("Backward")
+
+
+def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool]:
+    """(whether the roots are linear in the result, whether all operations between act on single elements, or are
+    linear): by the names that autograd has for them."""
+    target, order, seen, stack = result.grad_fn, list[Any](), set[Any](), [(root.grad_fn, False) for root in roots]
+    while stack:
+        step, left = stack.pop()
+        if left:
+            order.append(step)
+        elif step is not None and step not in seen and step is not target:
+            seen.add(step)
+            stack += [(step, True), *((following, False) for following, _ in step.next_functions)]
+    between, linear, elementwise = {target}, True, True
+    for step in order:
+        inside = sum(following in between for following, _ in step.next_functions if following is not None)
+        if inside:
+            between.add(step)
+            name = operation(step)
+            single = name in PRODUCTS and inside == 1
+            its_linear = single or name in VIEWED | PIECES | ADDS | ONE_BY_ONE
+            linear = linear and its_linear
+            elementwise = elementwise and (its_linear or name in SMOOTH | {"Mul", "Div"})
+    return linear, elementwise
 
 
 def source_of_piece(tensor: Tensor) -> Any:
     """What autograd has before a tensor that is a piece of another one; None if it is none."""
     step = tensor.grad_fn
-    while step is not None and step.name().removesuffix("0").removesuffix("Backward") in VIEWED:
+    while step is not None and operation(step) in VIEWED:
         step = step.next_functions[0][0]
     pieces = None
-    while step is not None and step.name().removesuffix("0").removesuffix("Backward") in PIECES:
+    while step is not None and operation(step) in PIECES:
         pieces = step = step.next_functions[0][0]
     return pieces
 

@@ -26,7 +26,7 @@ from kfac_fx.losses.declared import (
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Dims, LossSite
+from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -120,13 +120,12 @@ class OutputLosses:
     def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
         kept = self.not_ignored(site, values, target)
         weights = self.weights(site, inputs, values)
-        told, linear = (True, True) if isinstance(site, ObservedLoss) else (False, False)
-        if isinstance(site, LossSite) and site.way is not None:
-            told, linear = site.way.elementwise, site.way.linear
-        if told and BY_NAME[site.loss].classes_second and isinstance(weights, Tensor) and weights.dim():
+        way = site if isinstance(site, ObservedLoss) else site.way
+        told = way is not None and way.elementwise and BY_NAME[site.loss].classes_second
+        if told and isinstance(weights, Tensor) and weights.dim():
             counted = weights != 0
             kept = counted if kept is None else kept & counted
-        return RowsOfLoss(kept, weights if linear else None)
+        return RowsOfLoss(kept, weights if way is not None and way.linear else None)
 
     def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
         """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
