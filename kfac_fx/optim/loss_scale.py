@@ -26,6 +26,7 @@ from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.optim.loss_parts import part_around, weights_of_cases
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree
@@ -73,6 +74,7 @@ class Watched:
     autocast: bool
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
     rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
+    around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
@@ -140,12 +142,13 @@ def watch(
     if not hooked:
         return None
     inner: dict[int, list[Tensor]] = {}
+    around: str | None = None
     places = hooked if at_outputs else []
     if places:
         fisher = [leaves[n].detach() for n in places]
     else:
         try:
-            fisher, inner = within(recorder, values, hooked, start)
+            fisher, inner, around = within(recorder, values, hooked, start)
         except RuntimeError as error:
             if out_of_memory(error):  # the user's own forward is in memory, too
                 return None
@@ -165,6 +168,7 @@ def watch(
         part,
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
         rows=recorder.losses.first_rows(fisher, values, cases, part),
+        around=around,
     )
     for leaf in hooked:
         if leaves[leaf].requires_grad:
@@ -222,8 +226,8 @@ def targets(recorder: Recorder, values: tuple[Any, ...]) -> Any:
 
 def within(
     recorder: Recorder, values: tuple[Any, ...], hooked: Sequence[int], start: RandomState
-) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
-    """The Fisher's outputs inside a forward that returns numbers, and the gradients of those numbers."""
+) -> tuple[list[Tensor], dict[int, list[Tensor]], str | None]:
+    """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, and `part_around`."""
     live = {name: value.detach().requires_grad_() for name, value in recorder.live_parameters().items()}
     with same_random(start.devices):
         start.restore()
@@ -235,7 +239,9 @@ def within(
             torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
         )
         inner[n] = [next(grads) if value.requires_grad else torch.zeros_like(value) for value in fisher]
-    return [value.detach() for value in fisher], inner
+    trained = [n for n in hooked if any(leaves[n] is loss for loss in recorder.losses.returned(output))]
+    around = part_around(recorder, [leaves[n] for n in trained], fisher, inner[trained[0]], live) if trained else None
+    return [value.detach() for value in fisher], inner, around
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -380,6 +386,8 @@ def check_scale(
         values = [value] if value is not None and len(used) == 1 else seen
         pairs = [] if lines else zip(used, values, strict=True)
         each = [factors(forward, known, len(used), loss_scale) for forward, known in pairs]
+        if not lines and not in_training:
+            lines += [line for forward in used[:1] for line in unlike_registered(forward)]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     for of_loss in zip(*each, strict=True) if same_losses else ():
         cases = sum(factor.cases for factor in of_loss)
@@ -548,6 +556,17 @@ def without_targets(watched: Watched) -> list[str]:
                 'module, whose outputs are the logits. If it is a squared error, write loss="mse".'
             )
     return lines
+
+
+def unlike_registered(watched: Watched) -> Iterator[str]:
+    """The lines of the warning, for weights of cases and terms of the trained loss that the curvature does not have."""
+    leaves, weighted = watched.losses()
+    for coefficient, _, loss in weighted:
+        gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
+        if gradient is not None:
+            yield from weights_of_cases(loss, coefficient, gradient)
+    if watched.around is not None:
+        yield watched.around
 
 
 def categorical_gradients(watched: Watched) -> Iterator[tuple[Categorical, Tensor]]:
