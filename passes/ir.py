@@ -72,6 +72,8 @@ class Use:
     steps_in_positions: these are time-major along the positions, not along the cases.
     mask_dims: the dimensions of the output along which the mask in `attrs` goes, if it is not a mask of rows as it is;
         one dimension twice if cases and positions are merged in it.
+    loss_mask: whether the mask is that of a loss: rows that it leaves out count if they have a gradient, as those of
+        a prompt that attention reads.
     calls: of its submodule on the first batch, if that is captured on its own; there may be any number later.
     """
 
@@ -90,6 +92,7 @@ class Use:
     steps: int = 1
     steps_in_positions: bool = False
     mask_dims: Dims = ()
+    loss_mask: bool = False
     calls: int | None = None
 
     @cached_property

@@ -91,6 +91,20 @@ def way_of(site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], u
     return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
 
 
+def mask_on(way: Way) -> fx.Node | None:
+    """What the rows of a loss are multiplied with, or chosen by, on its way: [cases, positions]; None if there is
+    nothing of this shape."""
+    for node in way.nodes[1:]:
+        if op_name(node) not in ("mul", "where", "index", "masked_select"):
+            continue
+        for operand in (o for o in node.all_input_nodes if o not in way.nodes and o not in way.dropped):
+            while op_name(operand) in VIEWS and isinstance(operand.args[0], fx.Node):
+                operand = operand.args[0]
+            if len(shape_of(operand)) == 2 and (op_name(node) == "mul" or operand.meta["val"].dtype is torch.bool):
+                return operand
+    return None
+
+
 def is_linear(node: fx.Node, inside: Container[fx.Node]) -> bool:
     """Whether an operation is linear in its operands that are `inside`."""
     name, operands = op_name(node), [operand for operand in node.all_input_nodes if operand in inside]

@@ -42,7 +42,7 @@ from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
-from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
@@ -107,7 +107,9 @@ class Capturing:
             if parts is not None and not generic_parameters(parts):
                 return parts
             program = arguments.passes(traced.program)
-            if arguments.padding_mask is not None:
+            if arguments.padding_mask is None:
+                program = program_with_loss_mask(program)
+            else:
                 program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
                 if first:
                     refuse_unfit_mask(program)

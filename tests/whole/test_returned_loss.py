@@ -253,3 +253,36 @@ def test_a_measurement_is_squared_where_the_loss_is_outside() -> None:
     torch.testing.assert_close(trace, torch.stack(squares).sum(1).mean())
     with pytest.raises(ValueError, match="mode='exact' is of the distributions of a loss, and a measurement has none"):
         corrected.correct([(x, y)], measurement=weighed, mode="exact")
+
+
+class Mixing(nn.Module):
+    """A layer of every position, the sums of all positions before it if it is `mixed`, and the head."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.mixed = nn.Linear(4, 5), nn.Linear(5, C), mixed
+
+    def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        h = h.cumsum(1) if self.mixed else h
+        return (rows(self.head(h), y) * m.flatten()).sum() / m.sum()
+
+
+@pytest.mark.parametrize("mode", ["exact", "gradients", "empirical"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_that_a_mask_leaves_out_and_nothing_reads_are_in_no_factor(mixed: bool, mode: str) -> None:
+    """Rows of a prompt, which later positions read, have gradients; those of padding have none."""
+    model, x, y = Mixing(mixed), torch.randn(N, 4, 4), torch.randint(C, (N, 4))
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0]).repeat(N, 1)  # a prompt, two tokens, and padding
+    net = kfac_fx.compile(model, (x[:3], y[:3], mask[:3]))
+    estimator = FisherEstimator(net, estimation_mode=mode)
+    estimator.update_covariances(x, y, mask)
+    seen = x[:, :3] if mixed else x[:, 1:3]
+    inputs = torch.cat([seen, torch.ones(N, seen.shape[1], 1)], -1).flatten(0, 1)
+    A = estimator.blocks["layer.weight", "layer.bias"].factors["A"].value
+    torch.testing.assert_close(A.squeeze(0), inputs.T @ inputs / len(inputs))
+    h = torch.tanh(model.layer(x))
+    h = (h.cumsum(1) if mixed else h)[:, 1:3].detach()
+    inputs = torch.cat([h, torch.ones(N, 2, 1)], -1).flatten(0, 1)
+    A = estimator.blocks["head.weight", "head.bias"].factors["A"].value
+    torch.testing.assert_close(A.squeeze(0), inputs.T @ inputs / len(inputs))
