@@ -347,7 +347,17 @@ class PassRecord:
 
 ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.tables`
 # The fields of a Program that refer to nodes.
-WITH_NODES = ("losses", "returned_losses", "cut", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
+WITH_NODES = (
+    "losses",
+    "returned_losses",
+    "cut",
+    "outputs",
+    "mask",
+    "parameter_exprs",
+    "behind",
+    "matches",
+    "registrations",
+)
 
 
 Copies = dict[fx.Node, fx.Node]  # old node -> new node

@@ -22,14 +22,13 @@ from .torch_losses import BY_NAME
 from .torch_private import pytree
 from .users_code import where
 
-
 VIEWED = CASTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel", "masked_fill"}
 
 
 def find_losses(program: Program) -> Program:
     """Set `outputs` and `cases`; and `losses`, with the way to the loss that forward returns, where the graph computes
     them and the user named none."""
-    leaves = [leaf for leaf in pytree.tree_leaves(program.returned)]
+    leaves = pytree.tree_leaves(program.returned)
     returned = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     named = None if program.named_loss is None else leaves[program.named_loss]
     sites = () if program.options.loss_given else loss_sites(program, returned)
@@ -147,7 +146,7 @@ def is_whole(node: fx.Node) -> bool:
     """Whether a node is a slice of everything, as the first of `y[:, t]` is."""
     if op_name(node) != "slice":
         return False
-    start, end, step = (*node.args[2:], *[None, None, None][len(node.args) - 2 :])
+    start, end, step = (node.args[place] if place < len(node.args) else None for place in (2, 3, 4))
     return start in (None, 0) and (end is None or (isinstance(end, int) and end >= sys.maxsize)) and step in (None, 1)
 
 

@@ -7,8 +7,8 @@ The *way* of `ce` is mul, sum, div, add. It is linear in `ce`, and the mask is c
 every case in the returned loss, ∂loss / ∂ce, is known without a forward. A term such as that of h is on no way. Its
 gradient enters at the last node with a row for every case, here the square: the *cut* has these nodes.
 
-A returned loss is a *likelihood* if it is a weighted sum of losses of torch and nothing else. Then its Fisher is that of
-the distributions, weighted. Every other loss has a gradient, and no Fisher with a name.
+A returned loss is a *likelihood* if it is a weighted sum of losses of torch and nothing else. Then its Fisher is that
+of the distributions, weighted. Every other loss has a gradient, and no Fisher with a name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,21 @@ LINEAR = VIEWS | PARTS | CASTS | {
     "flip", "roll", "tril", "triu", "cumsum", "unsafe_view", "nan_to_num",
 }  # fmt: skip
 PRODUCTS = {"mul", "matmul", "dot", "inner", "vdot", "vecdot", "einsum", "tensordot"}
-SMOOTH = {"exp", "expm1", "log", "log1p", "pow", "square", "sqrt", "sigmoid", "tanh", "softplus", "mul", "div", "detach"}
+SMOOTH = {
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "pow",
+    "square",
+    "sqrt",
+    "sigmoid",
+    "tanh",
+    "softplus",
+    "mul",
+    "div",
+    "detach",
+}
 SCATTERS = {"scatter_add", "index_add"}
 ValueOf = Callable[[fx.Node], Any]
 
@@ -61,7 +75,9 @@ def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], nam
 # --- the way of a loss ------------------------------------------------------------------------------------------------
 
 
-def way_of(site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], unknown: Container[fx.Node]) -> Way | None:
+def way_of(
+    site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], unknown: Container[fx.Node]
+) -> Way | None:
     """The way from a loss to the returned ones; None if an operation on it cannot be repeated from inputs and this loss
     alone.
 
@@ -92,8 +108,8 @@ def way_of(site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], u
 
 
 def mask_on(way: Way) -> fx.Node | None:
-    """What the rows of a loss are multiplied with, or chosen by, on its way: [cases, positions]; None if there is
-    nothing of this shape."""
+    """The node that the rows of a loss are multiplied with, or chosen by, on its way: [cases, positions]; None if there
+    is none of this shape."""
     for node in way.nodes[1:]:
         if op_name(node) not in ("mul", "where", "index", "masked_select"):
             continue
@@ -146,7 +162,11 @@ def weights_on(way: Way, leaf: Tensor, value_of: ValueOf) -> Tensor:
         if node not in way.dropped:
             return value_of(node)
         shape = shape_of(node)
-        return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device) if has_fixed_shape(node) and shape else leaf.new_zeros(())
+        return (
+            torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+            if has_fixed_shape(node) and shape
+            else leaf.new_zeros(())
+        )
 
     with torch.enable_grad():
         for node in way.nodes[1:]:

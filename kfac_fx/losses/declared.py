@@ -56,7 +56,7 @@ class RowsOfLoss:
     weights: Tensor | float | None = None
 
     def first(self, cases: int | None, part: float, reduction: str) -> RowsOfLoss:
-        """Of the first cases, which are this part of all, so that they stand for all; None: of all.
+        """The rows of the first cases, which are this part of all, so that they stand for all; None: of all.
 
         reduction: of the loss.
         """

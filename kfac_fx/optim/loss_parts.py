@@ -1,8 +1,8 @@
 """The parts of a trained loss that its curvature does not have: weights of cases, masks, and terms around the losses.
 
-A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it shows
-the weight and the target. A weight of zero is a case that the trained loss leaves out. Label smoothing changes e alone,
-and the curvature does not depend on e.
+A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it
+shows the weight and the target. A weight of zero is a case that the trained loss leaves out. Label smoothing changes e
+alone, and the curvature does not depend on e.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kfac_fx.losses.distributions import Categorical, LossFunction
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.recorder import Recorder
 
-SAME = 1e-2  # of weights, relative; weights on purpose are further apart
+ONE_WEIGHT = 1e-2  # of weights, relative; weights on purpose are further apart
 ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
 CERTAIN = 0.999  # a probability
 SMALL = 0.1  # a part of the gradient that is not worth a warning
@@ -30,8 +30,8 @@ HOW_TO_LEAVE_OUT = (
     "name padding with padding_mask=."
 )
 WEIGHED = (
-    "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight. "
-    "{}"
+    "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
+    " {}"
 )
 HOW_TO_WEIGH = (
     'Let forward compute the loss as a product of F.cross_entropy(..., reduction="none") and weights that depend on '
@@ -45,7 +45,7 @@ AROUND = (
 
 
 def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> list[str]:
-    """The lines of the warning about a Categorical loss whose trained cases have other weights than the registered ones.
+    """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs.
     """
@@ -71,13 +71,17 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
         lines.append(LEFT_OUT.format(masked, of, f"{masked / of:.0%}", HOW_TO_LEAVE_OUT))
     mean = known.mean()
     low, high = float(known.min() / mean), float(known.max() / mean)
-    if high - low > SAME * high:
+    if high - low > ONE_WEIGHT * high:
         lines.append(WEIGHED.format(low, high, HOW_TO_WEIGH))
     return lines
 
 
 def part_around(
-    recorder: Recorder, roots: Sequence[Tensor], fisher: Sequence[Tensor], inner: Sequence[Tensor], live: dict[str, Tensor]
+    recorder: Recorder,
+    roots: Sequence[Tensor],
+    fisher: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    live: dict[str, Tensor],
 ) -> str | None:
     """The line of the warning about terms of the returned loss that do not pass the inputs of its losses; None if there
     are none to speak of.

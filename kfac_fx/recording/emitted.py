@@ -25,8 +25,8 @@ from kfac_fx.linalg.processes import SavedShards, averaged_unsharded, is_divided
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import FoundLoss
 from kfac_fx.passes.errors import LossError
-from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.graphs.edit import attribute
+from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, op_name
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
@@ -351,6 +351,7 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any], constant: Callable[[str]
             text = f"the targets of the loss at {node.name} are computed from parameters; pass `targets`"
             raise LossError(text) from None
     else:
-        args, kwargs = (fx.map_arg(part, lambda n: value_of(n, values, constant)) for part in (node.args, node.kwargs))
+        args: Any = fx.map_arg(node.args, lambda n: value_of(n, values, constant))
+        kwargs: Any = fx.map_arg(node.kwargs, lambda n: value_of(n, values, constant))
         values[node] = computed(node, args, kwargs)
     return values[node]

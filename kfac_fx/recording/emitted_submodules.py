@@ -132,7 +132,10 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     run before. Losses that the returned ones do not depend on are left out."""
     if transforms():
         earlier = before if len(before) == len(losses) else losses
-        return [replace(loss, weights=other.weights, linear=other.linear) for loss, other in zip(losses, earlier, strict=True)]
+        return [
+            replace(loss, weights=other.weights, linear=other.linear)
+            for loss, other in zip(losses, earlier, strict=True)
+        ]
     results = [loss.result for loss in losses]
     roots = among_returned(returned, results)
     if not roots:
@@ -193,7 +196,7 @@ def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool]:
 
 
 def source_of_piece(tensor: Tensor) -> Any:
-    """What autograd has before a tensor that is a piece of another one; None if it is none."""
+    """The step of autograd that made the tensor which this one is a piece of; None if it is no piece."""
     step = tensor.grad_fn
     while step is not None and operation(step) in VIEWED:
         step = step.next_functions[0][0]

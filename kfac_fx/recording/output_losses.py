@@ -181,7 +181,9 @@ class OutputLosses:
         if self.given is not None or not self.emitted.loss_sites:
             return []
         if not isinstance(self.emitted, EmittedGraph):
-            return among_returned(output, [loss.result for loss in self.emitted.loss_sites])
+            return among_returned(
+                output, [loss.result for loss in self.emitted.loss_sites if isinstance(loss, ObservedLoss)]
+            )
         leaves = pytree.tree_leaves(output)
         losses = [leaves[place] for place in self.emitted.places_of_losses]
         return [loss for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]

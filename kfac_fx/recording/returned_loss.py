@@ -1,8 +1,8 @@
 """The loss that forward returns: which of the returned tensors it is, and whether it is a mean over cases or a sum.
 
-A graph tells the first by its nodes (`passes.returned_loss`). Of a divided model, whose Python computes the loss, the
-tensors of one run tell it. Nothing but the numbers tells the second: with every example twice, the gradient of a mean
-stays as large as it was, and that of a sum is twice as large.
+A graph tells the first by its nodes (`passes.returned_loss`); the tensors of one run tell it where Python computes the
+loss. Numbers tell the second: with every example twice, the gradient of a mean stays as large as it was, and that of a
+sum is twice as large.
 """
 
 from __future__ import annotations

@@ -77,7 +77,6 @@ RIGHT: dict[str, dict[str, Any]] = {
         "loss": "categorical", "targets": CLASSES, "trained": lambda *a: ce()(*a) + penalty(a[2]),
     },
     "a sum, declared": {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "reduction": "sum"},
-    "some cases left out": {"loss": "categorical", "targets": SOME, "trained": ce()},
     "micro-batches": {"loss": "categorical", "targets": CLASSES, "trained": ce(0.5), "forwards": 2},
     "a registered factor": {"loss": lambda y: (3.0, losses.Categorical(y)), "targets": CLASSES, "trained": ce(3.0)},
     "binary": {"loss": "multi_bernoulli", "targets": BITS, "trained": bce("sum", 1 / 8)},
@@ -90,21 +89,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "torch's cross entropy": {"loss": "cross_entropy", "targets": CLASSES, "trained": ce()},
     "torch's binary cross entropy": {"loss": "bce_with_logits", "targets": BITS, "trained": bce("mean")},
-    "a sum over the number of labels": {
-        "loss": "categorical", "targets": SOME, "trained": ce(1 / 5, reduction="sum"),
-    },
     "statistics of a sum over all cases, some of which have no target": {
         "loss": "categorical", "targets": SOME, "trained": ce(1 / 8, reduction="sum"), "estimation_mode": "empirical",
     },
     "statistics of a sum, some of whose cases have no target": {
         "loss": "categorical", "targets": SOME, "trained": ce(reduction="sum"), "estimation_mode": "empirical",
         "reduction": "sum",
-    },
-    "a sum over the number of labels before they are shifted": {
-        "loss": "categorical", "targets": SOME, "trained": ce(1 / 6, reduction="sum"),
-    },
-    "micro-batches over the number of their labels": {
-        "loss": "categorical", "targets": SOME, "trained": ce(1 / 10, reduction="sum"), "forwards": 2,
     },
     "a small penalty on logits": {
         "loss": "categorical", "targets": CLASSES,
@@ -119,9 +109,6 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "another loss, by label smoothing": {
         "loss": "categorical", "targets": CLASSES, "trained": ce(3.0, label_smoothing=0.1)
-    },
-    "another loss, by weights of classes": {
-        "loss": "categorical", "targets": CLASSES, "trained": ce(weight=torch.arange(1.0, 5.0))
     },
     "soft targets": {"loss": "multi_bernoulli", "targets": BITS * 0.8, "trained": bce("mean")},
     "a scaler against underflow": {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16)},
@@ -145,7 +132,7 @@ def test_classes_on_another_axis_than_the_last_are_told() -> None:
         optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", LossScaleWarning)
-            F.cross_entropy(net(x), targets, weight=torch.rand(4)).backward()
+            F.cross_entropy(net(x), targets, weight=torch.rand(4) if texts else None).backward()
             optimizer.step()
         assert [str(warning.message).partition(" Categorical")[0] for warning in caught] == texts
 
@@ -177,7 +164,34 @@ REGISTER = "register it as loss=lambda outputs: ({}, kfac_fx.losses.{}(outputs{}
 ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
 SUM = "it is their sum: divide it by the number of cases."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
+LEFT_OUT = (
+    "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
+    "are of cases that are not trained. Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give "
+    "the cases targets of -100 there, or name padding with padding_mask=."
+)
+WEIGHED = (
+    "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. Let "
+    'forward compute the loss as a product of F.cross_entropy(..., reduction="none") and weights that depend on the '
+    'inputs alone; or write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients themselves.'
+)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "some cases left out": ({"loss": "categorical", "targets": SOME, "trained": ce()}, LEFT_OUT),
+    "a sum over the number of labels": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(1 / 5, reduction="sum")}, LEFT_OUT
+    ),
+    "a sum over the number of labels before they are shifted": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(1 / 6, reduction="sum")}, LEFT_OUT
+    ),
+    "micro-batches over the number of their labels": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(1 / 10, reduction="sum"), "forwards": 2}, LEFT_OUT
+    ),
+    "a mask in a product": (
+        {"loss": "categorical", "targets": CLASSES, "trained": lambda y, t, _: (
+            F.cross_entropy(y, t, reduction="none") * (SOME >= 0)).sum() / 5}, LEFT_OUT
+    ),
+    "weights of classes": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(weight=torch.arange(1.0, 5.0))}, WEIGHED
+    ),
     "cases without a target in statistics of the trained loss": (
         {"loss": "categorical", "targets": SOME, "trained": ce(), "estimation_mode": "empirical"},
         "the trained loss is a mean over the 5 of 8 cases that have a target, and the statistics of its gradients "
@@ -350,7 +364,11 @@ def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     if factor is None:
         optimizer.step()
         return
-    rest = SUM if factor == "8" else f"take the factor out, or register it on a LayerCollection with coeff={inside * outside:g}."
+    rest = (
+        SUM
+        if factor == "8"
+        else f"take the factor out, or register it on a LayerCollection with coeff={inside * outside:g}."
+    )
     with pytest.warns(LossScaleWarning) as caught:
         optimizer.step()
     assert str(caught[0].message).startswith(times(factor, "Categorical") + rest)

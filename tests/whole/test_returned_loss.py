@@ -212,7 +212,9 @@ def test_the_fisher_of_a_weighted_likelihood_has_its_weights(kind: str, divided:
     learned = dict(model.body.named_parameters())
     wanted = torch.zeros(learned["b.weight"].shape)
     for place, weights in WEIGHTS[kind](args[0], args[2]):
-        jacobian = jacrev(lambda p, place=place: functional_call(model.body, p, (args[0],))[place].flatten(0, 1))(learned)
+        jacobian = jacrev(lambda p, place=place: functional_call(model.body, p, (args[0],))[place].flatten(0, 1))(
+            learned
+        )
         p = model.body(args[0])[place].flatten(0, 1).softmax(-1)
         hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
         by_row = jacobian["b.weight"] if place == 0 else jacobian["b.weight"] * 0
@@ -231,7 +233,9 @@ def test_terms_of_no_row_have_no_rows_and_terms_of_python_no_examples_where_thos
     net = kfac_fx.compile(Trained(penalty, odd=True, divided=True).eval(), (x, y, mask))
     estimator = FisherEstimator(net, estimation_mode="empirical")
     estimator.update_covariances(x, y, mask)
-    with pytest.raises(LossError, match="the loss that Trained returns has terms beside those.*Score with measurement="):
+    with pytest.raises(
+        LossError, match="the loss that Trained returns has terms beside those.*Score with measurement="
+    ):
         estimator.spectrum(damping=1.0).self_scores(Batch(x, y, mask))
 
 
@@ -246,7 +250,9 @@ def test_a_measurement_is_squared_where_the_loss_is_outside() -> None:
 
     corrected = estimator.spectrum(damping=0.0).correct([(x[:4], y[:4]), (x[4:], y[4:])], measurement=weighed)
     squares = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()), retain_graph=True)]).square()
+        torch.cat(
+            [g.flatten() for g in torch.autograd.grad(value, list(model.parameters()), retain_graph=True)]
+        ).square()
         for value in weighed(model(x), y)
     ]
     trace = sum(values.sum() for values in corrected.eigenvalues().values())
