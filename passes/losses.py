@@ -32,7 +32,7 @@ def find_losses(program: Program) -> Program:
     returned = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     named = None if program.named_loss is None else leaves[program.named_loss]
     sites = () if program.options.loss_given else loss_sites(program, returned)
-    ends = returned_losses(returned, {site.node for site in sites}, named)
+    ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
     behind = ancestors(ends)
     sites = tuple(site for site in sites if site.node in behind)
     outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))

@@ -502,8 +502,8 @@ class CaseRecorder:
 
     @cached_property
     def order_of_cut(self) -> list[int]:
-        """The order in which the graph computes the Fisher's outputs and the other nodes of the cut; empty for a divided
-        model, where it is that of these."""
+        """The order in which the graph computes the Fisher's outputs and the other nodes of the cut; empty for a
+        divided model, where it is that of these."""
         program = self.recorder.program
         if not self.recorder.whole:
             return []
