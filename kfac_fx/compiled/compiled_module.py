@@ -52,6 +52,7 @@ from kfac_fx.recording.backends import COMPILE_BACKENDS, compiled_model
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
+from kfac_fx.recording.examples import Examples, ExamplesOf
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import (
     averages_gradients,
@@ -282,8 +283,12 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.case_gradients.CaseRecorder.record`; `args` and `kwargs` are those of forward.
         """
+        function = self.captures.arguments.examples
+        grouped = None if function is None else Examples.of_call(function, args, kwargs)
         return self.captures.run(
-            args, kwargs, lambda recorder, values: self.case_recorder(recorder).record(values, consume, **options)
+            args,
+            kwargs,
+            lambda recorder, values: self.case_recorder(recorder).record(values, consume, grouped=grouped, **options),
         )
 
     def case_recorder(self, recorder: Recorder) -> CaseRecorder:
@@ -613,6 +618,7 @@ def compile(
     dense_limit: int = DENSE_LIMIT,
     padding_mask: PaddingMask | None = None,
     batch_dim: int | None = None,
+    examples: ExamplesOf | None = None,
     sub_sample_inputs: bool | float = False,
     sub_sample_patches: bool | float = False,
     variables: Iterable[Any] | None = None,
@@ -653,6 +659,10 @@ def compile(
         batch_dim: the dimension of the cases in the inputs, 1 for [positions, cases, features]. None: recurrent layers
             and attention of torch know it, from their `batch_first`; without them it is the first one, and a model
             whose outputs mix along the first dimension and not along another is refused. The report says which.
+        examples: a function of forward's arguments that returns the number of the example of every row, counted from 0:
+            [rows], as the graph of every node, or [rows, positions], as the document of every token of packed sequences;
+            -1 where a row is of no example. Scores and corrections are of these examples. None: an example is an entry
+            of the dimension of the cases.
         sub_sample_inputs: compute input factors from this share of the cases. True means 0.2.
         sub_sample_patches: use at most this many rows per input dimension of A, for weights that are shared over
             positions. True means 3. Both samples are right in expectation, and differ in every recording.
@@ -690,6 +700,7 @@ def compile(
             "dense_limit": dense_limit != DENSE_LIMIT,
             "padding_mask": padding_mask,
             "batch_dim": batch_dim is not None,
+            "examples": examples,
             "sub_sample_inputs": sub_sample_inputs,
             "sub_sample_patches": sub_sample_patches,
         }
@@ -723,6 +734,7 @@ def compile(
         verify,
         backend,
         padding_mask=padding_mask,
+        examples=examples,
     )
     return CompiledModule(inside, arguments, example_inputs, example_kwargs, wrapper=model, in_place=in_place)
 

@@ -42,6 +42,7 @@ from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
+from kfac_fx.recording.examples import ExamplesOf
 from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.recording.proof import prove
@@ -74,6 +75,7 @@ class CompileArguments:
     backend: str
     passes: Callable[[Program], Program] = run
     padding_mask: PaddingMask | None = None
+    examples: ExamplesOf | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -54,6 +55,7 @@ from kfac_fx.recording.meeting_cases import (
     keys_that_meet,
     row_probes,
 )
+from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
 from kfac_fx.recording.taps import CollectingTap
@@ -341,6 +343,7 @@ class CaseRecorder:
         }
         self.compared: set[bool] = set()  # whether it was seen which cases meet, with a measurement or without
         self.settled = False  # whether a backward has shown the numbers of rows
+        self.grouped = False  # whether a backward has shown that examples of the user's are apart
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
 
     def record(
@@ -354,6 +357,7 @@ class CaseRecorder:
         only: Iterable[Key] | None = None,
         measurement: Measurement | None = None,
         generator: torch.Generator | None = None,
+        grouped: Examples | None = None,
     ) -> Counts:
         """Hand the gradients of all examples to `consume`, once for every source.
 
@@ -364,6 +368,7 @@ class CaseRecorder:
             by_row: every slot is a source.
             only: the registrations that are wanted; None: all.
             measurement: whose gradients are recorded in place of the loss's, see `measured`.
+            grouped: the example of every row, where that is not its place in a dimension.
 
         Raises:
             ValueError: the mode is unknown, or `measurement` returns something else than a number for every example.
@@ -385,9 +390,9 @@ class CaseRecorder:
             probes = row_probes(recorder.registrations, keys, like)
             output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
             fisher, others = self.apart_from_cut(outputs)
-            examples = emitted.examples(values)
+            examples = emitted.examples(values) if grouped is None else grouped.count
             all_probes = [probe for by_use in probes for probe in by_use.values()]
-            backward = Backward(self, registrations, live, all_probes, examples)
+            backward = Backward(self, registrations, live, all_probes, examples, grouped)
             follows = measurement is None and recorder.follows_returned(mode, targets)
 
             def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
@@ -412,7 +417,8 @@ class CaseRecorder:
                 )
 
             returned = losses_of.returned(output) if follows else []
-            self.set_meeting_apart(values, rows_of_cases, measurement is not None)
+            if grouped is None:
+                self.set_meeting_apart(values, rows_of_cases, measurement is not None)
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
@@ -427,6 +433,9 @@ class CaseRecorder:
                 def layout() -> list[tuple[Tensor, Tensor]]:
                     return [self.slots(loss.inputs, loss.case_axes, leaves, backward) for _, loss in losses]
 
+                if grouped is not None and not self.grouped:
+                    self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
+                    self.grouped = True
                 if returned:
                     sources = self.of_returned(returned, fisher, leaves, losses, layout, by_row, backward)
                 else:
@@ -547,6 +556,16 @@ class CaseRecorder:
     ) -> tuple[Tensor, Tensor]:
         """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`."""
         shape, examples = inputs.shape[:case_axes], backward.examples
+        if backward.grouped is not None:
+            owners = backward.grouped.owners(shape or (1,))
+            if owners is None:
+                raise LossError(
+                    f"examples= has numbers of {list(backward.grouped.numbers.shape)} rows and {examples} examples, and "
+                    f"the loss has inputs of shape {list(inputs.shape)}: it has neither a row for each of these rows nor "
+                    "one for each example."
+                )
+            wide = (*shape, *[1] * (inputs.dim() - len(shape)))
+            return owners.reshape(wide), backward.grouped.slots(owners).reshape(wide)
         first = shape[0] if shape else 1
         if examples == 0 or first % examples:
             raise LossError(
@@ -565,6 +584,27 @@ class CaseRecorder:
         slot = slot.unsqueeze(-1) * others + torch.arange(others, device=inputs.device)
         wide = (*shape, *[1] * (inputs.dim() - len(shape)))
         return owner.unsqueeze(-1).expand_as(slot).reshape(wide), slot.reshape(wide)
+
+    def refuse_other_examples(
+        self,
+        tensors: Sequence[Tensor],
+        layout: Sequence[tuple[Tensor, Tensor]],
+        leaves: Sequence[Tensor],
+        backward: Backward,
+    ) -> None:
+        """Raises LossError if the loss of an example reaches rows of others, through any of these tensors. Any two
+        examples are in different halves once: the halves are those of the bits of their numbers."""
+        every = torch.arange(backward.examples, device=tensors[0].device)
+        for tensor, (owner, _) in zip(tensors, layout, strict=True):
+            for bit, half in product(range(max(0, backward.examples - 1).bit_length()), (0, 1)):
+                vector = torch.randn_like(tensor) * ((owner >= 0) & ((owner >> bit) % 2 == half))
+                reached = backward.reached(pulled([tensor], [vector], leaves, keep=True))
+                if bool((reached & ((every >> bit) % 2 != half)).any()):
+                    raise LossError(
+                        "the loss of an example of examples= has a gradient in rows of another one: the numbers are "
+                        "not those of the rows, or examples see each other, as packed documents do without a mask of "
+                        "attention between them."
+                    )
 
     def order(self, inputs: Tensor, per_example: int, leaves: Sequence[Tensor], backward: Backward) -> str:
         """In which order the rows of a loss belong to the examples. It shows in the rows of the first example, because
@@ -620,6 +660,7 @@ class Backward:
         outputs: the tensors that a source sends gradients to.
         probes: of the registrations that have taps.
         examples: the number of examples of the batch.
+        grouped: the example of every row, where the user gave it.
     """
 
     def __init__(
@@ -629,9 +670,10 @@ class Backward:
         parameters: dict[str, Tensor],
         probes: Sequence[Tensor],
         examples: int,
+        grouped: Examples | None = None,
     ) -> None:
         self.of, self.registrations, self.parameters = of, registrations, parameters
-        self.probes, self.examples = probes, examples
+        self.probes, self.examples, self.grouped = probes, examples, grouped
         self.outputs: Sequence[Tensor] = ()
         emitted = of.recorder.emitted
         self.taps = {
@@ -673,7 +715,7 @@ class Backward:
             key, uses = registration.parameters, len(self.taps[registration.parameters])
 
             def collected(rows: Rows) -> None:
-                by_example = examples_first(rows, tap.use, self.examples)
+                by_example = self.of_examples(rows, tap.use)
                 if by_example is None:
                     self.of.apart[key] = f"its rows [{', '.join(map(str, rows.d.shape[:2]))}] are of no single examples"
                 waiting.setdefault(key, []).append(rows if by_example is None else by_example)
@@ -694,23 +736,29 @@ class Backward:
         with collected({tap: sink(r, tap) for r in with_rows for tap in self.taps[r.parameters]}):
             self.sent_back(self.probes, cotangents, keep)
 
+    def of_examples(self, rows: Rows, use: Use) -> Rows | None:
+        """The rows [N, S, ...] of N examples; None if they are of no single examples."""
+        return examples_first(rows, use, self.examples) if self.grouped is None else self.grouped.together(rows)
+
     def reaches_first_only(self, cotangents: Cotangents) -> bool:
         """Whether these cotangents have a gradient for the first example, and none for the others."""
+        reached = self.reached(cotangents)
+        return bool(reached[:1].any()) and not bool(reached[1:].any())
+
+    def reached(self, cotangents: Cotangents) -> Tensor:
+        """[N], the examples that have a gradient in the rows of any use."""
         masks: list[Tensor] = []
 
         def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
             def seen(rows: Rows) -> None:
-                by_example = examples_first(rows, tap.use, self.examples)
+                by_example = self.of_examples(rows, tap.use)
                 if by_example is not None:
                     masks.append(cases_reached(by_example))
 
             return seen
 
         self.with_sinks(sink, cotangents, keep=True)
-        if not masks:
-            return False
-        any_use = torch.stack(masks).any(0)
-        return bool(any_use[0]) and not bool(any_use[1:].any())
+        return torch.stack(masks).any(0) if masks else torch.zeros(self.examples, dtype=torch.bool, device=self.probes[0].device)
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""
