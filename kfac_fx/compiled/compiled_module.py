@@ -46,7 +46,7 @@ from kfac_fx.passes.errors import (
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.pipeline import CAPTURED, run
-from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
+from kfac_fx.passes.torch_private import class_of, own_call, pytree, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.recording.backends import COMPILE_BACKENDS, compiled_model
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
@@ -283,6 +283,7 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.case_gradients.CaseRecorder.record`; `args` and `kwargs` are those of forward.
         """
+        args, kwargs, options["targets"] = self.placed(args, kwargs, options.get("targets"))
         function = self.captures.arguments.examples
         grouped = None if function is None else Examples.of_call(function, args, kwargs)
         return self.captures.run(
@@ -290,6 +291,21 @@ class CompiledModule(nn.Module):
             kwargs,
             lambda recorder, values: self.case_recorder(recorder).record(values, consume, grouped=grouped, **options),
         )
+
+    def placed(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """A batch of a DataLoader, moved to the device of the parameters: if these are on one accelerator, and no
+        tensor of the batch is. Else everything stays where it is."""
+        devices = {parameter.device for parameter in self.model.parameters()}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs), targets)) if isinstance(leaf, Tensor)]
+        if len(devices) != 1 or any(tensor.device.type != "cpu" for tensor in tensors):
+            return tuple(args), dict(kwargs), targets
+        (device,) = devices
+        moved: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(device, non_blocking=True), (tuple(args), dict(kwargs), targets)
+        )
+        return moved
 
     def case_recorder(self, recorder: Recorder) -> CaseRecorder:
         """The capture with collecting taps, made once."""
@@ -660,9 +676,9 @@ def compile(
             and attention of torch know it, from their `batch_first`; without them it is the first one, and a model
             whose outputs mix along the first dimension and not along another is refused. The report says which.
         examples: a function of forward's arguments that returns the number of the example of every row, counted from 0:
-            [rows], as the graph of every node, or [rows, positions], as the document of every token of packed sequences;
-            -1 where a row is of no example. Scores and corrections are of these examples. None: an example is an entry
-            of the dimension of the cases.
+            [rows], as the graph of every node, or [rows, positions], as the document of every token of packed
+            sequences; -1 where a row is of no example. Scores and corrections are of these examples. None: an example
+            is an entry of the dimension of the cases.
         sub_sample_inputs: compute input factors from this share of the cases. True means 0.2.
         sub_sample_patches: use at most this many rows per input dimension of A, for weights that are shared over
             positions. True means 3. Both samples are right in expectation, and differ in every recording.

@@ -570,7 +570,8 @@ class CaseRecorder:
         if examples == 0 or first % examples:
             raise LossError(
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
-                "an example are not known. Let the first dimension of the outputs be that of the examples."
+                "an example are not known. Let the first dimension of the outputs be that of the examples, or say which row "
+                "is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
             )
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)
@@ -758,7 +759,11 @@ class Backward:
             return seen
 
         self.with_sinks(sink, cotangents, keep=True)
-        return torch.stack(masks).any(0) if masks else torch.zeros(self.examples, dtype=torch.bool, device=self.probes[0].device)
+        return (
+            torch.stack(masks).any(0)
+            if masks
+            else torch.zeros(self.examples, dtype=torch.bool, device=self.probes[0].device)
+        )
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""

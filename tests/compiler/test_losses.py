@@ -185,7 +185,9 @@ def test_a_product_with_something_learned_has_no_way() -> None:
     assert found.losses[0].way is None and not found.cut  # all of it passes the logits
     (note, around) = found.dropped
     assert note.reason == "forward returns a function of it; the Fisher is that of its distribution"
-    assert around.subject.startswith("the term of sigmoid (test_losses.py:") and "no part of the Fisher" in around.reason
+    assert (
+        around.subject.startswith("the term of sigmoid (test_losses.py:") and "no part of the Fisher" in around.reason
+    )
 
 
 def test_terms_of_parameters_alone_are_noted() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -139,3 +140,18 @@ def test_wrong_examples_are_refused(function: Callable[..., Any], error: type[Ex
     estimator.update_covariances(ids, PLACE)
     with pytest.raises(error, match=text):
         estimator.spectrum(damping=1.0).self_scores(Batch(ids, PLACE, targets=ids))
+
+
+def test_a_batch_on_the_cpu_moves_to_the_device_of_the_parameters() -> None:
+    """A batch that has tensors elsewhere stays as it is: the user has placed it."""
+
+    def placed(device: str, *args: Any) -> Any:
+        net = cast(Any, SimpleNamespace(model=nn.Linear(2, 2, device=device)))
+        return kfac_fx.CompiledModule.placed(net, args, {"mask": torch.ones(3), "flag": True}, [torch.ones(1)])
+
+    (x, name), kwargs, (y,) = placed("meta", torch.ones(3), "text")
+    assert x.is_meta and kwargs["mask"].is_meta and y.is_meta and (name, kwargs["flag"]) == ("text", True)
+    (x, there), kwargs, _ = placed("meta", torch.ones(3), torch.ones(2, device="meta"))
+    assert not x.is_meta and there.is_meta and not kwargs["mask"].is_meta
+    given = torch.ones(3)
+    assert placed("cpu", given)[0][0] is given
