@@ -665,3 +665,48 @@ def test_forwards_of_a_step_count_by_their_cases(reduction: str) -> None:
     assert factor_of_step(of_step, 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
     assert factor_of_step([of_step[0], of_step[0]], 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
     assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.25)], 8, reduction, 1.0) is None
+
+
+class Inside(nn.Module):
+    """Returns a function of its activations, its logits and their cross entropies."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.loss = nn.Linear(3, 5), nn.Linear(5, 4), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        z = self.last(h)
+        loss: Tensor = self.loss(h, z, F.cross_entropy(z, y, reduction="none"))
+        return loss
+
+
+MASK = (SOME >= 0).float()
+INSIDE: dict[str, tuple[Any, str]] = {
+    "a factor": (lambda h, z, ce: 3 * ce.mean(), ""),
+    "weights of cases": (lambda h, z, ce: (ce * torch.arange(1.0, 9.0)).mean(), ""),
+    "a mask": (lambda h, z, ce: (ce * MASK).sum() / MASK.sum(), ""),
+    "a small term": (lambda h, z, ce: ce.mean() + 1e-2 * h.square().mean(), ""),
+    "a focal loss": (lambda h, z, ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean(), "the trained loss weighs its cases from "),
+    "a large term": (lambda h, z, ce: ce.mean() + 3 * h.square().mean(), r"\d+% of the gradient of the trained loss"),
+}
+
+
+@pytest.mark.parametrize(("loss", "text"), INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode: str) -> None:
+    """The empirical factors are of the trained gradient itself, so they lack nothing."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Inside(loss), (X, CLASSES))
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0, estimation_mode=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        net(X, CLASSES).backward()
+        optimizer.step()
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    if not text or mode == "empirical":
+        assert not told
+        return
+    assert re.match(text, told[0])
+    if "%" in text:
+        assert "(square (test_loss_scale.py:" in told[0] and 'estimation_mode="empirical"' in told[0]
