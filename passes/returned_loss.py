@@ -61,7 +61,8 @@ ValueOf = Callable[[fx.Node], Any]
 
 
 def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], named: fx.Node | None) -> list[fx.Node]:
-    """The returned values that the losses are behind: the one that is named "loss", or all that are no part of another.
+    """The returned values that the losses are behind: the one that is named "loss"; or all that are neither a part nor
+    a function of an earlier one, as the perplexity behind a loss and the terms behind their sum are.
 
     sites: the nodes of the losses. named: the value that forward returns under the name "loss".
     """
@@ -69,7 +70,11 @@ def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], nam
     losses = [node for node, nodes in behind.items() if not nodes.isdisjoint(sites)]
     if named in losses:
         return [node for node in losses if node is named]
-    return [node for node in losses if not any(node in behind[other] for other in losses if other is not node)]
+    kept: list[fx.Node] = []
+    for node in losses:
+        if not any(node in behind[other] or other in behind[node] for other in kept):
+            kept.append(node)
+    return kept
 
 
 # --- the way of a loss ------------------------------------------------------------------------------------------------

@@ -295,8 +295,7 @@ class BatchLoss:
         fisher = torch.zeros((), device=primals[0].device)
         for (weight, loss), at, tangent in zip(values.losses, primals, pushed, strict=False):
             here = loss.at(at)
-            multiply = here.multiply_ggn_factor_transpose if self.ggn else here.multiply_fisher_factor_transpose
-            fisher = fisher + weight / at_least_one(here.cases) * multiply(precise(tangent)).square().sum()
+            fisher = fisher + weight / at_least_one(here.cases) * here.squared_norm(precise(tangent), self.ggn)
         return fisher, self.slope(forward, pushed[len(values.losses) :]), values.cases
 
     def slope(self, forward: ObservedForward, vectors: Sequence[Tensor]) -> Tensor:

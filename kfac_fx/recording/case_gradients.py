@@ -46,6 +46,7 @@ from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.users_code import warn_user, where
+from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
     LossRows,
     cases_reached,
@@ -55,7 +56,6 @@ from kfac_fx.recording.meeting_cases import (
     keys_that_meet,
     row_probes,
 )
-from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
 from kfac_fx.recording.taps import CollectingTap
@@ -560,9 +560,9 @@ class CaseRecorder:
             owners = backward.grouped.owners(shape or (1,))
             if owners is None:
                 raise LossError(
-                    f"examples= has numbers of {list(backward.grouped.numbers.shape)} rows and {examples} examples, and "
-                    f"the loss has inputs of shape {list(inputs.shape)}: it has neither a row for each of these rows nor "
-                    "one for each example."
+                    f"examples= has numbers of {list(backward.grouped.numbers.shape)} rows and {examples} examples, "
+                    f"and the loss has inputs of shape {list(inputs.shape)}: it has neither a row for each of these "
+                    "rows nor one for each example."
                 )
             wide = (*shape, *[1] * (inputs.dim() - len(shape)))
             return owners.reshape(wide), backward.grouped.slots(owners).reshape(wide)
@@ -570,8 +570,8 @@ class CaseRecorder:
         if examples == 0 or first % examples:
             raise LossError(
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
-                "an example are not known. Let the first dimension of the outputs be that of the examples, or say which row "
-                "is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
+                "an example are not known. Let the first dimension of the outputs be that of the examples, or say which "
+                "row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
             )
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)

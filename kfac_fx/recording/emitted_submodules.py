@@ -112,8 +112,8 @@ class LossWatch(TorchFunctionMode):
 
 
 def among_returned(returned: Any, results: Sequence[Tensor]) -> list[Tensor]:
-    """The losses among the tensors that a model returned: the one that it calls "loss", or all that are no part of
-    another. results: of the functions of torch that computed losses."""
+    """The losses among the tensors that a model returned: the one that it calls "loss", or all that are neither a part
+    nor a function of an earlier one. results: of the functions of torch that computed losses."""
     leaves = pytree.tree_leaves(returned)
     learned = {id(leaf): leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad}
     by_name = {str(number): result for number, result in enumerate(results) if result.requires_grad}
@@ -121,10 +121,11 @@ def among_returned(returned: Any, results: Sequence[Tensor]) -> list[Tensor]:
     named = place_of_loss(returned, leaves)
     if named is not None and any(leaf is leaves[named] for leaf in losses):
         return [leaves[named]]
-    return [
-        leaf for leaf in losses
-        if not any(reached((other,), {"": leaf}) for other in losses if other is not leaf)
-    ]  # fmt: skip
+    kept: list[Tensor] = []
+    for leaf in losses:
+        if not any(reached((leaf,), {"": other}) or reached((other,), {"": leaf}) for other in kept):
+            kept.append(leaf)
+    return kept
 
 
 def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss]) -> list[ObservedLoss]:

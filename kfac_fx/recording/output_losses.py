@@ -170,9 +170,10 @@ class OutputLosses:
 
     def averaged(self, losses: WeightedLosses) -> WeightedLosses:
         """Coefficients of means over the cases of all towers: a tower has the weight of its cases. Weights of single
-        cases are replaced by their mean."""
+        cases are those of the loss."""
         each = self.declared.cases_by_loss(losses)
-        return [(mean_of(c, loss) * share(loss.cases, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
+        pairs = [(with_mean_weight(c, loss), n) for (c, loss), n in zip(losses, each, strict=True)]
+        return [(c * share(loss.cases, n), loss) for (c, loss), n in pairs]
 
     # --- the loss that forward returns ------------------------------------------------------------------------------
 
@@ -255,12 +256,14 @@ def unreduced(shape: torch.Size, of_torch: TorchLoss) -> tuple[int, ...]:
     return (*shape[:axis], *shape[axis + 1 :]) if of_torch.classes_second else tuple(shape)
 
 
-def mean_of(coefficient: Any, loss: LossFunction) -> Any:
-    """A coefficient as one number for all cases."""
+def with_mean_weight(coefficient: Any, loss: LossFunction) -> tuple[Any, LossFunction]:
+    """A coefficient as one number for all cases, and the loss with their weights relative to it."""
     if not isinstance(coefficient, Tensor) or not coefficient.dim():
-        return coefficient
-    inner = coefficient.numel() // max(1, loss.all_cases)
-    return coefficient.sum() / (inner * loss.cases)
+        return coefficient, loss
+    mean = coefficient.sum() * loss.all_cases / (coefficient.numel() * loss.cases)
+    weighed = loss.at(loss.inputs)
+    weighed.weights = coefficient / mean
+    return mean, weighed
 
 
 def share(cases: int | Tensor, of: int | Tensor) -> Any:
@@ -287,5 +290,6 @@ def real_losses(
     for (_, loss), (_, other) in zip(losses, changed, strict=True):
         differs = loss.inputs != other.inputs
         real_cases = differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1)
-        loss.real_cases = int((real_cases if loss.kept is None else real_cases & loss.kept).sum())
+        loss.real = real_cases if loss.kept is None else real_cases & loss.kept
+        loss.real_cases = int(loss.real.sum())
     return losses

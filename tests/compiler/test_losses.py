@@ -155,6 +155,16 @@ def test_the_value_that_forward_calls_loss_is_the_loss(exported: bool) -> None:
     assert len(found.losses) == len(found.returned_losses) == 2
 
 
+@pytest.mark.parametrize("total_first", [False, True])
+def test_of_a_loss_and_a_function_of_it_the_first_is_the_loss(total_first: bool) -> None:
+    def both(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(out, y)
+        return (loss + out.square().mean(), loss) if total_first else (loss, loss.exp())
+
+    found = program(both, X, CLASSES)
+    assert [node.name for node in found.returned_losses] == ["add" if total_first else "cross_entropy_loss"]
+
+
 def rows(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y, reduction="none")
 

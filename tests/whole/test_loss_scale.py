@@ -687,7 +687,10 @@ INSIDE: dict[str, tuple[Any, str]] = {
     "weights of cases": (lambda h, z, ce: (ce * torch.arange(1.0, 9.0)).mean(), ""),
     "a mask": (lambda h, z, ce: (ce * MASK).sum() / MASK.sum(), ""),
     "a small term": (lambda h, z, ce: ce.mean() + 1e-2 * h.square().mean(), ""),
-    "a focal loss": (lambda h, z, ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean(), "the trained loss weighs its cases from "),
+    "a focal loss": (
+        lambda h, z, ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean(),
+        "the trained loss weighs its cases from ",
+    ),
     "a large term": (lambda h, z, ce: ce.mean() + 3 * h.square().mean(), r"\d+% of the gradient of the trained loss"),
 }
 
