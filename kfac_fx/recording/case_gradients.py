@@ -570,8 +570,8 @@ class CaseRecorder:
         if examples == 0 or first % examples:
             raise LossError(
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
-                "an example are not known. Let the first dimension of the outputs be that of the examples, or say which "
-                "row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
+                "an example are not known. Let the first dimension of the outputs be that of the examples, or say "
+                "which row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
             )
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)

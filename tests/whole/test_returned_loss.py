@@ -117,7 +117,13 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "a clamp": (lambda o, h, c, x, y, m: (rows(o, y) - 0.8).clamp(min=0).mean(), "all"),
 }  # fmt: skip
 KINDS = LIKELIHOODS | OTHERS
-QUICK = {"a product with a mask", "chunks", "z-loss", "focal, twice computed"}
+QUICK = {
+    ("a product with a mask", False, True),
+    ("chunks", False, False),
+    ("z-loss", True, False),
+    ("weights of classes", True, True),
+    ("focal, twice computed", False, False),
+}
 
 
 def marked(names: Any, quick: Any) -> list[Any]:
@@ -155,9 +161,13 @@ def gradients(model: Trained, kind: str, args: tuple[Tensor, ...], names: set[st
     return number(kind, args[2]) * torch.cat([grad.flatten(1) for grad in grads], 1)
 
 
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("kind", marked(KINDS, QUICK))
+EVERY = [(kind, odd, divided) for kind in KINDS for odd in (False, True) for divided in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "odd", "divided"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY],
+)
 def test_an_example_has_its_part_of_the_returned_loss(kind: str, odd: bool, divided: bool) -> None:
     if odd and divided and kind in ("z-loss", "a penalty", "a penalty of a mean", "a gate", "a total and its parts"):
         pytest.skip("refused, see below")
@@ -202,7 +212,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], list[tuple[int, Tensor]]]] = {
 }
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", marked(WEIGHTS, {"weights of cases", "a product with a mask"}))
 def test_the_fisher_of_a_weighted_likelihood_has_its_weights(kind: str, divided: bool) -> None:
     model, args = Trained(LIKELIHOODS[kind][0], divided=divided).eval(), batch()
@@ -274,7 +284,7 @@ class Mixing(nn.Module):
         return (rows(self.head(h), y) * m.flatten()).sum() / m.sum()
 
 
-@pytest.mark.parametrize("mode", ["exact", "gradients", "empirical"])
+@pytest.mark.parametrize("mode", marked(["exact", "gradients", "empirical"], {"exact"}))
 @pytest.mark.parametrize("mixed", [False, True])
 def test_rows_that_a_mask_leaves_out_and_nothing_reads_are_in_no_factor(mixed: bool, mode: str) -> None:
     """Rows of a prompt, which later positions read, have gradients; those of padding have none."""
