@@ -58,21 +58,24 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
     if isinstance(coefficient, Tensor) and coefficient.dim():
         expected = expected * coefficient.expand(*loss.inputs.shape[:-1], 1).reshape(-1, 1).double()
     weight = (rows * expected).sum(-1) / expected.square().sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
-    apart = (rows - weight.unsqueeze(-1) * expected).norm(dim=-1)
+    apart = (rows - weight.unsqueeze(-1) * expected).norm(dim=-1) > ON_A_ROW * rows.norm(dim=-1)
     trained = rows.any(-1)
-    if not bool(trained.any()) or not bool(rows.isfinite().all()):
-        return []
-    if bool((apart > ON_A_ROW * rows.norm(dim=-1))[trained].any()) or bool((weight[trained] < 0).any()):
-        return []
-    lines, known = [], weight[trained]
     uncertain = p.max(-1).values < CERTAIN  # of others the gradient may be rounded to zero
-    masked, of = int((kept.reshape(-1) & ~trained & uncertain).sum()), int(kept.sum())
-    if masked > SMALL * of:
-        lines.append(LEFT_OUT.format(masked, of, f"{masked / of:.0%}", HOW_TO_LEAVE_OUT))
-    mean = known.mean()
-    low, high = float(known.min() / mean), float(known.max() / mean)
+    masked = kept.reshape(-1) & ~trained & uncertain
+    least, most = (torch.where(trained, weight, other) for other in (torch.inf, -torch.inf))
+    numbers = torch.stack([
+        rows.isfinite().all(), trained.sum(), (trained & apart).any(), masked.sum(), kept.sum(),
+        least.min(), most.max(), torch.where(trained, weight, 0).sum(),
+    ]).tolist()  # fmt: skip
+    finite, number, unfit, left_out, cases, low, high, total = numbers
+    if not finite or not number or unfit or low < 0:
+        return []
+    lines = []
+    if left_out > SMALL * cases:
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", HOW_TO_LEAVE_OUT))
     if high - low > ONE_WEIGHT * high:
-        lines.append(WEIGHED.format(low, high, HOW_TO_WEIGH))
+        mean = total / number
+        lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
     return lines
 
 

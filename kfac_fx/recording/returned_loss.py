@@ -40,13 +40,16 @@ def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if fatal(error):
             raise
         return probably_mean(sites), f"the model does not run on a batch with all examples twice ({first_line(error)})"
+    if math.isnan(once):  # forward computes no loss
+        return probably_mean(sites), None
     if not (0 < once < math.inf and 0 < twice < math.inf):
         return probably_mean(sites), "its gradient is zero, or not finite, on the first batch"
     return twice < math.sqrt(2.0) * once, None
 
 
 def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """The sum of the absolute values of the gradient of the returned loss with respect to the inputs of the losses."""
+    """The sum of the absolute values of the gradient of the returned loss with respect to the inputs of the losses; NaN
+    if there are none."""
     from kfac_fx.recording.equivalence import copies, model_kept
 
     copied_args, copied_kwargs = copies(args, kwargs)

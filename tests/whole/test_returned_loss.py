@@ -302,3 +302,25 @@ def test_rows_that_a_mask_leaves_out_and_nothing_reads_are_in_no_factor(mixed: b
     inputs = torch.cat([h, torch.ones(N, 2, 1)], -1).flatten(0, 1)
     A = estimator.blocks["head.weight", "head.bias"].factors["A"].value
     torch.testing.assert_close(A.squeeze(0), inputs.T @ inputs / len(inputs))
+
+
+def test_a_model_of_one_size_of_batches_is_taken_as_it_is_written() -> None:
+    """With every example twice it does not run, so the number of divisions tells whether the loss is a mean."""
+
+    class OfFour(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, C)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if len(x) != 4:
+                raise ValueError("batches of four only")
+            return 2 * F.cross_entropy(self.layer(x), y, reduction="sum") / 4
+
+    x, y = torch.randn(4, 4), torch.randint(C, (4,))
+    net = kfac_fx.compile(OfFour(), (x, y))
+    recorder = net.recorder((x, y), {})
+    assert recorder.is_mean
+    told = "the loss that forward returns is taken for a mean over its cases, as it is written: the model does not run"
+    (line,) = (line for line in net.report.fallbacks() if "as it is written" in line)
+    assert line.startswith(told) and "(batches of four only)" in line
