@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.func import grad
 
 from .graphs.labels import (
     Label,
@@ -108,7 +109,7 @@ def way_of(
     way = Way(tuple(inside), tuple(end for end in ends if end in inside), tuple(dropped), linear, elementwise)
     if len(inside) > 1 and (not linear or read or shape_of(site)):
         return way
-    leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
+    leaf = torch.ones((), dtype=torch.float64)
     return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
 
 
@@ -157,28 +158,26 @@ def unknowable(program: Program) -> set[fx.Node]:
 def weights_on(way: Way, leaf: Tensor, value_of: ValueOf) -> Tensor:
     """The gradient of the returned losses with respect to the loss at the beginning of a way.
 
-    leaf: the value of that loss, which needs a gradient. value_of: of the nodes that are known from the inputs.
+    leaf: a value of that loss. value_of: of the nodes that are known from the inputs.
     """
-    values: dict[fx.Node, Any] = {way.nodes[0]: leaf}
 
-    def operand(node: fx.Node) -> Any:
-        if node in values:
-            return values[node]
-        if node not in way.dropped:
-            return value_of(node)
-        shape = shape_of(node)
-        return (
-            torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
-            if has_fixed_shape(node) and shape
-            else leaf.new_zeros(())
-        )
+    def returned(loss: Tensor) -> Tensor:
+        values: dict[fx.Node, Any] = {way.nodes[0]: loss}
 
-    with torch.enable_grad():
+        def operand(node: fx.Node) -> Any:
+            if node in values:
+                return values[node]
+            if node not in way.dropped:
+                return value_of(node)
+            return loss.new_zeros(shape_of(node) if has_fixed_shape(node) else ())
+
         for node in way.nodes[1:]:
-            args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+            args: Any = fx.map_arg(node.args, operand)
+            kwargs: Any = fx.map_arg(node.kwargs, operand)
             values[node] = computed(node, args, kwargs)
-        total = torch.stack([values[end].sum() for end in way.ends]).sum()
-    (weights,) = torch.autograd.grad(total, leaf)
+        return torch.stack([values[end].sum() for end in way.ends]).sum()
+
+    weights: Tensor = grad(returned)(leaf)  # of torch.func, because a product with a Jacobian may run around it
     return weights
 
 

@@ -136,7 +136,7 @@ class OutputLosses:
         shape = unreduced(inputs.shape, BY_NAME[site.loss]) if site.reduction == "none" else ()
         leaf = inputs.new_full(shape, TYPICAL, dtype=torch.promote_types(inputs.dtype, torch.float32))
         try:
-            return self.emitted.weights(site.way, leaf.requires_grad_(), values)
+            return self.emitted.weights(site.way, leaf, values)
         except LossError:
             return None
 

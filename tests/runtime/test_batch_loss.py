@@ -337,3 +337,6 @@ def test_the_fisher_along_a_step_counts_cases_as_forward_does(
     assert float(batch.along(here, direction)[0]) == pytest.approx(float(expected), rel=1e-6)
     quotient = batch.between(batch.at(here), batch.at(there), step)[0]
     assert float(quotient) == pytest.approx(float(expected), rel=1e-4)
+    product = net.fisher_product(x, y)(direction)
+    inner = sum(float((product[name] * direction[name]).sum()) for name in direction)
+    assert inner == pytest.approx(float(expected), rel=1e-6)
