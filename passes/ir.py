@@ -72,6 +72,8 @@ class Use:
     steps_in_positions: these are time-major along the positions, not along the cases.
     mask_dims: the dimensions of the output along which the mask in `attrs` goes, if it is not a mask of rows as it is;
         one dimension twice if cases and positions are merged in it.
+    loss_mask: whether the mask is that of a loss: rows that it leaves out count if they have a gradient, as those of
+        a prompt that attention reads.
     calls: of its submodule on the first batch, if that is captured on its own; there may be any number later.
     """
 
@@ -90,6 +92,7 @@ class Use:
     steps: int = 1
     steps_in_positions: bool = False
     mask_dims: Dims = ()
+    loss_mask: bool = False
     calls: int | None = None
 
     @cached_property
@@ -275,6 +278,25 @@ class Submodule:
 
 
 @dataclass(frozen=True)
+class Way:
+    """The operations from a loss that forward computes to the losses that it returns; see `passes.returned_loss`.
+
+    nodes: in the order of the graph; the first is the loss. ends: the returned ones among them.
+    dropped: operands of sums that are no part of the loss.
+    linear: whether the returned loss is linear in this one.
+    elementwise: whether a weight of zero says that a row is left out, whatever its value.
+    constant: the weight of the loss where it is the same for all inputs; None: it depends on the inputs.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    ends: tuple[fx.Node, ...]
+    dropped: tuple[fx.Node, ...] = ()
+    linear: bool = True
+    elementwise: bool = True
+    constant: float | None = None
+
+
+@dataclass(frozen=True)
 class LossSite:
     """A loss that forward itself computes: its distribution's parameters are a node of the graph."""
 
@@ -284,6 +306,9 @@ class LossSite:
     reduction: str  # "mean", "sum" or "none", as forward wrote it
     node: fx.Node
     ignored: Any = None  # the target that is no case, a number or a node; None: every target is one
+    class_weights: Any = None  # of the classes, a node; None: all are 1
+    way: Way | None = None  # to what forward returns; None: it cannot be followed
+    chunk_of: int = 0  # the loss that it is computed as a part of, over some of its rows: the number of the first part
 
 
 @dataclass(frozen=True)
@@ -328,7 +353,17 @@ class PassRecord:
 
 ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.tables`
 # The fields of a Program that refer to nodes.
-WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
+WITH_NODES = (
+    "losses",
+    "returned_losses",
+    "cut",
+    "outputs",
+    "mask",
+    "parameter_exprs",
+    "behind",
+    "matches",
+    "registrations",
+)
 
 
 Copies = dict[fx.Node, fx.Node]  # old node -> new node
@@ -382,6 +417,10 @@ class Program:
     options: Options = field(default_factory=Options)
     layers: Mapping[str, Any] = field(default_factory=dict)  # name -> passes.layers.Layer, opaque to the IR
     losses: tuple[LossSite, ...] = ()
+    returned_losses: tuple[fx.Node, ...] = ()  # what forward returns of these losses
+    cut: tuple[fx.Node, ...] = ()  # the last activations of their other terms, see `passes.returned_loss`
+    likelihood: bool = True  # whether they are weighted sums of `losses` and nothing else
+    named_loss: int | None = None  # which of the returned values forward calls "loss"
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
     cases_reason: str = ""  # why this size, where there was a choice

@@ -235,10 +235,18 @@ def exported(
     assigned = tuple(dict.fromkeys(flat.returned.assigned))
     told_cases = tuple(dict.fromkeys((layer, str(cases)) for layer, cases in flat.returned.told))
     captured = Program(graph, root, parameters, aliases, options, layers, told_cases=told_cases)
+    marks = [torch.empty(0) for _ in pytree.tree_leaves(captured.returned)]
+    captured = captured.but(named_loss=place_of_loss(flat.unflatten(marks), marks))
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
     hooks = (*forward_hooks(model), *backward_hooks(model))
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects, *returned)
     return Capture(captured, tensors_in, flat.unflatten, holds, effects, assigned, outside)
+
+
+def place_of_loss(returned: Any, leaves: Sequence[Any]) -> int | None:
+    """Which of the leaves of what a model returns it calls "loss"; None if none of them."""
+    loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    return next((n for n, leaf in enumerate(leaves) if loss is not None and leaf is loss), None)
 
 
 def read_facts(outside: Outside) -> list[Callable[[tuple[Any, ...], Mapping[str, Any]], Any]]:
@@ -372,6 +380,7 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
     outside, hooks = observer.outside(), (*forward_hooks(model), *backward_hooks(model))
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects)
     program = Program(graph, root, *named_parameters(model), options, layers)
+    program = program.but(named_loss=place_of_loss(program.returned, pytree.tree_leaves(program.returned)))
     return Capture(program, bind, lambda output: output, holds, effects, tuple(assigned), outside)
 
 

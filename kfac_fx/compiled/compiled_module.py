@@ -47,12 +47,21 @@ from kfac_fx.passes.errors import (
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.pipeline import CAPTURED, run
-from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state, transforms
+from kfac_fx.passes.torch_private import (
+    class_of,
+    own_call,
+    pytree,
+    replace_call,
+    replaced_call,
+    share_state,
+    transforms,
+)
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.recording.backends import COMPILE_BACKENDS, compiled_model
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
+from kfac_fx.recording.examples import Examples, ExamplesOf
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import (
     averages_gradients,
@@ -303,9 +312,29 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.case_gradients.CaseRecorder.record`; `args` and `kwargs` are those of forward.
         """
+        args, kwargs, options["targets"] = self.placed(args, kwargs, options.get("targets"))
+        function = self.captures.arguments.examples
+        grouped = None if function is None else Examples.of_call(function, args, kwargs)
         return self.captures.run(
-            args, kwargs, lambda recorder, values: self.case_recorder(recorder).record(values, consume, **options)
+            args,
+            kwargs,
+            lambda recorder, values: self.case_recorder(recorder).record(values, consume, grouped=grouped, **options),
         )
+
+    def placed(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """A batch of a DataLoader, moved to the device of the parameters: if these are on one accelerator, and no
+        tensor of the batch is. Else everything stays where it is."""
+        devices = {parameter.device for parameter in self.model.parameters()}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs), targets)) if isinstance(leaf, Tensor)]
+        if len(devices) != 1 or any(tensor.device.type != "cpu" for tensor in tensors):
+            return tuple(args), dict(kwargs), targets
+        (device,) = devices
+        moved: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(device, non_blocking=True), (tuple(args), dict(kwargs), targets)
+        )
+        return moved
 
     def case_recorder(self, recorder: Recorder) -> CaseRecorder:
         """The capture with collecting taps, made once."""
@@ -417,7 +446,7 @@ class CompiledModule(nn.Module):
         """
         assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
         of = self.captures.first.losses
-        if call is None or (self.program.mask is None and not of.ignoring):
+        if call is None or (self.program.mask is None and not of.of_inputs):
             return of.averaged(of.on(outputs, fisher, targets))
         recorder = self.recorder(*call)
         of, values = recorder.losses, recorder.capture.flatten(*call)
@@ -634,6 +663,7 @@ def compile(
     dense_limit: int = DENSE_LIMIT,
     padding_mask: PaddingMask | None = None,
     batch_dim: int | None = None,
+    examples: ExamplesOf | None = None,
     sub_sample_inputs: bool | float = False,
     sub_sample_patches: bool | float = False,
     variables: Iterable[Any] | None = None,
@@ -674,6 +704,10 @@ def compile(
         batch_dim: the dimension of the cases in the inputs, 1 for [positions, cases, features]. None: recurrent layers
             and attention of torch know it, from their `batch_first`; without them it is the first one, and a model
             whose outputs mix along the first dimension and not along another is refused. The report says which.
+        examples: a function of forward's arguments that returns the number of the example of every row, counted from 0:
+            [rows], as the graph of every node, or [rows, positions], as the document of every token of packed
+            sequences; -1 where a row is of no example. Scores and corrections are of these examples. None: an example
+            is an entry of the dimension of the cases.
         sub_sample_inputs: compute input factors from this share of the cases. True means 0.2.
         sub_sample_patches: use at most this many rows per input dimension of A, for weights that are shared over
             positions. True means 3. Both samples are right in expectation, and differ in every recording.
@@ -711,6 +745,7 @@ def compile(
             "dense_limit": dense_limit != DENSE_LIMIT,
             "padding_mask": padding_mask,
             "batch_dim": batch_dim is not None,
+            "examples": examples,
             "sub_sample_inputs": sub_sample_inputs,
             "sub_sample_patches": sub_sample_patches,
         }
@@ -744,6 +779,7 @@ def compile(
         verify,
         backend,
         padding_mask=padding_mask,
+        examples=examples,
     )
     return CompiledModule(inside, arguments, example_inputs, example_kwargs, wrapper=model, in_place=in_place)
 

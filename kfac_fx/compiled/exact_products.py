@@ -129,4 +129,5 @@ class FisherProduct:
         """c H t / cases for a vector t in the space of the inputs."""
         multiply = loss.multiply_ggn if self.ggn else loss.multiply_fisher
         cases = loss.cases.clamp(min=1) if isinstance(loss.cases, Tensor) else max(1, loss.cases)
-        return coefficient / cases * multiply(precise(tangent))
+        product = multiply(precise(tangent))
+        return coefficient / cases * (product if loss.weights is None else product * loss.weights.abs())

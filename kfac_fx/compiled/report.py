@@ -493,6 +493,12 @@ def fallbacks(
         if capture.loop_reason is not None:
             sentences.append(f"sources of the exact modes are sent back one by one: {capture.loop_reason}")
         sentences += capture.misfits
+        if capture.mean_reason is not None:
+            kind = "mean" if capture.is_mean else "sum"
+            sentences.append(
+                f"the loss that forward returns is taken for a {kind} over its cases, as it is written: "
+                f"{capture.mean_reason}"
+            )
         if capture.rows_reason is not None:
             sentences.append(f"the exact modes send back one row of a loss at a time: {capture.rows_reason}")
         if capture.emitted.plain_reason is not None:

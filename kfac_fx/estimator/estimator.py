@@ -183,7 +183,7 @@ class FisherEstimator(BlockDiagonalFisher):
         """Record one batch and average it into all factors.
 
         Args:
-            inputs, kwargs: the arguments of forward.
+            inputs, kwargs: the arguments of forward. A batch on the CPU moves to the accelerator of the parameters.
             targets: for "empirical": one a loss, in a list or tuple, or one for all.
             should_decay: False gives the past its full weight: a plain average over batches, for a burn-in.
             fold: False keeps the batch for the next `fold()`, which takes all kept batches as one. Over a DataLoader
@@ -192,6 +192,8 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the model was changed
         after it was compiled.
         """
+        if isinstance(self.net, CompiledModule):
+            inputs, kwargs, targets = self.net.placed(inputs, kwargs, targets)
         differs: Callable[..., Tensor] | None = getattr(self.net, "differs", None)
         if differs is not None and self.outputs.due():
             self.outputs.add(differs(inputs, kwargs))

@@ -134,7 +134,8 @@ def fit_spectrum(
     batch = first_batch(iterator) if replicas is None else replicas.together(partial(first_batch, iterator))
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
-    net.recorder(batch.args, batch.kwargs)  # proves the registrations, which may change them
+    args, kwargs, _ = net.placed(batch.args, batch.kwargs)
+    net.recorder(args, kwargs)  # proves the registrations, which may change them
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)

@@ -42,6 +42,34 @@ MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synony
 }
 
 
+@dataclass(frozen=True)
+class RowsOfLoss:
+    """The rows of a loss that forward computes.
+
+    Attributes:
+        kept: those that count, of the shape of the targets of classes; None: all, or `weights` tells.
+        weights: the gradient of the returned loss with respect to this one, of its shape; None: it is not known from
+            the inputs.
+    """
+
+    kept: Tensor | None = None
+    weights: Tensor | float | None = None
+
+    def first(self, cases: int | None, part: float, reduction: str) -> RowsOfLoss:
+        """The rows of the first cases, which are this part of all, so that they stand for all; None: of all.
+
+        reduction: of the loss.
+        """
+        if cases is None:
+            return self
+        kept, weights = None if self.kept is None else self.kept[:cases], self.weights
+        weights = weights[:cases] if isinstance(weights, Tensor) and weights.dim() else weights
+        return RowsOfLoss(kept, weights if weights is None or reduction == "mean" else weights / part)
+
+
+ALL_ROWS = RowsOfLoss()
+
+
 class DeclaredLosses(ABC):
     """The losses whose Fisher is recorded.
 
@@ -62,8 +90,8 @@ class DeclaredLosses(ABC):
         return ()
 
     @property
-    def ignoring(self) -> bool:
-        """Whether forward computes losses that ignore some targets."""
+    def of_inputs(self) -> bool:
+        """Whether inputs tell which rows of the losses that forward computes count, and with which weights."""
         return False
 
     @abstractmethod
@@ -73,7 +101,7 @@ class DeclaredLosses(ABC):
         fisher: Sequence[Tensor],
         case_dims: Sequence[int],
         targets: Any = None,
-        kept: Sequence[Tensor | None] = (),
+        rows: Sequence[RowsOfLoss] = (),
     ) -> WeightedLosses:
         """(coefficient, loss) of each output distribution.
 
@@ -82,7 +110,7 @@ class DeclaredLosses(ABC):
             fisher: the Fisher's outputs.
             case_dims: the dimension of the cases in each of these; empty: it is the first in all.
             targets: one a loss, in a list or tuple, or one for all; None: there are none.
-            kept: of every loss in forward, the targets that are not ignored; None: all.
+            rows: of every loss in forward, which count, and with which weight; empty: all alike.
         """
 
     def tower_cases(self, fisher: Sequence[Tensor]) -> list[int]:
@@ -105,23 +133,41 @@ def likelihood(
     inputs: Tensor,
     targets: Any = None,
     case_dim: int = 0,
-    kept: Tensor | None = None,
+    rows: RowsOfLoss = ALL_ROWS,
 ) -> tuple[float, LossFunction]:
     """The distribution behind a loss of torch, and its weight in the mean over cases.
 
     case_dim: the dimension of the cases in the inputs of torch's function, which is moved to the front.
-    kept: the targets that are not ignored; None: all.
     """
+    case_dim = moved_dim(of_torch, inputs, case_dim)
     if of_torch.classes_second and inputs.dim() > 2:
-        inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
+        inputs = inputs.movedim(1, -1)
     distribution = DISTRIBUTIONS[of_torch.distribution]
+    kept = rows.kept
     if kept is not None and targets is not None:
         assert distribution.ignored is not None, "bug in kfac_fx: ignored targets of a distribution that has none"
-        targets = torch.where(kept, targets, distribution.ignored)
+        whole = isinstance(targets, Tensor) and targets.shape == kept.shape  # else they are probabilities of classes
+        targets = torch.where(kept, targets, distribution.ignored) if whole else targets
     loss = distribution(inputs, targets=targets)
     loss = (loss if kept is None else loss.keeping(kept)).with_cases_at(case_dim)
+    weights = by_case(rows.weights, case_dim)
+    if isinstance(weights, Tensor) and not of_torch.classes_second:
+        not_masked = (weights != 0).reshape(*loss.inputs.shape[: loss.case_axes], -1).any(-1)
+        loss = loss.keeping(not_masked)
     averages = of_torch.averages_elements and reduction == "mean"
     return loss.all_cases / inputs.numel() if averages else 1.0, loss
+
+
+def moved_dim(of_torch: TorchLoss, inputs: Tensor, case_dim: int) -> int:
+    """The dimension of the cases in the inputs of a loss, with its classes last."""
+    return max(0, case_dim - 1) if of_torch.classes_second and inputs.dim() > 2 else case_dim
+
+
+def by_case(weights: Tensor | float | None, case_dim: int) -> Tensor | None:
+    """Weights of single rows with the cases in front; None for those that all rows share."""
+    if not isinstance(weights, Tensor) or not weights.dim():
+        return None
+    return weights.movedim(case_dim, 0)
 
 
 def without_ignored(pairs: WeightedLosses) -> WeightedLosses:
@@ -205,7 +251,7 @@ class RegisteredLosses(DeclaredLosses):
         fisher: Sequence[Tensor],
         case_dims: Sequence[int],
         targets: Any = None,
-        kept: Sequence[Tensor | None] = (),
+        rows: Sequence[RowsOfLoss] = (),
     ) -> WeightedLosses:
         pairs, nodes = self.on(fisher, targets), 0
         for registered, (_, loss) in zip(self.losses, pairs, strict=True):
@@ -240,13 +286,25 @@ def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[
 
 @dataclass(frozen=True)
 class ObservedLoss:
-    """A loss that Python computed in a run; see `LossSite`, which is one in a graph."""
+    """A loss that Python computed in a run; see `LossSite`, which is one in a graph.
+
+    Attributes:
+        result: its value.
+        weights: the gradient of the returned loss with respect to the result; None: there is no gradient.
+        linear, elementwise: see `passes.ir.Way`.
+    """
 
     loss: str
     reduction: str
     inputs: Tensor
     targets: Any
+    result: Tensor
     ignored: Any = None
+    class_weights: Any = None
+    chunk_of: int = 0
+    weights: Tensor | float | None = None
+    linear: bool = True
+    elementwise: bool = True
 
 
 FoundLoss = LossSite | ObservedLoss
@@ -254,17 +312,29 @@ FoundLoss = LossSite | ObservedLoss
 
 @dataclass(frozen=True)
 class LossesInForward(DeclaredLosses):
-    """Losses of torch that forward computes: their inputs are the Fisher's outputs."""
+    """Losses of torch that forward computes: their inputs are the Fisher's outputs.
+
+    Attributes:
+        is_mean: whether what forward returns is a mean over cases, and not a sum.
+    """
 
     found: Sequence[FoundLoss]
+    is_mean: bool = True
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [str(site.chunk_of) for site in self.found]
 
     @property
     def sites(self) -> Sequence[FoundLoss]:
         return self.found
 
     @property
-    def ignoring(self) -> bool:
-        return any(site.ignored is not None for site in self.found)
+    def of_inputs(self) -> bool:
+        return any(
+            site.ignored is not None or site.class_weights is not None or constant_of(site) is None
+            for site in self.found
+        )
 
     def of_run(
         self,
@@ -272,7 +342,7 @@ class LossesInForward(DeclaredLosses):
         fisher: Sequence[Tensor],
         case_dims: Sequence[int],
         targets: Any = None,
-        kept: Sequence[Tensor | None] = (),
+        rows: Sequence[RowsOfLoss] = (),
     ) -> WeightedLosses:
         """Raises LossError if there is none."""
         if not self.found:
@@ -285,11 +355,60 @@ class LossesInForward(DeclaredLosses):
             )
         number = len(self.found)
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
-        every = zip(self.found, fisher, by_site, case_dims or [0] * number, kept or [None] * number, strict=True)
-        return [
-            likelihood(BY_NAME[site.loss], site.reduction, inputs, target, dim, its_kept)
-            for site, inputs, target, dim, its_kept in every
+        rows = rows or [RowsOfLoss(weights=constant_of(site)) for site in self.found]
+        every = list(zip(self.found, fisher, by_site, case_dims or [0] * number, rows, strict=True))
+        pairs = [
+            likelihood(BY_NAME[site.loss], site.reduction, inputs, target, dim, its_rows)
+            for site, inputs, target, dim, its_rows in every
         ]
+        cases = self.cases_by_loss(pairs)
+        return [
+            (self.coefficient(site, weight, loss, its_rows.weights, dim, its_cases, cases[0]), loss)
+            for (site, _, _, dim, its_rows), (weight, loss), its_cases in zip(every, pairs, cases, strict=True)
+        ]
+
+    def coefficient(
+        self,
+        site: FoundLoss,
+        weight: float,
+        loss: LossFunction,
+        weights: Tensor | float | None,
+        case_dim: int,
+        cases: int | Tensor,
+        first: int | Tensor,
+    ) -> Any:
+        """The weight of a loss in the mean over its cases; of several numbers, one a case or an element, they broadcast
+        with the inputs.
+
+        The sum over the cases of the first loss is that many times the returned loss if that is a mean over them, and
+        the returned loss itself if that is a sum.
+
+        Args:
+            weight: of its mean over cases in its own value.
+            weights: see `RowsOfLoss`; None: the loss stands for itself.
+            cases: the number that the loss is averaged over, with those of its other chunks. first: that of the first.
+        """
+        if weights is None:
+            return weight
+        of_torch = BY_NAME[site.loss]
+        each = by_case(weights, moved_dim(of_torch, loss.inputs, case_dim))
+        row: Any = weights
+        if each is not None:
+            row = each.unsqueeze(-1) if of_torch.classes_second else each
+        elif site.reduction == "mean":
+            if self.is_mean and [other.chunk_of for other in self.found].count(site.chunk_of) == 1:
+                return weights * weight
+            row = weights * weight / loss.cases
+        if self.is_mean:
+            return row * cases
+        return row if site.chunk_of == self.found[0].chunk_of else row * cases / first
+
+
+def constant_of(site: FoundLoss) -> float | None:
+    """The weight of a loss in what forward returns, where it is the same for all inputs."""
+    if isinstance(site, ObservedLoss):
+        return site.weights if isinstance(site.weights, float) else None
+    return None if site.way is None else site.way.constant
 
 
 # --- losses of what the model returns ---------------------------------------------------------------------------------
@@ -311,7 +430,7 @@ class LossSpec(DeclaredLosses):
         fisher: Sequence[Tensor],
         case_dims: Sequence[int],
         targets: Any = None,
-        kept: Sequence[Tensor | None] = (),
+        rows: Sequence[RowsOfLoss] = (),
     ) -> WeightedLosses:
         pairs = self(output, targets, next(iter(case_dims), 0))
         if case_dims and self.of_torch is None:  # a loss of torch moves the cases to the front itself

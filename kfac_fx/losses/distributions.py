@@ -46,6 +46,8 @@ class LossFunction(ABC):
         of_classes: whether the event is one of several classes, so that a single number is no event.
         ignored: the target of a case that is left out; None: every case has a target.
         kept: [cases...], the cases that have a target that is not ignored; None: all.
+        real: [cases...], those of them that are no padding; None: nothing is padding.
+        weights: of the cases, or of their elements, relative to the coefficient of the loss; None: all are 1.
         real_cases: the number of cases that are neither padding nor ignored, a tensor if only the device knows it;
             None: all.
     """
@@ -64,6 +66,8 @@ class LossFunction(ABC):
         self.seed = seed
         self.targets = targets
         self.kept: Tensor | None = None
+        self.real: Tensor | None = None
+        self.weights: Tensor | None = None
         self.real_cases: int | Tensor | None = None
 
     @classmethod
@@ -109,7 +113,8 @@ class LossFunction(ABC):
     def keeping(self, kept: Tensor) -> Self:
         """Leave out the cases whose target is ignored: constants, and none of `cases`; returns the loss itself."""
         self.kept, self.real_cases = kept, kept.sum()
-        self.inputs = torch.where(kept.unsqueeze(-1), self.inputs, self.inputs.detach())
+        wide = kept.view(*kept.shape, *[1] * (self.inputs.dim() - kept.dim()))
+        self.inputs = torch.where(wide, self.inputs, self.inputs.detach())
         return self
 
     def with_cases_at(self, axis: int) -> Self:
@@ -196,6 +201,15 @@ class LossFunction(ABC):
         A loss of natural parameters z with the gradient g has the value <g, z> + entropy.
         """
         return None
+
+    def squared_norm(self, vector: Tensor, ggn: bool = False) -> Tensor:
+        """<v, F v>, or that of the generalized Gauss-Newton matrix, summed over the cases that count, as they weigh."""
+        counted = self.kept if self.real is None else self.real
+        if counted is not None:
+            wide = counted.view(*counted.shape, *[1] * (vector.dim() - counted.dim()))
+            vector = torch.where(wide, vector, 0)
+        product = self.multiply_ggn_factor_transpose(vector) if ggn else self.multiply_fisher_factor_transpose(vector)
+        return (product.square() if self.weights is None else product.square() * self.weights.abs()).sum()
 
     def multiply_fisher(self, vector: Tensor) -> Tensor:
         """F v of every case; `vector` broadcasts with `inputs`."""

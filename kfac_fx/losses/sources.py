@@ -31,7 +31,7 @@ from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import TargetsMissing, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")
-LossPairs = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
+LossPairs = Sequence[tuple[Any, LossFunction]]  # (coefficient, a number or one for every case, loss)
 Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is sent back
 
 
@@ -67,9 +67,10 @@ def source_of_losses(mode: str, losses: LossPairs, generator: torch.Generator | 
     assert losses, "bug in kfac_fx: a Fisher without losses"
     vectors: list[Tensor] = []
     for c, loss in losses:
-        value = c * loss.evaluate() if mode == "empirical" else root(c) * loss.evaluate_on_sample(generator)
+        value = loss.evaluate() if mode == "empirical" else loss.evaluate_on_sample(generator)
         if loss.inputs.requires_grad:
-            vectors += torch.autograd.grad(value, loss.inputs, retain_graph=True)
+            (vector,) = torch.autograd.grad(value, loss.inputs, retain_graph=True)
+            vectors.append(vector * (c if mode == "empirical" else root(c)))
         else:
             vectors.append(torch.zeros_like(loss.inputs))
     return vectors
@@ -116,8 +117,9 @@ def exact_sources(
 
 
 def root(coefficient: float | Tensor) -> Any:
-    """√c. A coefficient is a tensor where only the device knows the numbers of cases."""
-    return coefficient.sqrt() if isinstance(coefficient, Tensor) else sqrt(coefficient)
+    """√|c|: a loss that is to grow has the Fisher of its negative. A coefficient is a tensor where only the batch knows
+    it: the number of its cases, or the weight of every case."""
+    return coefficient.abs().sqrt() if isinstance(coefficient, Tensor) else sqrt(abs(coefficient))
 
 
 def cases_axis(loss: LossFunction) -> int:

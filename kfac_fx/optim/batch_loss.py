@@ -295,8 +295,7 @@ class BatchLoss:
         fisher = torch.zeros((), device=primals[0].device)
         for (weight, loss), at, tangent in zip(values.losses, primals, pushed, strict=False):
             here = loss.at(at)
-            multiply = here.multiply_ggn_factor_transpose if self.ggn else here.multiply_fisher_factor_transpose
-            fisher = fisher + weight / at_least_one(here.cases) * multiply(precise(tangent)).square().sum()
+            fisher = fisher + weight / at_least_one(here.cases) * here.squared_norm(precise(tangent), self.ggn)
         return fisher, self.slope(forward, pushed[len(values.losses) :]), values.cases
 
     def slope(self, forward: ObservedForward, vectors: Sequence[Tensor]) -> Tensor:
@@ -402,8 +401,8 @@ def against_part(forward: ObservedForward, share: float, parameters: Mapping[str
     if recorder.losses.given is None:
         if any(site.reduction == "sum" for site in recorder.emitted.loss_sites):
             return "forward computes a loss that is a sum over cases"
-        if recorder.losses.ignoring:
-            return "forward computes a loss that ignores some targets, and a part may have no others"
+        if recorder.losses.of_inputs:
+            return "forward computes a loss that ignores some targets, or weighs them, and a part may have no others"
     total, wanted = examples_of(forward, share)
     if wanted == total:
         return None

@@ -24,8 +24,9 @@ from torch import Tensor, fx
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.declared import LossSpec
+from kfac_fx.losses.declared import LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.optim.loss_parts import part_around, weights_of_cases
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -73,7 +74,8 @@ class Watched:
     part: float  # of the batch that is kept
     autocast: bool
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
-    kept: Sequence[Tensor | None] = ()  # see `OutputLosses.kept`
+    rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
+    around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
@@ -123,7 +125,7 @@ class Watched:
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
         tree, of = results.tree_unflatten(outputs, self.spec), self.recorder.losses
-        pairs = of.on(tree, tuple(constants), self.targets, self.kept)
+        pairs = of.on(tree, tuple(constants), self.targets, self.rows)
         weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
         return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
 
@@ -141,12 +143,13 @@ def watch(
     if not hooked:
         return None
     inner: dict[int, list[Tensor]] = {}
+    around: str | None = None
     places = hooked if at_outputs else []
     if places:
         fisher = [leaves[n].detach() for n in places]
     else:
         try:
-            fisher, inner = within(recorder, values, hooked, start)
+            fisher, inner, around = within(recorder, values, hooked, start)
         except RuntimeError as error:
             if out_of_memory(error):  # the user's own forward is in memory, too
                 return None
@@ -165,7 +168,8 @@ def watch(
         cases,
         part,
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
-        kept=[None if kept is None else first(kept, cases) for kept in recorder.losses.kept(values)],
+        rows=recorder.losses.first_rows(fisher, values, cases, part),
+        around=around,
     )
     for leaf in hooked:
         if leaves[leaf].requires_grad:
@@ -223,8 +227,8 @@ def targets(recorder: Recorder, values: tuple[Any, ...]) -> Any:
 
 def within(
     recorder: Recorder, values: tuple[Any, ...], hooked: Sequence[int], start: RandomState
-) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
-    """The Fisher's outputs inside a forward that returns numbers, and the gradients of those numbers."""
+) -> tuple[list[Tensor], dict[int, list[Tensor]], str | None]:
+    """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, and `part_around`."""
     live = {name: value.detach().requires_grad_() for name, value in recorder.live_parameters().items()}
     with same_random(start.devices):
         start.restore()
@@ -236,7 +240,9 @@ def within(
             torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
         )
         inner[n] = [next(grads) if value.requires_grad else torch.zeros_like(value) for value in fisher]
-    return [value.detach() for value in fisher], inner
+    trained = [n for n in hooked if any(leaves[n] is loss for loss in recorder.losses.returned(output))]
+    around = part_around(recorder, [leaves[n] for n in trained], fisher, inner[trained[0]], live) if trained else None
+    return [value.detach() for value in fisher], inner, around
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -381,6 +387,8 @@ def check_scale(
         values = [value] if value is not None and len(used) == 1 else seen
         pairs = [] if lines else zip(used, values, strict=True)
         each = [factors(forward, known, len(used), loss_scale) for forward, known in pairs]
+        if not lines and not in_training:
+            lines += [line for forward in used[:1] for line in unlike_registered(forward)]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     for of_loss in zip(*each, strict=True) if same_losses else ():
         cases = sum(factor.cases for factor in of_loss)
@@ -549,6 +557,17 @@ def without_targets(watched: Watched) -> list[str]:
                 'module, whose outputs are the logits. If it is a squared error, write loss="mse".'
             )
     return lines
+
+
+def unlike_registered(watched: Watched) -> Iterator[str]:
+    """The lines of the warning, for weights of cases and terms of the trained loss that the curvature does not have."""
+    leaves, weighted = watched.losses()
+    for coefficient, _, loss in weighted:
+        gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
+        if gradient is not None:
+            yield from weights_of_cases(loss, coefficient, gradient)
+    if watched.around is not None:
+        yield watched.around
 
 
 def categorical_gradients(watched: Watched) -> Iterator[tuple[Categorical, Tensor]]:

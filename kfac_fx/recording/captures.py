@@ -42,10 +42,12 @@ from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
-from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.examples import ExamplesOf
+from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.returned_loss import is_mean
 from kfac_fx.recording.statistics import Key, PendingMoments
 from kfac_fx.recording.unchanged import Structure, Trained
 
@@ -73,6 +75,7 @@ class CompileArguments:
     backend: str
     passes: Callable[[Program], Program] = run
     padding_mask: PaddingMask | None = None
+    examples: ExamplesOf | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class Capturing:
             if parts is not None and not generic_parameters(parts):
                 return parts
             program = arguments.passes(traced.program)
-            if arguments.padding_mask is not None:
+            if arguments.padding_mask is None:
+                program = program_with_loss_mask(program)
+            else:
                 program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
                 if first:
                     refuse_unfit_mask(program)
@@ -211,6 +216,7 @@ class Capturing:
         recorder.misfits = [] if verdict is None else [*verdict.misfits]
         for misfit in recorder.misfits:
             warn_user(UserWarning(misfit))
+        recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder

@@ -16,25 +16,38 @@ computed for a few cases at a time, so that they take no more than `CHUNK` numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, is_differentiable, pulled
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import split, vector_form
-from kfac_fx.losses.sources import CaseSource, Cotangents, Measurement, check_mode, measurement_source, source_vectors
+from kfac_fx.losses.declared import WeightedLosses
+from kfac_fx.losses.sources import (
+    CaseSource,
+    Cotangents,
+    Measurement,
+    check_mode,
+    measurement_source,
+    only_slots,
+    source_vectors,
+)
 from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
+from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.users_code import warn_user, where
+from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
     LossRows,
     cases_reached,
@@ -48,6 +61,7 @@ from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
 from kfac_fx.recording.taps import CollectingTap
 
+COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
 IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -316,7 +330,13 @@ class CaseRecorder:
                     "example among the others of its batch. Call net.eval() before."
                 )
             )
-        self.recorder = replace(recorder, emitted=collecting(recorder.emitted))
+        emitted = collecting(recorder.emitted)
+        program = emitted.program
+        if program.cut:
+            emitted = emitted.but(program=program.but(outputs=(*program.outputs, *program.cut)))
+        self.recorder = replace(recorder, emitted=emitted)
+        self.losses = recorder.losses if emitted.whole else self.recorder.losses
+        self.complete: bool | None = None  # whether the inputs of its losses tell all of the returned loss's gradient
         self.apart = {
             registration.parameters: reason
             for registration in self.recorder.registrations
@@ -324,6 +344,7 @@ class CaseRecorder:
         }
         self.compared: set[bool] = set()  # whether it was seen which cases meet, with a measurement or without
         self.settled = False  # whether a backward has shown the numbers of rows
+        self.grouped = False  # whether a backward has shown that examples of the user's are apart
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
 
     def record(
@@ -337,6 +358,7 @@ class CaseRecorder:
         only: Iterable[Key] | None = None,
         measurement: Measurement | None = None,
         generator: torch.Generator | None = None,
+        grouped: Examples | None = None,
     ) -> Counts:
         """Hand the gradients of all examples to `consume`, once for every source.
 
@@ -347,6 +369,7 @@ class CaseRecorder:
             by_row: every slot is a source.
             only: the registrations that are wanted; None: all.
             measurement: whose gradients are recorded in place of the loss's, see `measured`.
+            grouped: the example of every row, where that is not its place in a dimension.
 
         Raises:
             ValueError: the mode is unknown, or `measurement` returns something else than a number for every example.
@@ -357,7 +380,7 @@ class CaseRecorder:
         recorder, wanted = self.recorder, None if only is None else set(only)
         registrations = [r for r in recorder.registrations if wanted is None or r.parameters in wanted]
         refuse_towers(registrations)
-        emitted, losses_of = recorder.emitted, recorder.losses
+        emitted, losses_of = recorder.emitted, self.losses
         with emitted.isolated(), full_precision():
             # Whole, also where they are sharded: a gradient of this process alone, and backwards without messages.
             live = {name: unsharded(value.detach()) for name, value in recorder.live_parameters().items()}
@@ -366,10 +389,12 @@ class CaseRecorder:
             like = next(iter(live.values()))
             keys = {registration.parameters for registration in registrations if not registration.generic}
             probes = row_probes(recorder.registrations, keys, like)
-            output, fisher = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
-            examples = emitted.examples(values)
+            output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            fisher, others = self.apart_from_cut(outputs)
+            examples = emitted.examples(values) if grouped is None else grouped.count
             all_probes = [probe for by_use in probes for probe in by_use.values()]
-            backward = Backward(self, registrations, live, all_probes, examples)
+            backward = Backward(self, registrations, live, all_probes, examples, grouped)
+            follows = measurement is None and recorder.follows_returned(mode, targets)
 
             def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
                 assert measurement is not None, "bug in kfac_fx: the source of no measurement"
@@ -378,34 +403,144 @@ class CaseRecorder:
                 rebuilt = losses_of.rebuilt(output, leaves, constants)
                 return leaves, measurement_source(measurement, rebuilt, targets, constants, examples)
 
-            def rows_of_cases(output: Any, fisher: tuple[Tensor, ...]) -> LossRows:
+            def rows_of_cases(output: Any, outputs: tuple[Tensor, ...]) -> LossRows:
                 if measurement is not None:
                     leaves, source = measured(output)
                     return LossRows(leaves, source.leaves, source.tensors)
-                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
-                tensors = [loss.inputs for _, loss in losses]
-                return LossRows(fisher, constants, [t for t in tensors if t.dim() and len(t) == examples])
+                fisher, others = self.apart_from_cut(outputs)
+                constants, losses = losses_of.of_constants(output, fisher, values, "" if follows else mode, targets)
+                more = [other.detach().requires_grad_() for other in others] if follows else []
+                tensors = [*(loss.inputs for _, loss in losses), *more]
+                return LossRows(
+                    (*fisher, *others) if follows else fisher,
+                    [*constants, *more],
+                    [t for t in tensors if t.dim() and len(t) == examples],
+                )
 
-            self.set_meeting_apart(values, rows_of_cases, measurement is not None)
+            returned = losses_of.returned(output) if follows else []
+            if grouped is None:
+                self.set_meeting_apart(values, rows_of_cases, measurement is not None)
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
             else:
-                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+                constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
                 cases, sums = losses_of.summed(losses)
-                backward.outputs, rows = fisher, int(cases)
+                rows, others = int(cases), others if returned else ()
+                backward.outputs = (*fisher, *others)
+                leaves = [*constants, *(other.detach().requires_grad_() for other in others)]
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:
-                    return [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
+                    return [self.slots(loss.inputs, loss.case_axes, leaves, backward) for _, loss in losses]
 
-                sources = (
-                    CaseSource([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
-                    for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
-                )
+                if grouped is not None and not self.grouped:
+                    self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
+                    self.grouped = True
+                if returned:
+                    sources = self.of_returned(returned, fisher, leaves, losses, layout, by_row, backward)
+                else:
+                    sources = (
+                        CaseSource([loss.inputs for _, loss in sums], vectors, leaves, lambda: [o for o, _ in layout()])
+                        for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
+                    )
             for source, last in with_last(sources):
                 backward(source, consume, keep=not last)
         return Counts(examples, rows)
+
+    def apart_from_cut(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(the Fisher's outputs, the last activations of the other terms of the returned loss)."""
+        number = len(outputs) - len(self.recorder.program.cut)
+        return outputs[:number], outputs[number:]
+
+    def of_returned(
+        self,
+        returned: Sequence[Tensor],
+        fisher: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        losses: WeightedLosses,
+        layout: Callable[[], Sequence[tuple[Tensor, Tensor]]],
+        by_row: bool,
+        backward: Backward,
+    ) -> Iterator[CaseSource]:
+        """The sources of the loss that forward returned: its gradient is cut where cases are still apart.
+
+        Args:
+            fisher: the inputs of its losses; `backward.outputs` has the last activations of its other terms, too.
+            leaves: the same as constants. losses: on these. layout: see `record`.
+
+        Raises LossError for gradients of single rows or examples, if the terms of the loss do not tell them.
+        """
+        scale = self.losses.scale(losses)
+        vectors = [torch.ones_like(loss) * scale for loss in returned]
+        direct = direct_gradients(returned, vectors, backward.outputs, self.order_of_cut)
+        by_row = by_row and any(loss.all_cases != backward.examples for _, loss in losses)
+        if not self.recorder.whole and not self.is_complete(returned, vectors, fisher, direct, backward.parameters):
+            backward.outputs = returned
+
+            def unknown() -> list[Tensor]:
+                raise LossError(WHOLE_ONLY.format(class_of(self.recorder.model).__name__))
+
+            if by_row:
+                unknown()
+            constants = [loss.detach().requires_grad_() for loss in returned]
+            yield CaseSource(constants, vectors, constants, unknown)
+            return
+        of_losses, of_others = direct[: len(fisher)], direct[len(fisher) :]
+        dims = self.recorder.emitted.case_dims[: len(fisher)]
+        moved = self.losses.declared.of_run(None, of_losses, dims)  # as `losses` have their inputs
+        tensors, vectors = [loss.inputs for _, loss in losses], [loss.inputs for _, loss in moved]
+        if by_row:
+            if any(bool(vector.any()) for vector in of_others):
+                raise LossError(NO_ROWS.format(", ".join(where(node) for node in self.recorder.program.cut)))
+            pairs = [(1.0, loss) for _, loss in losses]
+            for number, vector in enumerate(vectors):
+                for of_slot in only_slots(pairs, [slot for _, slot in layout()], number, vector):
+                    yield CaseSource(tensors, of_slot, leaves, lambda: [owner for owner, _ in layout()])
+            return
+        others = leaves[len(fisher) :]
+
+        def owners() -> list[Tensor]:
+            places = [self.case_dim(node) for node in self.recorder.program.cut]
+            apart = [
+                self.slots(value.movedim(dim, 0), 1, leaves, backward)[0].movedim(0, dim)
+                for value, dim in zip(others, places, strict=True)
+            ]
+            return [*(owner for owner, _ in layout()), *apart]
+
+        yield CaseSource([*tensors, *others], [*vectors, *of_others], leaves, owners)
+
+    @cached_property
+    def order_of_cut(self) -> list[int]:
+        """The order in which the graph computes the Fisher's outputs and the other nodes of the cut; empty for a
+        divided model, where it is that of these."""
+        program = self.recorder.program
+        if not self.recorder.whole:
+            return []
+        places = {node: number for number, node in enumerate(program.graph.nodes)}
+        return sorted(range(len(program.outputs)), key=lambda number: places[program.outputs[number]])
+
+    def case_dim(self, node: fx.Node) -> int:
+        """The dimension of the cases in an activation."""
+        sizes = symbolic_sizes(node)
+        return sizes.index(self.recorder.program.cases) if self.recorder.program.cases in sizes else 0
+
+    def is_complete(
+        self,
+        returned: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        cut: Sequence[Tensor],
+        direct: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> bool:
+        """Whether the gradient of the returned loss passes the inputs of its losses alone, of a divided model."""
+        if self.complete is None:
+            leaves = [value for value in parameters.values() if value.requires_grad]
+            whole = pulled(returned, vectors, leaves, keep=True)
+            through = pulled(cut, direct, leaves, keep=True)
+            pairs = zip(dense_or_zero(whole, leaves), dense_or_zero(through, leaves), strict=True)
+            self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)
+        return self.complete
 
     def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], measured: bool) -> None:
         """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells."""
@@ -422,11 +557,22 @@ class CaseRecorder:
     ) -> tuple[Tensor, Tensor]:
         """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`."""
         shape, examples = inputs.shape[:case_axes], backward.examples
+        if backward.grouped is not None:
+            owners = backward.grouped.owners(shape or (1,))
+            if owners is None:
+                raise LossError(
+                    f"examples= has numbers of {list(backward.grouped.numbers.shape)} rows and {examples} examples, "
+                    f"and the loss has inputs of shape {list(inputs.shape)}: it has neither a row for each of these "
+                    "rows nor one for each example."
+                )
+            wide = (*shape, *[1] * (inputs.dim() - len(shape)))
+            return owners.reshape(wide), backward.grouped.slots(owners).reshape(wide)
         first = shape[0] if shape else 1
         if examples == 0 or first % examples:
             raise LossError(
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
-                "an example are not known. Let the first dimension of the outputs be that of the examples."
+                "an example are not known. Let the first dimension of the outputs be that of the examples, or say "
+                "which row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
             )
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)
@@ -440,6 +586,27 @@ class CaseRecorder:
         slot = slot.unsqueeze(-1) * others + torch.arange(others, device=inputs.device)
         wide = (*shape, *[1] * (inputs.dim() - len(shape)))
         return owner.unsqueeze(-1).expand_as(slot).reshape(wide), slot.reshape(wide)
+
+    def refuse_other_examples(
+        self,
+        tensors: Sequence[Tensor],
+        layout: Sequence[tuple[Tensor, Tensor]],
+        leaves: Sequence[Tensor],
+        backward: Backward,
+    ) -> None:
+        """Raises LossError if the loss of an example reaches rows of others, through any of these tensors. Any two
+        examples are in different halves once: the halves are those of the bits of their numbers."""
+        every = torch.arange(backward.examples, device=tensors[0].device)
+        for tensor, (owner, _) in zip(tensors, layout, strict=True):
+            for bit, half in product(range(max(0, backward.examples - 1).bit_length()), (0, 1)):
+                vector = torch.randn_like(tensor) * ((owner >= 0) & ((owner >> bit) % 2 == half))
+                reached = backward.reached(pulled([tensor], [vector], leaves, keep=True))
+                if bool((reached & ((every >> bit) % 2 != half)).any()):
+                    raise LossError(
+                        "the loss of an example of examples= has a gradient in rows of another one: the numbers are "
+                        "not those of the rows, or examples see each other, as packed documents do without a mask of "
+                        "attention between them."
+                    )
 
     def order(self, inputs: Tensor, per_example: int, leaves: Sequence[Tensor], backward: Backward) -> str:
         """In which order the rows of a loss belong to the examples. It shows in the rows of the first example, because
@@ -457,6 +624,37 @@ class CaseRecorder:
         )
 
 
+WHOLE_ONLY = (
+    "the loss that {} returns has terms beside those that it computes by functions of torch, and no single graph holds "
+    "the model, so the parts of single examples or rows in them are not known. Score with measurement=, a function "
+    "from what the model returns to one number for every example."
+)
+NO_ROWS = (
+    "the loss that forward returns has terms that belong to no single row of its losses, at {}: its gradient has parts "
+    'of examples and not of rows. Write case="sequence".'
+)
+
+
+def direct_gradients(
+    roots: Sequence[Tensor], vectors: Sequence[Tensor], cut: Sequence[Tensor], order: Sequence[int] = ()
+) -> list[Tensor]:
+    """The gradients of the roots with respect to tensors of one graph that reach each of them first: without what
+    passes a later one. A tensor that is there twice has its gradient once.
+
+    order: in which the graph computes these; empty: in theirs.
+    """
+    total = dense_or_zero(pulled(roots, vectors, cut, keep=True), cut)
+    later: list[int] = []
+    for number in reversed(order or range(len(cut))):
+        if any(cut[other] is cut[number] for other in later):
+            total[number] = torch.zeros_like(total[number])
+            continue
+        (passed,) = pulled([cut[o] for o in later], [total[o] for o in later], [cut[number]], keep=True)
+        total[number] = total[number] if passed is None else total[number] - passed
+        later.append(number)
+    return total
+
+
 class Backward:
     """Backward passes through one forward.
 
@@ -464,6 +662,7 @@ class Backward:
         outputs: the tensors that a source sends gradients to.
         probes: of the registrations that have taps.
         examples: the number of examples of the batch.
+        grouped: the example of every row, where the user gave it.
     """
 
     def __init__(
@@ -473,9 +672,10 @@ class Backward:
         parameters: dict[str, Tensor],
         probes: Sequence[Tensor],
         examples: int,
+        grouped: Examples | None = None,
     ) -> None:
         self.of, self.registrations, self.parameters = of, registrations, parameters
-        self.probes, self.examples = probes, examples
+        self.probes, self.examples, self.grouped = probes, examples, grouped
         self.outputs: Sequence[Tensor] = ()
         emitted = of.recorder.emitted
         self.taps = {
@@ -517,7 +717,7 @@ class Backward:
             key, uses = registration.parameters, len(self.taps[registration.parameters])
 
             def collected(rows: Rows) -> None:
-                by_example = examples_first(rows, tap.use, self.examples)
+                by_example = self.of_examples(rows, tap.use)
                 if by_example is None:
                     self.of.apart[key] = f"its rows [{', '.join(map(str, rows.d.shape[:2]))}] are of no single examples"
                 waiting.setdefault(key, []).append(rows if by_example is None else by_example)
@@ -538,23 +738,33 @@ class Backward:
         with collected({tap: sink(r, tap) for r in with_rows for tap in self.taps[r.parameters]}):
             self.sent_back(self.probes, cotangents, keep)
 
+    def of_examples(self, rows: Rows, use: Use) -> Rows | None:
+        """The rows [N, S, ...] of N examples; None if they are of no single examples."""
+        return examples_first(rows, use, self.examples) if self.grouped is None else self.grouped.together(rows)
+
     def reaches_first_only(self, cotangents: Cotangents) -> bool:
         """Whether these cotangents have a gradient for the first example, and none for the others."""
+        reached = self.reached(cotangents)
+        return bool(reached[:1].any()) and not bool(reached[1:].any())
+
+    def reached(self, cotangents: Cotangents) -> Tensor:
+        """[N], the examples that have a gradient in the rows of any use."""
         masks: list[Tensor] = []
 
         def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
             def seen(rows: Rows) -> None:
-                by_example = examples_first(rows, tap.use, self.examples)
+                by_example = self.of_examples(rows, tap.use)
                 if by_example is not None:
                     masks.append(cases_reached(by_example))
 
             return seen
 
         self.with_sinks(sink, cotangents, keep=True)
-        if not masks:
-            return False
-        any_use = torch.stack(masks).any(0)
-        return bool(any_use[0]) and not bool(any_use[1:].any())
+        return (
+            torch.stack(masks).any(0)
+            if masks
+            else torch.zeros(self.examples, dtype=torch.bool, device=self.probes[0].device)
+        )
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""

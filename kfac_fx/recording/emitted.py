@@ -24,11 +24,14 @@ from torch.func import functional_call
 from kfac_fx.linalg.processes import SavedShards, averaged_unsharded, is_divided, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import FoundLoss
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
-from kfac_fx.passes.ir import Dims, Program, Registration, Use
+from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, op_name
+from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.returned_loss import weights_on
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
@@ -190,6 +193,11 @@ class EmittedModel(ABC):
         """The targets of a loss site on these inputs. Raises LossError if they are computed from parameters."""
         return targets
 
+    def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
+        """The gradient of the returned loss with respect to a loss with the value `leaf`. Raises LossError if other
+        values on the way are computed from parameters."""
+        raise AssertionError("bug in kfac_fx: a loss that is followed outside of a graph")
+
 
 @dataclass
 class EmittedGraph(EmittedModel):
@@ -212,6 +220,8 @@ class EmittedGraph(EmittedModel):
         self.placeholders = self.program.inputs
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
+        places = {node: place for place, node in enumerate(results.tree_leaves(self.program.returned))}
+        self.places_of_losses = [places[node] for node in self.program.returned_losses]
 
     @property
     def loss_sites(self) -> Sequence[FoundLoss]:
@@ -282,8 +292,19 @@ class EmittedGraph(EmittedModel):
     def target_values(self, targets: Any, values: Any) -> Any:
         return self.value(targets, values) if isinstance(targets, fx.Node) else targets
 
+    def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
+        known = dict(zip(self.placeholders, values, strict=True))
+        return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
+
     def value(self, node: fx.Node, values: Any) -> Any:
-        return value_of(node, dict(zip(self.placeholders, values, strict=True)))
+        return value_of(node, dict(zip(self.placeholders, values, strict=True)), self.constant)
+
+    def constant(self, name: str) -> Any:
+        """A buffer, or another object that the graph reads and that is no parameter. Raises LookupError for one."""
+        if name in self.program.parameters:
+            raise LookupError(name)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        return buffers[name] if name in buffers else attribute(self.program.root, name)
 
 
 def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) -> Callable[[Registration, Use], Tap]:
@@ -316,14 +337,22 @@ def isolated(model: nn.Module, random: bool = True) -> Iterator[None]:
         yield
 
 
-def value_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """The value of a node that is computed from inputs alone. values: of the placeholders."""
+def value_of(node: fx.Node, values: dict[fx.Node, Any], constant: Callable[[str], Any]) -> Any:
+    """The value of a node that is computed from inputs and constants.
+
+    values: of the placeholders; those that are computed are added. constant: what the graph reads under a name; raises
+        LookupError for parameters.
+    """
     if node in values:
         return values[node]
-    args = fx.map_arg(node.args, lambda n: value_of(n, values))
-    kwargs = fx.map_arg(node.kwargs, lambda n: value_of(n, values))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if node.op != "call_function":
-        raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
-    return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node
+    if node.op == "get_attr":
+        try:
+            values[node] = constant(str(node.target))
+        except LookupError:
+            text = f"the targets of the loss at {node.name} are computed from parameters; pass `targets`"
+            raise LossError(text) from None
+    else:
+        args: Any = fx.map_arg(node.args, lambda n: value_of(n, values, constant))
+        kwargs: Any = fx.map_arg(node.kwargs, lambda n: value_of(n, values, constant))
+        values[node] = computed(node, args, kwargs)
+    return values[node]

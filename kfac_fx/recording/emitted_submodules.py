@@ -15,12 +15,13 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from kfac_fx.linalg.matrices import is_differentiable
@@ -44,7 +45,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
-from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.trace import Capture, place_of_loss
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import untouched
 from kfac_fx.passes.tracing.random_streams import python_random
@@ -104,8 +105,107 @@ class LossWatch(TorchFunctionMode):
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
             ignored = bound.arguments.get("ignore_index")
-            self.losses.append(ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, ignored))
+            number, by_class = len(self.losses), bound.arguments.get("weight") if func is F.cross_entropy else None
+            self.losses.append(
+                ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, result, ignored, by_class, number)
+            )
         return result
+
+
+def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
+    """The losses among the tensors that a model returned: the one that it calls "loss", or all that are neither a part
+    nor a function of an earlier one. of_losses: the results of the functions of torch that computed losses."""
+    leaves = results.tree_leaves(returned)
+    learned = {id(leaf): leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad}
+    by_name = {str(number): result for number, result in enumerate(of_losses) if result.requires_grad}
+    losses = [leaf for leaf in learned.values() if reached((leaf,), by_name)]
+    named = place_of_loss(returned, leaves)
+    if named is not None and any(leaf is leaves[named] for leaf in losses):
+        return [leaves[named]]
+    kept: list[Tensor] = []
+    for leaf in losses:
+        if not any(reached((leaf,), {"": other}) or reached((other,), {"": leaf}) for other in kept):
+            kept.append(leaf)
+    return kept
+
+
+def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss]) -> list[ObservedLoss]:
+    """The losses with their weights in what the model returned; in a transformation of torch.func with those of the
+    run before. Losses that the returned ones do not depend on are left out."""
+    if transforms():
+        earlier = before if len(before) == len(losses) else losses
+        return [
+            replace(loss, weights=other.weights, linear=other.linear)
+            for loss, other in zip(losses, earlier, strict=True)
+        ]
+    of_losses = [loss.result for loss in losses]
+    roots = among_returned(returned, of_losses)
+    if not roots:
+        return list(losses)
+    by_name = {str(number): result for number, result in enumerate(of_losses) if result.requires_grad}
+    used = {int(name) for name in reached(tuple(roots), by_name)}
+    found: list[ObservedLoss] = []
+    for loss in (losses[number] for number in sorted(used)):
+        weights: Tensor | float = 1.0
+        linear = elementwise = True
+        if len(roots) > 1 or loss.result is not roots[0]:
+            ones = [torch.ones_like(root) for root in roots]
+            (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
+            linear, elementwise = way_back(roots, loss.result)
+        sources = [source_of_piece(other.inputs) for other in found]
+        source = source_of_piece(loss.inputs)
+        first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
+        found.append(replace(loss, weights=weights, chunk_of=first, linear=linear, elementwise=elementwise))
+    return found
+
+
+# Operations by the names of their backwards.
+VIEWED = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone", "ToCopy", "Squeeze", "Unsqueeze"}
+PIECES = {"Split", "SplitWithSizes", "Select", "Slice", "Unbind", "Narrow"}
+ADDS = {"Add", "Sub", "Rsub", "Stack", "Cat", "Where"}
+PRODUCTS = {"Mul", "Div", "Dot", "Mv", "Mm", "Bmm"}
+ONE_BY_ONE = {"Sum", "Mean", "Neg", "Index", "MaskedSelect", "MaskedFill", "Expand", "Gather", "IndexSelect"}
+SMOOTH = {"Exp", "Expm1", "Log", "Log1P", "Pow", "Sqrt", "Sigmoid", "Tanh", "Softplus"}
+
+
+def operation(step: Any) -> str:
+    name: str = step.name().rstrip("0123456789")
+    return name.removesuffix("Backward")
+
+
+def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool]:
+    """(whether the roots are linear in the result, whether all operations between act on single elements, or are
+    linear): by the names that autograd has for them."""
+    target, order, seen, stack = result.grad_fn, list[Any](), set[Any](), [(root.grad_fn, False) for root in roots]
+    while stack:
+        step, left = stack.pop()
+        if left:
+            order.append(step)
+        elif step is not None and step not in seen and step is not target:
+            seen.add(step)
+            stack += [(step, True), *((following, False) for following, _ in step.next_functions)]
+    between, linear, elementwise = {target}, True, True
+    for step in order:
+        inside = sum(following in between for following, _ in step.next_functions if following is not None)
+        if inside:
+            between.add(step)
+            name = operation(step)
+            single = name in PRODUCTS and inside == 1
+            its_linear = single or name in VIEWED | PIECES | ADDS | ONE_BY_ONE
+            linear = linear and its_linear
+            elementwise = elementwise and (its_linear or name in SMOOTH | {"Mul", "Div"})
+    return linear, elementwise
+
+
+def source_of_piece(tensor: Tensor) -> Any:
+    """The step of autograd that made the tensor which this one is a piece of; None if it is no piece."""
+    step = tensor.grad_fn
+    while step is not None and operation(step) in VIEWED:
+        step = step.next_functions[0][0]
+    pieces = None
+    while step is not None and operation(step) in PIECES:
+        pieces = step = step.next_functions[0][0]
+    return pieces
 
 
 @dataclass
@@ -485,7 +585,7 @@ class EmittedSubmodules(EmittedModel):
         cut = TangentsCut() if transforms() else nullcontext()
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
-        self.observed = watch.losses
+        self.observed = weighed(output, watch.losses, self.observed)
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, results.tree_leaves(output)))

@@ -34,11 +34,13 @@ from kfac_fx.passes.graphs.labels import in_example, shape_of
 from kfac_fx.passes.ir import NUMBER, ROW_MASK, Dims, Note, Program
 from kfac_fx.passes.padding import padding
 from kfac_fx.passes.parametrization import with_nodes
+from kfac_fx.passes.returned_loss import mask_on
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.users_code import warn_user, where
 
 PaddingMask = str | Callable[..., Tensor]
+WITH_LOSS_MASK = ("kron", "kron_indep")  # approximations whose factors are sums over rows
 LISTED_USES = 8  # uses in a message
 WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions
@@ -64,6 +66,23 @@ def program_with_mask(
     else:
         node = traced_mask(program, declared, args, kwargs)
     return padding(program.but(mask=checked_mask(node)))
+
+
+def program_with_loss_mask(program: Program) -> Program:
+    """The program with the mask that a loss is multiplied with on the uses that it fits, so that rows without a
+    gradient that it leaves out are in no factor."""
+    masks = [mask_on(site.way) for site in program.losses if site.way is not None]
+    mask = masks[0] if masks and all(other is masks[0] for other in masks) else None
+    if mask is None:
+        return program
+    fitted = padding(program.but(mask=mask)).registrations
+    registrations = [
+        replace(
+            now, uses=tuple(replace(use, loss_mask=True) if use.mask_dims else use for use in now.uses)
+        ) if now.approximation in WITH_LOSS_MASK else before
+        for before, now in zip(program.registrations, fitted, strict=True)
+    ]  # fmt: skip
+    return program.but(registrations=tuple(registrations))
 
 
 def refuse_unfit_mask(program: Program) -> None:

@@ -15,16 +15,26 @@ from kfac_fx.losses.declared import (
     FoundLoss,
     LossesInForward,
     LossSpec,
+    ObservedLoss,
     RegisteredLosses,
+    RowsOfLoss,
     WeightedLosses,
+    constant_of,
     perturbed,
     replaced,
 )
+from kfac_fx.losses.distributions import LossFunction
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.padding import spread
+from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.emitted import EmittedModel
+from kfac_fx.recording.emitted import EmittedGraph, EmittedModel
+from kfac_fx.recording.emitted_submodules import among_returned
+
+TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
 
 
 @dataclass(frozen=True)
@@ -34,21 +44,23 @@ class OutputLosses:
     Attributes:
         emitted: the model that computes the outputs.
         given: the user's losses, on the model's outputs or on nodes of the graph; None: those that forward computes.
+        is_mean: whether what forward returns is a mean over cases, and not a sum.
     """
 
     emitted: EmittedModel
     given: LossSpec | RegisteredLosses | None
+    is_mean: bool = True
 
     @property
     def declared(self) -> DeclaredLosses:
-        return LossesInForward(self.emitted.loss_sites) if self.given is None else self.given
+        return LossesInForward(self.emitted.loss_sites, self.is_mean) if self.given is None else self.given
 
     @property
     def are_known(self) -> bool:
         return self.given is not None or bool(self.emitted.loss_sites)
 
     def on(
-        self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None, kept: Sequence[Tensor | None] = ()
+        self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None, rows: Sequence[RowsOfLoss] = ()
     ) -> WeightedLosses:
         """(coefficient, loss) of each output distribution; see `DeclaredLosses.of_run`.
 
@@ -60,7 +72,7 @@ class OutputLosses:
             raise LossError(
                 f"{name} returns no tensor in tuples, lists, dictionaries and attributes to build a loss on"
             )
-        return declared.of_run(output, fisher, self.emitted.case_dims, targets, kept)
+        return declared.of_run(output, fisher, self.emitted.case_dims, targets, rows)
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
         """Sentences about declared losses with rows that the padding mask does not tell apart.
@@ -85,31 +97,66 @@ class OutputLosses:
     # --- cases ------------------------------------------------------------------------------------------------------
 
     @property
-    def ignoring(self) -> bool:
-        """Whether forward computes losses that ignore some targets."""
-        return self.declared.ignoring
+    def of_inputs(self) -> bool:
+        """Whether inputs tell which rows of the losses that forward computes count, and with which weights."""
+        return self.declared.of_inputs
 
-    def kept(self, values: Any, targets: Any = None) -> list[Tensor | None]:
-        """A mask of the targets that are not ignored, for every loss that forward computes; None: all, or not known.
+    def rows(self, fisher: Sequence[Tensor], values: Any, targets: Any = None) -> list[RowsOfLoss]:
+        """Which rows of every loss that forward computes count, and with which weights.
 
         targets: as of `on`; None: those that forward hands to its losses.
         """
-        if not self.ignoring:
-            return []
         sites = self.emitted.loss_sites
+        if self.given is not None or not sites:
+            return []
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites)
-        return [self.not_ignored(site, values, target) for site, target in zip(sites, by_site, strict=True)]
+        return [
+            self.rows_of(site, inputs, values, target)
+            for site, inputs, target in zip(sites, fisher, by_site, strict=True)
+        ]
+
+    def first_rows(self, fisher: Sequence[Tensor], values: Any, cases: int | None, part: float) -> list[RowsOfLoss]:
+        """`rows` of the first cases, which are this part of all; None: of all."""
+        pairs = zip(self.rows(fisher, values), self.emitted.loss_sites, strict=True) if self.given is None else ()
+        return [rows.first(cases, part, site.reduction) for rows, site in pairs]
+
+    def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
+        kept = self.not_ignored(site, values, target)
+        weights = self.weights(site, inputs, values)
+        way = site if isinstance(site, ObservedLoss) else site.way
+        told = way is not None and way.elementwise and BY_NAME[site.loss].classes_second
+        if told and isinstance(weights, Tensor) and weights.dim():
+            counted = weights != 0
+            kept = counted if kept is None else kept & counted
+        return RowsOfLoss(kept, weights if way is not None and way.linear else None)
+
+    def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
+        """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
+        if isinstance(site, ObservedLoss):
+            return site.weights
+        if site.way is None or site.way.constant is not None:
+            return constant_of(site)
+        shape = unreduced(inputs.shape, BY_NAME[site.loss]) if site.reduction == "none" else ()
+        leaf = inputs.new_full(shape, TYPICAL, dtype=torch.promote_types(inputs.dtype, torch.float32))
+        try:
+            return self.emitted.weights(site.way, leaf, values)
+        except LossError:
+            return None
 
     def not_ignored(self, site: FoundLoss, values: Any, target: Any) -> Tensor | None:
+        """[cases...], the targets that are not ignored and whose class has a weight; None: all, or not known."""
         if site.ignored is None:
             return None
         try:
             target = self.emitted.target_values(site.targets, values) if target is None else target
+            if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes
+                return None
+            kept: Tensor = target != self.emitted.target_values(site.ignored, values)
+            if site.class_weights is not None:
+                of_class = self.emitted.target_values(site.class_weights, values)
+                kept = kept & (of_class[torch.where(kept, target, 0)] != 0)
         except LossError:
             return None
-        if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes
-            return None
-        kept: Tensor = target != self.emitted.target_values(site.ignored, values)
         return kept
 
     def cases(self, losses: WeightedLosses) -> int | Tensor:
@@ -125,9 +172,34 @@ class OutputLosses:
         return each[0], [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     def averaged(self, losses: WeightedLosses) -> WeightedLosses:
-        """Coefficients of means over the cases of all towers: a tower has the weight of its cases."""
+        """Coefficients of means over the cases of all towers: a tower has the weight of its cases. Weights of single
+        cases are those of the loss."""
         each = self.declared.cases_by_loss(losses)
-        return [(c * share(loss.cases, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
+        pairs = [(with_mean_weight(c, loss), n) for (c, loss), n in zip(losses, each, strict=True)]
+        return [(c * share(loss.cases, n), loss) for (c, loss), n in pairs]
+
+    # --- the loss that forward returns ------------------------------------------------------------------------------
+
+    def returned(self, output: Any) -> list[Tensor]:
+        """The losses that forward returned, if it computes some and the user named none. output: flat."""
+        if self.given is not None or not self.emitted.loss_sites:
+            return []
+        if not isinstance(self.emitted, EmittedGraph):
+            return among_returned(
+                output, [loss.result for loss in self.emitted.loss_sites if isinstance(loss, ObservedLoss)]
+            )
+        leaves = results.tree_leaves(output)
+        losses = [leaves[place] for place in self.emitted.places_of_losses]
+        return [loss for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]
+
+    @property
+    def are_likelihoods(self) -> bool:
+        """Whether the returned loss is known to be a weighted sum of log-likelihoods, and nothing else."""
+        return self.given is not None or (self.emitted.whole and self.emitted.program.likelihood)
+
+    def scale(self, losses: WeightedLosses) -> int | Tensor:
+        """The multiple of the returned loss that is the sum over the cases of the first loss."""
+        return self.cases(losses) if self.is_mean else 1
 
     # --- on one batch -----------------------------------------------------------------------------------------------
 
@@ -141,10 +213,10 @@ class OutputLosses:
             values: the model's inputs, which tell what is padding.
         """
 
-        kept = self.kept(values, targets)
+        rows = self.rows(fisher, values, targets)
 
         def build(outputs: Sequence[Tensor]) -> WeightedLosses:
-            return self.on(rebuilt(outputs), tuple(outputs), targets, kept)
+            return self.on(rebuilt(outputs), tuple(outputs), targets, rows)
 
         padding = self.emitted.padding(values, fisher)
         if padding is None:
@@ -171,6 +243,32 @@ class OutputLosses:
         return [self.emitted.target_values(site.targets, values) for site in self.declared.sites]
 
 
+def probably_mean(sites: Sequence[FoundLoss]) -> bool:
+    """Whether the returned loss is a mean, by what is written in forward."""
+    site = next(iter(sites), None)
+    if site is None or site.reduction == "mean":
+        return True
+    if isinstance(site, ObservedLoss):
+        return False
+    return site.way is not None and any(op_name(node) in ("mean", "div") for node in site.way.nodes[1:])
+
+
+def unreduced(shape: torch.Size, of_torch: TorchLoss) -> tuple[int, ...]:
+    """The shape of a loss of torch that is not reduced."""
+    axis = min(1, len(shape) - 1)
+    return (*shape[:axis], *shape[axis + 1 :]) if of_torch.classes_second else tuple(shape)
+
+
+def with_mean_weight(coefficient: Any, loss: LossFunction) -> tuple[Any, LossFunction]:
+    """A coefficient as one number for all cases, and the loss with their weights relative to it."""
+    if not isinstance(coefficient, Tensor) or not coefficient.dim():
+        return coefficient, loss
+    mean = coefficient.sum() * loss.all_cases / (coefficient.numel() * loss.cases)
+    weighed = loss.at(loss.inputs)
+    weighed.weights = coefficient / mean
+    return mean, weighed
+
+
 def share(cases: int | Tensor, of: int | Tensor) -> Any:
     """cases / of; exactly 1 for one number of cases, without a look at what only the device knows."""
     return 1.0 if cases is of or (isinstance(cases, int) and cases == of) else cases / of
@@ -195,5 +293,6 @@ def real_losses(
     for (_, loss), (_, other) in zip(losses, changed, strict=True):
         differs = loss.inputs != other.inputs
         real_cases = differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1)
-        loss.real_cases = int((real_cases if loss.kept is None else real_cases & loss.kept).sum())
+        loss.real = real_cases if loss.kept is None else real_cases & loss.kept
+        loss.real_cases = int(loss.real.sum())
     return losses

@@ -21,7 +21,7 @@ from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses
-from kfac_fx.losses.sources import check_mode, is_exact, one_source
+from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Program, Registration
@@ -32,7 +32,7 @@ from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
-from kfac_fx.recording.output_losses import OutputLosses
+from kfac_fx.recording.output_losses import OutputLosses, probably_mean
 from kfac_fx.recording.statistics import Key, Moments, PendingMoments, flat, with_twins, without_twins
 from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
 
@@ -59,6 +59,8 @@ class Recorder:
             None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
+        is_mean: whether the loss that forward returns is a mean over cases, and not a sum.
+        mean_reason: why that is a guess; None: it is none.
     """
 
     emitted: EmittedModel
@@ -75,6 +77,8 @@ class Recorder:
     parts_differ: str | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
+    is_mean: bool | None = None
+    mean_reason: str | None = None
 
     @property
     def capture(self) -> Capture:
@@ -91,7 +95,8 @@ class Recorder:
     @property
     def losses(self) -> OutputLosses:
         """The losses on the outputs of a run."""
-        return OutputLosses(self.emitted, self.loss)
+        sites = self.emitted.loss_sites
+        return OutputLosses(self.emitted, self.loss, probably_mean(sites) if self.is_mean is None else self.is_mean)
 
     @property
     def whole(self) -> bool:
@@ -255,7 +260,8 @@ class Recorder:
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
         with self.emitted.isolated(), full_precision():
             live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
-            summed_over = self.program.parameters if params_stats else self.generic_parameters(only, meeting)
+            every = [name for name in self.program.parameters if name in live] if params_stats else []
+            summed_over = every or self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
@@ -265,7 +271,8 @@ class Recorder:
                 )
             if on_outputs is not None:
                 on_outputs(results.tree_leaves(self.capture.unflatten(output)))
-            constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+            returned = losses_of.returned(output) if self.follows_returned(mode, targets) else []
+            constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
             cases, sums = losses_of.summed(losses)
             if saved is not None:
                 exact = ExactPass(
@@ -286,9 +293,13 @@ class Recorder:
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
                 self.loop_reason, self.exact_verified, self.rows_reason = exact.loop_reason, True, exact.rows_reason
                 return Moments(statistics, cases, gradients, self.frozen)
-            cotangents = one_source(mode, sums, constants, generator)
+            sent_from: Sequence[Tensor] = returned or fisher
+            if returned:
+                cotangents: Cotangents = [torch.ones_like(loss) * losses_of.scale(losses) for loss in returned]
+            else:
+                cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]
-            grads = pulled(fisher, cotangents, leaves)
+            grads = pulled(sent_from, cotangents, leaves)
         grads_or_zeros = [lasting(grad, self.emitted.backend) for grad in dense_or_zero(grads, leaves)]
         gradients = dict(zip(learned, grads_or_zeros[len(leaves) - len(learned) :], strict=True))
         statistics = {}
@@ -301,13 +312,17 @@ class Recorder:
                 statistics[registration.parameters] = without_twins({name: next(of_probes) for name in names})
         return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
 
+    def follows_returned(self, mode: str, targets: Any) -> bool:
+        """Whether the gradient of the loss that forward returns is sent back, instead of that of its distributions."""
+        return mode == "empirical" and targets is None and not self.losses.are_likelihoods
+
     def meeting_cases(self, values: Any, targets: Any) -> frozenset[Key]:
         """The registrations whose cases meet; looked for in the first batch of several examples without NaN. Blocks of
         the gradients of cases are among them, if the loss has another number of rows than the batch has examples."""
         examples = self.emitted.examples(values)
         if self.meeting is None and examples > 1:
             emitted = collecting(self.emitted)
-            losses_of = OutputLosses(emitted, self.loss)
+            losses_of = replace(self.losses, emitted=emitted)
             uneven: list[Tensor] = []
 
             def loss_rows(output: Any, fisher: tuple[Tensor, ...]) -> LossRows:

@@ -395,8 +395,15 @@ def real_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
     """(output or its gradient, mask) -> which of the use's rows are real: [N, S]."""
     rows = spread_rows(use, layer)
 
+    form, literals = layer.forms[use.form], literal_attrs(use)
+    make_grad_rows, batch_dim, of_loss = form.grad_rows, (use.batch_dim or 0) if form.leading else 0, use.loss_mask
+
     def real(output: Tensor, mask: Tensor) -> Tensor:
-        return rows(output, (mask != 0).to(torch.float32)).flatten(2)[..., 0] != 0
+        kept = rows(output, (mask != 0).to(torch.float32)).flatten(2)[..., 0] != 0
+        if not of_loss:
+            return kept
+        grad_rows = make_grad_rows(cases_first(output, batch_dim), literals)
+        return kept | (grad_rows != 0).flatten(2).any(-1)
 
     return real
 

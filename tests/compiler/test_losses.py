@@ -142,3 +142,96 @@ def test_the_users_dimension_of_the_cases_is_that_of_the_first_input_that_has_it
     program = before("find_losses", Weighted(), torch.randn(4), torch.randn(7, 5, 3), batch_dim=1)
     _, x = (node for node in program.graph.nodes if node.op == "placeholder")
     assert find_losses(program).cases == str(x.meta["val"].shape[1])
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+def test_the_value_that_forward_calls_loss_is_the_loss(exported: bool) -> None:
+    def both(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"log": F.cross_entropy(out.exp(), y), "loss": F.cross_entropy(out, y), "out": out}
+
+    found = program(both, X, CLASSES, exported=exported)
+    assert [site.inputs.name for site in found.losses] == ["matmul"] and len(found.returned_losses) == 1
+    found = program(lambda out, y: (F.cross_entropy(out.exp(), y), F.cross_entropy(out, y)), X, CLASSES)
+    assert len(found.losses) == len(found.returned_losses) == 2
+
+
+@pytest.mark.parametrize("total_first", [False, True])
+def test_of_a_loss_and_a_function_of_it_the_first_is_the_loss(total_first: bool) -> None:
+    def both(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(out, y)
+        return (loss + out.square().mean(), loss) if total_first else (loss, loss.exp())
+
+    found = program(both, X, CLASSES)
+    assert [node.name for node in found.returned_losses] == ["add" if total_first else "cross_entropy_loss"]
+
+
+def rows(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+WAYS: dict[str, tuple[Callable[..., Any], bool, bool, float | None]] = {  # linear, elementwise, constant
+    "itself": (lambda out, y: F.cross_entropy(out, y), True, True, 1.0),
+    "a factor and a sum": (lambda out, y: (2 * F.cross_entropy(out, y) + out.exp().mean()) / 4, True, True, 0.5),
+    "a product": (lambda out, y: (rows(out, y) * y).mean(), True, True, None),
+    "a choice": (lambda out, y: torch.where(y > 1, rows(out, y), 0.0).sum(), True, True, None),
+    "a square": (lambda out, y: rows(out, y).square().mean(), False, True, None),
+    "a product with itself": (lambda out, y: (lambda ce: (ce * ce).mean())(rows(out, y)), False, True, None),
+    "a clamp": (lambda out, y: rows(out, y).clamp(min=1).mean(), False, False, None),
+    "the largest": (lambda out, y: rows(out, y).topk(2).values.mean(), False, False, None),
+}
+
+
+@pytest.mark.parametrize(("function", "linear", "elementwise", "constant"), WAYS.values(), ids=WAYS)
+def test_the_way_of_a_loss_tells_its_weight(
+    function: Callable[..., Any], linear: bool, elementwise: bool, constant: float | None
+) -> None:
+    (site,) = program(function, X, CLASSES).losses
+    assert site.way is not None
+    assert (site.way.linear, site.way.elementwise, site.way.constant) == (linear, elementwise, constant)
+
+
+def test_a_product_with_something_learned_has_no_way() -> None:
+    found = program(lambda out, y: (rows(out, y) * out[:, 0].sigmoid()).mean(), X, CLASSES)
+    assert found.losses[0].way is None and not found.cut  # all of it passes the logits
+    (note, around) = found.dropped
+    assert note.reason == "forward returns a function of it; the Fisher is that of its distribution"
+    assert (
+        around.subject.startswith("the term of sigmoid (test_losses.py:") and "no part of the Fisher" in around.reason
+    )
+
+
+def test_terms_of_parameters_alone_are_noted() -> None:
+    class Decayed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(x @ self.w, y) + self.w.square().sum()
+
+    found = find_losses(normalize(trace_model(Decayed(), (X, CLASSES), options=Options()).program))
+    (note,) = found.dropped
+    assert note.subject == "w" and "a term of these parameters alone, which is no part of any case" in note.reason
+
+
+def parts(count: int, dim: int) -> Callable[..., Any]:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        pairs = zip(out.chunk(count, dim), y.chunk(count, dim), strict=True)
+        return torch.stack([F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum") for a, b in pairs]).sum()
+
+    return loss
+
+
+def test_losses_over_chunks_of_the_rows_are_one() -> None:
+    x, y = torch.randn(5, 4, 3), torch.randint(4, (5, 4))
+    assert [site.chunk_of for site in program(parts(2, 1), x, y).losses] == [0, 0]
+
+    def steps(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out[:, 0], y[:, 0]) + F.cross_entropy(out[:, 1], y[:, 1])
+
+    assert [site.chunk_of for site in program(steps, x, y).losses] == [0, 0]
+
+    def heads(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out[:, 0], y[:, 0]) + F.cross_entropy(out[:, 1], y[:, 0])
+
+    assert [site.chunk_of for site in program(heads, x, y).losses] == [0, 1]

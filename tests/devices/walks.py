@@ -30,6 +30,8 @@ FIRST_STEP = {
     "loss_scale.py:ratio",
     "loss_scale.py:part_with_targets",
     "loss_scale.py:factor_of_value",
+    "loss_parts.py:weights_of_cases",  # does it weigh or leave out cases?
+    "loss_parts.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "step.py:choose_intervals",  # how many rows has a batch?
@@ -50,6 +52,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "proof.py:difference_in_words",
     "meeting_cases.py:revealing",
     "proof.py:proof_gradients",
+    "returned_loss.py:size_of_gradient",  # is the loss that forward returns a mean or a sum?
 }
 MEETING = {f"meeting_cases.py:{name}" for name in ("revealing", "halves", "keys_that_meet")}  # in the first exact batch
 PADDED = {"output_losses.py:real_losses"}  # how many cases are real is a number of the batch

@@ -295,3 +295,48 @@ def test_the_divergence_of_two_variances_is_right_to_second_order() -> None:
     expected = torch.distributions.kl_divergence(p, q).sum()
     torch.testing.assert_close(there.divergence_from(here.inputs), expected, rtol=1e-3, atol=0)
     assert here.entropy() is None
+
+
+COUNTED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "ignored targets": (
+        lambda z, y: F.cross_entropy(z, torch.where(y > 0, y, -100)), lambda y: (y > 0).double() / (y > 0).sum()
+    ),
+    "a mask": (
+        lambda z, y: (F.cross_entropy(z, y, reduction="none") * (y > 0)).sum() / (y > 0).sum(),
+        lambda y: (y > 0).double() / (y > 0).sum(),
+    ),
+    "weights": (
+        lambda z, y: (F.cross_entropy(z, y, reduction="none") * (1 + y)).mean(), lambda y: (1 + y).double() / len(y)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "weights"), COUNTED.values(), ids=COUNTED)
+def test_the_fisher_along_a_step_counts_cases_as_forward_does(
+    loss: Callable[[Tensor, Tensor], Tensor], weights: Callable[[Tensor], Tensor]
+) -> None:
+    """By derivatives and by difference quotients, which cases that are left out must not enter."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return loss(self.fc(x), y)
+
+    model, x, y = Inside().double(), torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 4
+    net = compile(model, (x, y))
+    batch = observed(net, ((x, y), lambda value: value))
+    here = {name: value.detach() for name, value in net.named_parameters()}
+    direction = {name: torch.randn_like(value) for name, value in here.items()}
+    step = torch.tensor(1e-6, dtype=torch.float64)
+    there = {name: value + step * direction[name] for name, value in here.items()}
+    p, moved = model.fc(x).softmax(-1), x @ direction["fc.weight"].T + direction["fc.bias"]
+    expected = (weights(y) * ((p * moved.square()).sum(-1) - (p * moved).sum(-1).square())).sum().detach()
+    assert float(batch.along(here, direction)[0]) == pytest.approx(float(expected), rel=1e-6)
+    quotient = batch.between(batch.at(here), batch.at(there), step)[0]
+    assert float(quotient) == pytest.approx(float(expected), rel=1e-4)
+    product = net.fisher_product(x, y)(direction)
+    inner = sum(float((product[name] * direction[name]).sum()) for name in direction)
+    assert inner == pytest.approx(float(expected), rel=1e-6)

@@ -120,7 +120,7 @@ def test_every_loss_is_a_mean_over_its_own_cases() -> None:
 
 def test_probabilities_of_classes_are_no_targets_that_are_ignored() -> None:
     losses = unattached(target_values=lambda site, values: site)
-    site = cast(Any, SimpleNamespace(ignored=-100, targets=None))
+    site = cast(Any, SimpleNamespace(ignored=-100, targets=None, class_weights=None))
     assert losses.not_ignored(site, None, torch.rand(4, 3)) is None
     kept = losses.not_ignored(site, None, torch.tensor([1, -100, 0]))
     assert kept is not None and kept.tolist() == [True, False, True]

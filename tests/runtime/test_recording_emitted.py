@@ -113,9 +113,12 @@ def test_a_value_is_computed_from_inputs_and_not_from_parameters() -> None:
     x, w = graph.placeholder("x"), graph.get_attr("w")
     shifted = graph.call_function(torch.add, (x, 1))
     product = graph.call_method("mul", (shifted, w))
-    assert torch.equal(value_of(shifted, {x: X}), X + 1)
+    held = {"mean": X.mean(0)}
+    centered = graph.call_function(torch.sub, (shifted, graph.get_attr("mean")))
+    assert torch.equal(value_of(shifted, {x: X}, held.__getitem__), X + 1)
+    assert torch.equal(value_of(centered, {x: X}, held.__getitem__), X + 1 - X.mean(0))
     with pytest.raises(LossError, match="the loss at w are computed from parameters; pass `targets`"):
-        value_of(product, {x: X})
+        value_of(product, {x: X}, held.__getitem__)
 
 
 def test_only_buffers_that_the_graph_reads_are_copied_for_a_run() -> None:

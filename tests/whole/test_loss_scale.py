@@ -77,7 +77,6 @@ RIGHT: dict[str, dict[str, Any]] = {
         "loss": "categorical", "targets": CLASSES, "trained": lambda *a: ce()(*a) + penalty(a[2]),
     },
     "a sum, declared": {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "reduction": "sum"},
-    "some cases left out": {"loss": "categorical", "targets": SOME, "trained": ce()},
     "micro-batches": {"loss": "categorical", "targets": CLASSES, "trained": ce(0.5), "forwards": 2},
     "a registered factor": {"loss": lambda y: (3.0, losses.Categorical(y)), "targets": CLASSES, "trained": ce(3.0)},
     "binary": {"loss": "multi_bernoulli", "targets": BITS, "trained": bce("sum", 1 / 8)},
@@ -90,21 +89,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "torch's cross entropy": {"loss": "cross_entropy", "targets": CLASSES, "trained": ce()},
     "torch's binary cross entropy": {"loss": "bce_with_logits", "targets": BITS, "trained": bce("mean")},
-    "a sum over the number of labels": {
-        "loss": "categorical", "targets": SOME, "trained": ce(1 / 5, reduction="sum"),
-    },
     "statistics of a sum over all cases, some of which have no target": {
         "loss": "categorical", "targets": SOME, "trained": ce(1 / 8, reduction="sum"), "estimation_mode": "empirical",
     },
     "statistics of a sum, some of whose cases have no target": {
         "loss": "categorical", "targets": SOME, "trained": ce(reduction="sum"), "estimation_mode": "empirical",
         "reduction": "sum",
-    },
-    "a sum over the number of labels before they are shifted": {
-        "loss": "categorical", "targets": SOME, "trained": ce(1 / 6, reduction="sum"),
-    },
-    "micro-batches over the number of their labels": {
-        "loss": "categorical", "targets": SOME, "trained": ce(1 / 10, reduction="sum"), "forwards": 2,
     },
     "a small penalty on logits": {
         "loss": "categorical", "targets": CLASSES,
@@ -119,9 +109,6 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "another loss, by label smoothing": {
         "loss": "categorical", "targets": CLASSES, "trained": ce(3.0, label_smoothing=0.1)
-    },
-    "another loss, by weights of classes": {
-        "loss": "categorical", "targets": CLASSES, "trained": ce(weight=torch.arange(1.0, 5.0))
     },
     "soft targets": {"loss": "multi_bernoulli", "targets": BITS * 0.8, "trained": bce("mean")},
     "a scaler against underflow": {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16)},
@@ -145,7 +132,7 @@ def test_classes_on_another_axis_than_the_last_are_told() -> None:
         optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", LossScaleWarning)
-            F.cross_entropy(net(x), targets, weight=torch.rand(4)).backward()
+            F.cross_entropy(net(x), targets, weight=torch.rand(4) if texts else None).backward()
             optimizer.step()
         assert [str(warning.message).partition(" Categorical")[0] for warning in caught] == texts
 
@@ -177,7 +164,34 @@ REGISTER = "register it as loss=lambda outputs: ({}, kfac_fx.losses.{}(outputs{}
 ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
 SUM = "it is their sum: divide it by the number of cases."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
+LEFT_OUT = (
+    "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
+    "are of cases that are not trained. Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give "
+    "the cases targets of -100 there, or name padding with padding_mask=."
+)
+WEIGHED = (
+    "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. Let "
+    'forward compute the loss as a product of F.cross_entropy(..., reduction="none") and weights that depend on the '
+    'inputs alone; or write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients themselves.'
+)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "some cases left out": ({"loss": "categorical", "targets": SOME, "trained": ce()}, LEFT_OUT),
+    "a sum over the number of labels": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(1 / 5, reduction="sum")}, LEFT_OUT
+    ),
+    "a sum over the number of labels before they are shifted": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(1 / 6, reduction="sum")}, LEFT_OUT
+    ),
+    "micro-batches over the number of their labels": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(1 / 10, reduction="sum"), "forwards": 2}, LEFT_OUT
+    ),
+    "a mask in a product": (
+        {"loss": "categorical", "targets": CLASSES, "trained": lambda y, t, _: (
+            F.cross_entropy(y, t, reduction="none") * (SOME >= 0)).sum() / 5}, LEFT_OUT
+    ),
+    "weights of classes": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(weight=torch.arange(1.0, 5.0))}, WEIGHED
+    ),
     "cases without a target in statistics of the trained loss": (
         {"loss": "categorical", "targets": SOME, "trained": ce(), "estimation_mode": "empirical"},
         "the trained loss is a mean over the 5 of 8 cases that have a target, and the statistics of its gradients "
@@ -320,7 +334,8 @@ def test_of_a_large_batch_the_first_cases_tell(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Own(nn.Module):
-    """Computes its loss, behind noise that must be the same when the step looks again."""
+    """Computes its loss, behind noise that must be the same when the step looks again. A factor in forward is one of
+    the Fisher, too."""
 
     def __init__(self, reduction: str, scale: float) -> None:
         super().__init__()
@@ -332,7 +347,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize(
     ("reduction", "inside", "outside", "factor"),
-    [("mean", 1, 1, None), ("sum", 1, 1, "8"), ("mean", 2, 1, "2"), ("mean", 1, 5, "5"), ("mean", 2, 0.5, None)],
+    [("mean", 1, 1, None), ("sum", 1, 1, "8"), ("mean", 2, 1, None), ("mean", 1, 5, "5"), ("mean", 2, 0.5, "0.5")],
 )
 def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     reduction: str, inside: float, outside: float, factor: str | None
@@ -349,7 +364,11 @@ def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     if factor is None:
         optimizer.step()
         return
-    rest = SUM if factor == "8" else f"take the factor out, or register it on a LayerCollection with coeff={factor}."
+    rest = (
+        SUM
+        if factor == "8"
+        else f"take the factor out, or register it on a LayerCollection with coeff={inside * outside:g}."
+    )
     with pytest.warns(LossScaleWarning) as caught:
         optimizer.step()
     assert str(caught[0].message).startswith(times(factor, "Categorical") + rest)
@@ -646,3 +665,51 @@ def test_forwards_of_a_step_count_by_their_cases(reduction: str) -> None:
     assert factor_of_step(of_step, 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
     assert factor_of_step([of_step[0], of_step[0]], 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
     assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.25)], 8, reduction, 1.0) is None
+
+
+class Inside(nn.Module):
+    """Returns a function of its activations, its logits and their cross entropies."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.loss = nn.Linear(3, 5), nn.Linear(5, 4), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        z = self.last(h)
+        loss: Tensor = self.loss(h, z, F.cross_entropy(z, y, reduction="none"))
+        return loss
+
+
+MASK = (SOME >= 0).float()
+INSIDE: dict[str, tuple[Any, str]] = {
+    "a factor": (lambda h, z, ce: 3 * ce.mean(), ""),
+    "weights of cases": (lambda h, z, ce: (ce * torch.arange(1.0, 9.0)).mean(), ""),
+    "a mask": (lambda h, z, ce: (ce * MASK).sum() / MASK.sum(), ""),
+    "a small term": (lambda h, z, ce: ce.mean() + 1e-2 * h.square().mean(), ""),
+    "a focal loss": (
+        lambda h, z, ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean(),
+        "the trained loss weighs its cases from ",
+    ),
+    "a large term": (lambda h, z, ce: ce.mean() + 3 * h.square().mean(), r"\d+% of the gradient of the trained loss"),
+}
+
+
+@pytest.mark.parametrize(("loss", "text"), INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode: str) -> None:
+    """The empirical factors are of the trained gradient itself, so they lack nothing."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Inside(loss), (X, CLASSES))
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0, estimation_mode=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        net(X, CLASSES).backward()
+        optimizer.step()
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    if not text or mode == "empirical":
+        assert not told
+        return
+    assert re.match(text, told[0])
+    if "%" in text:
+        assert "(square (test_loss_scale.py:" in told[0] and 'estimation_mode="empirical"' in told[0]

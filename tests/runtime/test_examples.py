@@ -1,0 +1,157 @@
+"""Examples that are graphs, packed sequences or pairs, against the gradients of their losses one by one, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import Batch, FisherEstimator, LossError, RegistrationError
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def assert_examples(net: kfac_fx.CompiledModule, batch: Batch, losses: Sequence[Tensor]) -> None:
+    """losses: of every example."""
+    estimator = FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(*batch.args, targets=batch.targets)
+    learned = list(net.model.parameters())
+    each = [torch.autograd.grad(loss, learned, retain_graph=True) for loss in losses]
+    gradients = torch.stack([torch.cat([grad.flatten() for grad in grads]) for grads in each])
+    spectrum = estimator.spectrum(damping=1.0)
+    identity = spectrum.at(scale=0.0, damping=1.0)
+    torch.testing.assert_close(identity.precondition(batch).scores(batch), gradients @ gradients.T)
+    torch.testing.assert_close(identity.self_scores(batch), gradients.square().sum(1))
+    corrected = spectrum.correct([batch], "sequence").at(scale=1.0, damping=0.0)
+    trace = sum(values.sum() for values in corrected.eigenvalues().values())
+    torch.testing.assert_close(trace, gradients.square().sum(1).mean())
+
+
+class OnGraphs(nn.Module):
+    """Nodes see their neighbors; the head is on the sums over graphs, or on every node."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.pooled = nn.Linear(4, 6), nn.Linear(6, 3), pooled
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor, graph: Tensor, sizes: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        h = h + torch.zeros_like(h).index_add(0, target, h[source])
+        if self.pooled:
+            h = torch.zeros(len(sizes), 6).index_add(0, graph, h)
+        out: Tensor = self.head(h)
+        return out
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_graphs_of_several_sizes_are_examples(pooled: bool) -> None:
+    sizes = torch.tensor([3, 5, 2])
+    graph = torch.repeat_interleave(torch.arange(3), sizes)
+    source, target = torch.tensor([0, 1, 3, 4, 6, 8]), torch.tensor([1, 2, 4, 7, 5, 9])
+    args = torch.randn(10, 4), source, target, graph, sizes
+    y = torch.randint(3, (3 if pooled else 10,))
+    model = OnGraphs(pooled)
+    net = kfac_fx.compile(model, args, loss="categorical", examples=lambda x, source, target, graph, sizes: graph)
+    losses = F.cross_entropy(model(*args), y, reduction="none")
+    by_graph = losses if pooled else [losses[graph == number].sum() for number in range(3)]
+    assert_examples(net, Batch(*args, targets=y), list(by_graph))
+
+
+class Packed(nn.Module):
+    """Tokens read those of their own document, whose places begin with zero."""
+
+    def __init__(self, apart: bool = True) -> None:
+        super().__init__()
+        self.words, self.layer, self.head, self.apart = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7), apart
+
+    def forward(self, ids: Tensor, place: Tensor) -> Tensor:
+        document = (place == 0).cumsum(1)
+        seen = document[:, :, None] == document[:, None, :]
+        x = self.words(ids)
+        x = x + (x @ x.transpose(1, 2)).masked_fill(~seen & self.apart, -1e9).softmax(-1) @ x
+        out: Tensor = self.head(torch.tanh(self.layer(x)))
+        return out
+
+
+PLACE = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
+
+
+def documents(ids: Tensor, place: Tensor) -> Tensor:
+    return ((place == 0).flatten().cumsum(0) - 1).view(place.shape)
+
+
+def test_documents_that_are_packed_into_rows_are_examples() -> None:
+    ids, y = torch.randint(7, PLACE.shape), torch.randint(7, PLACE.shape)
+    model = Packed()
+    net = kfac_fx.compile(model, (ids, PLACE), loss="categorical", examples=documents)
+    losses = F.cross_entropy(model(ids, PLACE).flatten(0, 1), y.flatten(), reduction="none")
+    numbers = documents(ids, PLACE).flatten()
+    assert_examples(net, Batch(ids, PLACE, targets=y), [losses[numbers == number].sum() for number in range(5)])
+
+
+def test_rows_of_no_example_are_in_none() -> None:
+    """The rest of a row is padding: the number of its example is -1, and its targets are ignored."""
+    ids, y = torch.randint(7, PLACE.shape), torch.randint(7, PLACE.shape)
+    y[1, 2:] = -100
+    model = Packed()
+    numbers = documents(ids, PLACE)
+    net = kfac_fx.compile(
+        model, (ids, PLACE), loss="categorical", examples=lambda *args: torch.where(numbers == 4, -1, numbers)
+    )
+    losses = F.cross_entropy(model(ids, PLACE).flatten(0, 1), y.flatten(), reduction="none")
+    by_document = [losses[numbers.flatten() == number].sum() for number in range(4)]
+    assert_examples(net, Batch(ids, PLACE, targets=y), by_document)
+
+
+def test_pairs_of_two_halves_are_examples() -> None:
+    class Rewards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen, rejected = self.head(torch.tanh(self.layer(x)))[:, 0].chunk(2)
+            return chosen - rejected
+
+    x, model = torch.randn(8, 4), Rewards()
+    net = kfac_fx.compile(model, (x,), loss="multi_bernoulli", examples=lambda x: torch.arange(len(x)) % (len(x) // 2))
+    assert_examples(net, Batch(x, targets=torch.ones(4)), list(-F.logsigmoid(model(x))))
+
+
+WRONG: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (lambda *args: PLACE.double(), RegistrationError, r"examples= returned a torch.float64 \[2, 6\], wanted whole"),
+    (lambda *args: [0, 1], RegistrationError, r"examples= returned a list, wanted whole numbers, \[rows\] or"),
+    (lambda *args: torch.arange(7), LossError, r"numbers of \[7\] rows and 7 examples, and the loss has inputs of"),
+    (lambda *args: torch.arange(12).view(2, 6), LossError, "an example of examples= has a gradient in rows of another"),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "text"), WRONG)
+def test_wrong_examples_are_refused(function: Callable[..., Any], error: type[Exception], text: str) -> None:
+    ids = torch.randint(7, PLACE.shape)
+    net = kfac_fx.compile(Packed(), (ids, PLACE), loss="categorical", examples=function)
+    estimator = FisherEstimator(net)
+    estimator.update_covariances(ids, PLACE)
+    with pytest.raises(error, match=text):
+        estimator.spectrum(damping=1.0).self_scores(Batch(ids, PLACE, targets=ids))
+
+
+def test_a_batch_on_the_cpu_moves_to_the_device_of_the_parameters() -> None:
+    """A batch that has tensors elsewhere stays as it is: the user has placed it."""
+
+    def placed(device: str, *args: Any) -> Any:
+        net = cast(Any, SimpleNamespace(model=nn.Linear(2, 2, device=device)))
+        return kfac_fx.CompiledModule.placed(net, args, {"mask": torch.ones(3), "flag": True}, [torch.ones(1)])
+
+    (x, name), kwargs, (y,) = placed("meta", torch.ones(3), "text")
+    assert x.is_meta and kwargs["mask"].is_meta and y.is_meta and (name, kwargs["flag"]) == ("text", True)
+    (x, there), kwargs, _ = placed("meta", torch.ones(3), torch.ones(2, device="meta"))
+    assert not x.is_meta and there.is_meta and not kwargs["mask"].is_meta
+    given = torch.ones(3)
+    assert placed("cpu", given)[0][0] is given
