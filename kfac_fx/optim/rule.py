@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -237,7 +238,8 @@ class Rule:
         has_bases       whether it turns vectors into the eigenbases of the factors, which are kept up to date then
         is_exact        whether it multiplies with the exact Fisher of the step's batch
         checked         whether steps are checked now and then with the loss of their batch (`kfac_fx.optim.checks`)
-        scalars         names of its 0-dim tensors (`BlockStep.scalars`), NaN at first; the checkpoint has them
+        scalars         its 0-dim tensors (`BlockStep.scalars`) by name, each with its first value; the checkpoint has
+                        them
         default_lr      the lr of the parameter groups if none is given; None: it must be given
         factor_decay    the default of KFAC's `cov_ema_decay`
         intervals       of statistics, inverses and checks, until others are chosen
@@ -250,7 +252,7 @@ class Rule:
     has_bases: ClassVar[bool] = False
     is_exact: ClassVar[bool] = False
     checked: ClassVar[bool] = False
-    scalars: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[Mapping[str, float]] = MappingProxyType({})
     default_lr: ClassVar[float | None] = None
     factor_decay: ClassVar[float] = 0.95
     intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
@@ -285,7 +287,7 @@ class Rule:
     @property
     def reported(self) -> tuple[str, ...]:
         """The names of scalars that `Metrics` shows."""
-        return self.scalars
+        return tuple(self.scalars)
 
     @property
     def written(self) -> str:

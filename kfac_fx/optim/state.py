@@ -85,8 +85,8 @@ class StepState:
 
     def __post_init__(self) -> None:
         scalar, rule = self.vectors.scalar, self.options.rule
-        names = (*SCALARS, *rule.scalars, "kappa")
-        self.scalars = {name: torch.full_like(self.damping, torch.nan) for name in names}
+        first = {**dict.fromkeys((*SCALARS, "kappa"), torch.nan), **rule.scalars}
+        self.scalars = {name: torch.full_like(self.damping, value) for name, value in first.items()}
         self.checks = Checks(StepSize.first(scalar))
         self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
         self.memory = rule.memory(scalar, self.estimator)
