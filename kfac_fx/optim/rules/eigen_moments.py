@@ -112,6 +112,7 @@ from kfac_fx.recording.statistics import Key
 
 RATE = 0.02
 GROWTH = 1.0  # η
+OVERSHOT = 0.3
 FIRST = 10.0  # the largest m that the first check gives
 LEAST, MOST = 0.1, 30.0  # of m
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
@@ -286,6 +287,8 @@ class EigenMoments(CheckedRule):
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
+        overshot = (outcome.change > 0) & (outcome.change > 2 * outcome.predicted)
+        step.scalars["multiplier"].mul_(torch.where(overshot, OVERSHOT, 1.0))
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         step.memory.means.forget_average(risen)
