@@ -85,10 +85,13 @@ class Check:
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
         """by_quotient: whether to take a difference quotient instead of a product with the Jacobian."""
         rounding = batch.rounding
-        repeated = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
-        before = batch.returned(parameters) if repeated else batch.at(parameters)
+        as_returned = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
+        returned = batch.returned(parameters) if as_returned else None
+        # Both sides of a difference are the same function: of the same weights, under the same noise.
+        same = returned is not None and batch.repeats(parameters)
+        before = returned if returned is not None and same else batch.at(parameters)
         step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
-        return Check(batch, parameters, before, batch.value(before), steps, step)
+        return Check(batch, parameters, before, batch.value(before if returned is None else returned), steps, step)
 
     def values_at(self, there: Tensors) -> list[Values]:
         """The values at other parameters, or other shards of them, by name."""
