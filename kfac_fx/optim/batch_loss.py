@@ -195,8 +195,8 @@ class BatchLoss:
                 with self.same_noise():
                     again = self.values(forward, parameters)
                     first = self.values_of(forward, forward.returned)
-                pair = (sampled_elements(list(values.leaves)) for values in (first, again))
-                recorder.repeats = not bool(differ(*pair, forward.precision.rounding))
+                of_first, of_second = (sampled_elements(list(values.leaves)) for values in (first, again))
+                recorder.repeats = not bool(differ(of_first, of_second, forward.precision.rounding))
             if recorder.repeats is False:
                 return False
         return True

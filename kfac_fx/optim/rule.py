@@ -146,6 +146,7 @@ class BlockStep:
         flat: the parameters that have a gradient, as vectors [P].
         ok: whether the gradient is taken, 0-dim; known in `direction`.
         check: of this step; None without one.
+        risen: whether it undid the steps before this one, 0-dim; None: it did not look.
         estimator: has the blocks.
         damping: λ, 0-dim, written in place.
         size: the step size from check to check.
@@ -170,6 +171,7 @@ class BlockStep:
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
     exact_products: Products
     check: Check | None = None
+    risen: Tensor | None = None
     ok: Tensor = field(init=False)
 
     @property

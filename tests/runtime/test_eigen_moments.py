@@ -298,8 +298,11 @@ class Slow:
         self.values: Any = [None, None]
         self.exponent, self.damping = exponent, damping
         self.momentum, self.decay, self.nesterov, self.t = momentum, decay, nesterov, 0
+        self.multiplier = Multiplier()
+        self.last: list[Tensor] = [torch.zeros(net.model[n].weight.shape[0], net.model[n].in_features + 1) for n in (0, 2)]
 
-    def step(self, number: int, lr: float, weight_decay: float) -> None:
+    def step(self, number: int, opt: KFAC, weight_decay: float = 0.0) -> None:
+        """opt: after its step; it tells how long the step was, next to m, and what its check saw."""
         x, y = data(number)
         hidden = torch.tanh(x @ self.w[0].T + self.b[0])
         d1 = 2 * (hidden @ self.w[1].T + self.b[1] - y) / y.numel()

@@ -39,7 +39,9 @@ While the loss still falls along the last step, that step was too short, and m g
 c is negative and m shrinks (Baydin et al. 2018, "Online learning rate adaptation with hypergradient descent"). The
 factor lr / lr₀ leaves a schedule alone: an lr that falls does not make m grow instead. The first check multiplies m by
 1 / ρ, at least 1 and at most `FIRST`, so that the first step goes as far as the bound allows: a job without
-curvature to fear has its scale after one step, and a transformer, whose first steps must be short, has a large ρ.
+curvature to fear has its scale after one step, and a transformer, whose first steps must be short, has a large ρ. The
+cosine sees the loss along a step and not beyond it. So a check multiplies m by `OVERSHOT` if the loss of its own batch
+rose in the step, and by more than twice what the quadratic model says.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. It is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by `RISE_AGAIN` h
@@ -267,7 +269,7 @@ class EigenMoments(CheckedRule):
         fisher, slope, before = check.along(flat, proposed)
         longest = self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
         norm = (fisher / longest).sqrt()
-        first = torch.where(step.size.ratio == 0, first_multiple(norm, flat.largest_lr), 1.0)
+        first = torch.where(step.size.norm.isinf(), first_multiple(norm, flat.largest_lr), 1.0)
         multiplier.mul_(first)
         norm = norm * first
         ratio = next_divisor(last, norm)
@@ -280,7 +282,8 @@ class EigenMoments(CheckedRule):
             before,
             tolerated(check.value),
             ratio,
-            norm=norm,
+            {"norm": torch.where(norm > 0, norm, step.size.norm)},
+            norm,
         )
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
@@ -288,7 +291,8 @@ class EigenMoments(CheckedRule):
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         overshot = (outcome.change > 0) & (outcome.change > 2 * outcome.predicted)
-        step.scalars["multiplier"].mul_(torch.where(overshot, OVERSHOT, 1.0))
+        multiplier = step.scalars["multiplier"]
+        multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         step.memory.means.forget_average(risen)
@@ -337,7 +341,8 @@ class EigenMemory(Memory):
 
 
 def first_multiple(norm: Tensor, lr: Tensor) -> Tensor:
-    """By which the first check multiplies m: 1 / ρ, at least 1 and at most `FIRST`. norm: lr ρ. All are 0-dim."""
+    """By which the first check multiplies m: 1 / ρ, at least 1 and at most `FIRST`; 1 while lr is zero. norm: lr ρ. All
+    are 0-dim."""
     return torch.where(norm > 0, lr / norm, 1.0).clamp(min=1.0, max=FIRST)
 
 
