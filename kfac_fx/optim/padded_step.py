@@ -189,12 +189,14 @@ class PaddedGroup:
         return self.group.alike.unpack_apart(matrices[..., :o, : i - 1], biases[..., :o, 0])
 
     def renew_bases(self) -> None:
-        """Copy the bases of the blocks, if they have changed."""
+        """Copy the bases of the blocks, and turn the last directions into them, if they have changed."""
         present = [self.group.extras[f"basis/{side}"] for side in self.group.sides if not side.diagonal]
         versions = tuple(map(version, present))
         if versions != self.seen:
+            last = self.turned(self.directions, transpose=False)
             for target, basis in zip(self.bases, present, strict=True):
                 target[..., : basis.shape[-2], : basis.shape[-1]].copy_(basis)
+            self.directions.copy_(self.turned(last.to(self.directions.dtype), transpose=True))
             self.seen = versions
 
     def to_eigenbasis(self) -> Tensor:

@@ -290,13 +290,19 @@ class EigenMoments(CheckedRule):
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
+        self.forget_update(step, outcome.tried & ~outcome.kept)
         overshot = (outcome.change > 0) & (outcome.change > 2 * outcome.predicted)
         multiplier = step.scalars["multiplier"]
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         step.memory.means.forget_average(risen)
-        step.state["last_update"].masked_fill_(risen, 0)
+        self.forget_update(step, risen)
+
+    def forget_update(self, step: BlockStep, where: Tensor) -> None:
+        """Forget the last update where `where` is true, 0-dim: the parameters are no longer behind it."""
+        step.state["last_update"].masked_fill_(where, 0)
+        step.memory.forget_update(where)
 
 
 class EigenMemory(Memory):
@@ -326,6 +332,10 @@ class EigenMemory(Memory):
             decay, exponent = self.rule.second_moment_decay, self.rule.eigenvalue_exponent
             self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
         return self._padded if self._padded.fits(means, flat) else None
+
+    def forget_update(self, where: Tensor) -> None:
+        if self._padded is not None:
+            self._padded.squared.masked_fill_(where, 0)
 
     def static(self) -> list[Tensor]:
         """Tensors that stay where they are, for CUDA graphs."""
