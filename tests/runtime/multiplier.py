@@ -19,7 +19,7 @@ class Multiplier:
         self.value = min(30.0, max(0.1, self.value * math.exp(cosine * lr / self.peak)))
 
     def first(self, rho: float) -> float:
-        """At the first check: the factor that takes the step to its bound, from 1 to 10."""
+        """At the first check of a step with a length: the factor that takes the step to its bound, from 1 to 10."""
         factor = min(10.0, max(1.0, 1 / rho)) if rho else 1.0
         self.value *= factor
         return factor
@@ -27,4 +27,4 @@ class Multiplier:
     def checked(self, change: float, predicted: float) -> None:
         """After a check: of the loss of its batch."""
         if change > 0 and change > 2 * predicted:
-            self.value *= 0.3
+            self.value = max(0.1, 0.3 * self.value)

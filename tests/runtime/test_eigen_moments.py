@@ -387,14 +387,20 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     ids=["noise", "the same batch", "a step at its bound"],
 )
 def test_momentum_is_nesterovs_where_noise_limits_steps(batches: str, bound: float, nesterov: bool) -> None:
-    """The first step has one gradient, so its mean is that gradient either way."""
+    """The first step has one gradient, so its mean is that gradient either way. Above 1, r is lr ρ if that is more than
+    the last r, and the root of the product of both if it is less."""
     net, opt = made(norm_constraint=bound, damping_adaptation_interval=2)
-    slow = Slow(net, (0.9, 0.9), 0.95, nesterov, bound=bound, interval=2)
+    slow, divisor, decided = Slow(net, (0.9, 0.9), 0.95, nesterov, bound=bound, interval=2), 1.0, []
     for number in range(8):
         of = number if batches == "others" else 0
         step(net, opt, of)
         slow.step(of, opt)
         torch.testing.assert_close(net.model[2].weight.detach(), slow.w[1], rtol=1e-6, atol=1e-12)  # type: ignore[index, union-attr]
+        if bound < 1 and slow.checks:
+            last, divisor = divisor, float(opt._step_state.checks.size.ratio)
+            slow.nesterov = divisor / last < 0.75
+            decided.append(slow.nesterov)
+    assert decided.count(False) >= len(decided) - 1
 
 
 def test_blocks_have_the_momentum_of_their_parameter_group() -> None:
@@ -450,11 +456,11 @@ def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     net, opt = made()
-    for number in range(4):  # the next step makes no bases
+    for number in range(5):  # the next step makes no bases, and is no check
         step(net, opt, number)
     state = opt.state_dict()["state"]
     before = {(n, name): tensor.clone() for n, values in state.items() for name, tensor in values.items()}
-    x, y = data(4)
+    x, y = data(5)
     opt.zero_grad()
     F.mse_loss(net(x), y).backward()
     next(net.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
