@@ -291,6 +291,10 @@ class Rule:
         """The names of scalars that `Metrics` shows."""
         return tuple(self.scalars)
 
+    def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
+        """For the report: where the rule's scalars stand. Waits for the device."""
+        return []
+
     @property
     def written(self) -> str:
         """How a user wrote the rule, for messages."""

@@ -166,7 +166,8 @@ class StepState:
         computes."""
         share = self.checks.share
         part = f"checks take the first {Fraction(share)} of the examples of a batch, rounded up, on an accelerator"
-        return [*self.schedule.described(), *[part] * (share < 1.0), *self.memory.described()]
+        of_rule = self.options.rule.described(self.scalars)
+        return [*self.schedule.described(), *[part] * (share < 1.0), *of_rule, *self.memory.described()]
 
     def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
         """Each part that was not done as it should be, and why."""

@@ -145,16 +145,16 @@ def test_every_step_is_that_of_matrices_as_they_are(case: str, monkeypatch: pyte
         kinds.append("vector")
         return update
 
-    def step(padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, nesterov: Any) -> Tensor:
+    def step(
+        padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, nesterov: Any, grow: Any
+    ) -> Tensor:
         update = expected_update(training, padded, flat, ok)
-        expected = {
-            name: parameter - rate() * scalars["lr"][name] * (update[name] + scalars["weight_decay"][name] * parameter)
-            for name, parameter in flat.copies.items()
-        }
-        moved = plain_step(padded, flat, ok, rate, scalars, nesterov)
+        before = {name: parameter.clone() for name, parameter in flat.copies.items()}
+        moved = plain_step(padded, flat, ok, rate, scalars, nesterov, grow)
         assert moved
-        for name, parameter in flat.copies.items():
-            torch.testing.assert_close(parameter, expected[name], **EXACT)
+        for name, parameter in flat.copies.items():  # the step has changed the rate
+            whole = update[name] + scalars["weight_decay"][name] * before[name]
+            torch.testing.assert_close(parameter, before[name] - rate() * scalars["lr"][name] * whole, **EXACT)
         kinds.append("step")
         return moved
 
@@ -165,6 +165,33 @@ def test_every_step_is_that_of_matrices_as_they_are(case: str, monkeypatch: pyte
         training.step()
     assert kinds == ["vector", "vector", "vector", "step", "step", "vector", "step", "step", "step"]
     assert int(training.optimizer.skipped) == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_has_the_multipliers_of_matrices_as_they_are(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a schedule, new bases after 0, 1, 2, 5, 10 and 20 steps, and a check that undoes steps."""
+    plain = Training(case, torch.float64)
+    padded = Training(case, torch.float64)
+    multipliers = []
+    for number in range(24):
+        for training in (plain, padded):
+            dtype = None if training is plain else torch.float64
+            monkeypatch.setattr(eigen_moments, "product_dtype", lambda device, of_factors, dtype=dtype: dtype)
+            for group in training.optimizer.param_groups:
+                group["lr"] *= 0.95
+            if number == 18:
+                with torch.no_grad():
+                    for parameter in training.net.parameters():
+                        parameter.mul_(8)
+            training.step()
+        found, expected = (float(training.optimizer.scalars["multiplier"]) for training in (padded, plain))
+        assert found == pytest.approx(expected, rel=1e-5), number
+        multipliers.append(expected)
+    assert (padded.state.memory._padded is None, plain.state.memory._padded) == (False, None)
+    assert padded.optimizer.skipped == plain.optimizer.skipped > 0
+    assert len(set(multipliers)) > 12
+    for found, expected in zip(padded.net.parameters(), plain.net.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("exact_products")

@@ -250,8 +250,8 @@ class Dense:
         if self.k == 1:
             delta = self.multiplier.first(math.sqrt(float(delta @ fisher @ delta) / 1e30) / 0.5) * delta
         self.move(delta)
-        change = F.cross_entropy(self.model(x), y) - loss
-        self.multiplier.checked(float(change), float(0.5 * delta @ fisher @ delta - g @ delta))
+        change = F.cross_entropy(self.model(x), y).item() - loss.item()
+        self.multiplier.checked(change, float(0.5 * delta @ fisher @ delta - g @ delta))
 
     def kappa(self, a: Tensor, u: Tensor) -> float:
         return min(1.0, math.sqrt(1e-3 / float(a @ u))) if self.chosen["constraint"] == "gradient" else 1.0

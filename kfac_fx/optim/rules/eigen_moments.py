@@ -177,6 +177,9 @@ class EigenMoments(CheckedRule):
     def reported(self) -> tuple[str, ...]:
         return ("multiplier",)
 
+    def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
+        return [f"steps are {float(scalars['multiplier']):.2g} times as long as at the rate of {RATE}"]
+
     # --- state --------------------------------------------------------------------------------------------------------
 
     def new_state(self, parameter: Tensor) -> Tensors:
