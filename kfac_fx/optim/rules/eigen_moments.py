@@ -45,8 +45,8 @@ rose in the step, and by more than twice what the quadratic model says.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. It is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by `RISE_AGAIN` h
-if that is less. ρ of `KFAC.rho`, the actual change of the loss over the predicted one, decides nothing: Adam's steps
-make a small loss rise and fall on its way, even where the quadratic model predicts a rise.
+if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on its way, even
+where the quadratic model predicts a rise.
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
