@@ -4,7 +4,7 @@ import sys
 
 from kfac_fx import losses
 from kfac_fx.compiled import fisher_blocks, layer_collection
-from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile
+from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile, detach
 from kfac_fx.compiled.layer_collection import (
     LayerCollection,
     get_default_layer_collection,
@@ -13,9 +13,12 @@ from kfac_fx.compiled.layer_collection import (
 from kfac_fx.compiled.names import CapturedModel
 from kfac_fx.compiled.register_methods import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled.report import Report
+from kfac_fx.estimator.batches import Batch
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.estimator.fitting import fit_spectrum, load_spectrum, save_spectrum
-from kfac_fx.estimator.model_spectrum import Batch, ModelSpectrum, Queries
+from kfac_fx.estimator.fitting import fit_spectrum
+from kfac_fx.estimator.model_spectrum import ModelSpectrum
+from kfac_fx.estimator.queries import Queries
+from kfac_fx.estimator.saved import load_queries, load_spectrum, save_queries, save_spectrum
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot, rules
@@ -65,15 +68,18 @@ __all__ = [
     "by_group",
     "capture",
     "compile",
+    "detach",
     "fisher_blocks",
     "fit_spectrum",
     "get_default_layer_collection",
     "layer",
+    "load_queries",
     "load_spectrum",
     "losses",
     "plain_backward",
     "plot",
     "rules",
+    "save_queries",
     "save_spectrum",
     "set_default_layer_collection",
     "variable_scope",

@@ -21,7 +21,8 @@ from kfac_fx.cli.bench import BENCH
 from kfac_fx.cli.demo import DEMO
 from kfac_fx.cli.explain import EXPLAIN, PASSES
 from kfac_fx.cli.problem import LOSS, PROBLEM, CommandError, Subcommand, argument, data_of, failure, load, read, seed
-from kfac_fx.estimator.model_spectrum import CASE_KINDS, as_batch
+from kfac_fx.estimator.batches import as_batch
+from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.passes.errors import nearest
 
 FORMATS = ("text", "json", "html", "dot")
@@ -218,6 +219,7 @@ def write_factors(options: argparse.Namespace) -> None:
             parts=options.parts,
             memory=None if options.memory is None else int(options.memory * 1e9),
             folder=options.out,
+            save_every=options.save_every,
             seed=options.seed,
             factor_dtype=FACTOR_DTYPES.get(options.factors),
             dtype=FACTOR_DTYPES.get(options.decompositions),
@@ -243,6 +245,7 @@ FACTORS = Subcommand(
             help="a function without arguments that returns a DataLoader or a list of batches, or one of these",
         ),
         argument("--out", required=True, type=Path, metavar="DIR", help="the folder; a run resumes in its own"),
+        argument("--save-every", type=int, metavar="N", help="write the sums after every N batches, to resume there"),
         LOSS,
         argument("--mode", default="gradients", help="the estimation mode; default: %(default)s"),
         argument("--case", choices=CASE_KINDS, help="correct the eigenvalues, case by case"),

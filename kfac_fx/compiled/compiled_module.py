@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import keyword
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -24,6 +26,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiled.exact_products import FisherProduct
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import CapturedModel, as_written
 from kfac_fx.compiled.report import Report, fallbacks
@@ -62,6 +65,8 @@ from kfac_fx.recording.statistics import Moments, PendingMoments
 from kfac_fx.recording.taps import read_sampling
 
 RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())  # the models that kfac_fx runs itself
+# By a model that is compiled in place and by its wrapper: the module that is attached.
+ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledModule]] = weakref.WeakKeyDictionary()
 OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -146,7 +151,7 @@ class CompiledModule(nn.Module):
         share_state(self, model)
         self.backend = arguments.backend
         self.captures = CaptureCache(model, arguments)
-        self._listener: ForwardListener | None = None
+        self._listening: Callable[[], ForwardListener | None] = nobody
         self._replaced: Callable[..., Any] | None = None  # in place of which the model records, if not its own call
         self._collection: LayerCollection | None = None
         self._case_recorders: list[tuple[Recorder, CaseRecorder]] = []
@@ -158,6 +163,8 @@ class CompiledModule(nn.Module):
             plain = compiled_model(own_call(outer) if in_place else outer, self.backend)
         object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
         object.__setattr__(self, "forward", MethodType(with_signature_of(model, CompiledModule.forward), self))
+        if in_place:
+            cast(Any, self).register_load_state_dict_pre_hook(keep_state)
         if traced is not None:
             self.captures.take(traced)
         if args is not None or kwargs:
@@ -317,6 +324,27 @@ class CompiledModule(nn.Module):
         refuse_other_parameters(parameters, self.model)
         return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
 
+    def fisher_product(self, /, *inputs: Any, targets: Any = None, ggn: bool = False, **kwargs: Any) -> FisherProduct:
+        """The exact Fisher of the mean loss of a batch, as a function from a vector v to F v; see `FisherProduct`.
+
+        product = net.fisher_product(x)
+        step = spectrum.solve(gradient, product).vector     # (F + δ I)⁻¹ g, with the spectrum as the preconditioner
+
+        Args:
+            inputs, kwargs: the arguments of forward.
+            targets: only those of -100 count, which are no cases; None: all rows are cases.
+            ggn: the generalized Gauss-Newton matrix instead of the Fisher.
+
+        It does not record, takes no sample and changes nothing of the model. With several processes it is the Fisher of
+        the batch of this one.
+        """
+
+        def losses(parameters: Mapping[str, Tensor]) -> list[tuple[float, Any]]:
+            outputs, fisher = self.functional(parameters, inputs, kwargs)
+            return self.losses(outputs, fisher, targets, (inputs, kwargs))
+
+        return FisherProduct(self.model, losses, ggn=ggn)
+
     @runs_the_model
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `recording.equivalence`.
@@ -386,28 +414,42 @@ class CompiledModule(nn.Module):
                 f"attach takes an optimizer with the methods of ForwardListener, and got a {type(listener).__name__}: "
                 "KFAC(net) attaches itself"
             )
+        others = [self, *(net for net in nets_of(self._wrapper) if self.in_place and net is not self)]
+        if any(net._listener is not None for net in others):
+            gc.collect()  # schedulers make circles with an optimizer, which keep it after its last name is gone
         if self._listener is not None:
             raise AlreadyAttachedError(
                 f"a {type(self._listener).__name__} is already attached to this module: every batch would be recorded "
                 "twice.\nCall net.detach() first, or compile the model again."
             )
+        if any(net._listener is not None for net in others):
+            raise AlreadyAttachedError(
+                f"this {class_of(self.model).__name__} was compiled in place before, and records for the optimizer of "
+                "that module, which is still there.\nCall kfac_fx.detach(model) before you compile the model again: "
+                "it gives the model its own call back."
+            )
+        for net in others:
+            net.detach()
         if self.in_place:
-            replaced = replaced_call(self._wrapper)
-            if isinstance(getattr(replaced, "__self__", None), CompiledModule):
-                raise AlreadyAttachedError(
-                    f"this {class_of(self.model).__name__} was compiled in place before, and records for the "
-                    "optimizer of that module.\nCall detach() of that module first: it gives the model its own call "
-                    "back."
-                )
-            self._replaced = replaced
+            self._replaced = replaced_call(self._wrapper)
             replace_call(self._wrapper, self.call_in_place)
-        self._listener = listener
+            ATTACHED[self.model] = ATTACHED[self._wrapper] = weakref.ref(self)
+        # An optimizer ends with its last name. The model has this module, which must not keep it.
+        self._listening = weakref.ref(listener) if isinstance(listener, torch.optim.Optimizer) else lambda: listener
+
+    @property
+    def _listener(self) -> ForwardListener | None:
+        """The attached optimizer; None if there is none, or if it is gone."""
+        return self._listening()
 
     def detach(self) -> None:
         """Stop telling the attached optimizer about forwards. A model compiled in place gets its own call back."""
         if self.in_place and replaced_call(self._wrapper) == self.call_in_place:
             replace_call(self._wrapper, self._replaced)
-        self._listener = None
+        for module in (self.model, self._wrapper):
+            if module in ATTACHED and ATTACHED[module]() is self:
+                del ATTACHED[module]
+        self._listening = nobody
 
     # --- the model's own behavior -----------------------------------------------------------------------------------
 
@@ -431,6 +473,10 @@ class CompiledModule(nn.Module):
             self._listener.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model. In the state of a module that has this one as an attribute, a module that was compiled in
+        place has nothing: the model itself is there."""
+        if self.in_place and kwargs.get("destination") is not None and kwargs.get("prefix"):
+            return kwargs["destination"]
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -476,6 +522,36 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"kfac_fx.compile({self.model!r})"
+
+
+def keep_state(net: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let the state of a module that has `net` as an attribute be loaded without one of `net`."""
+    for name, tensor in net.state_dict().items():
+        state.setdefault(f"{prefix}{name}", tensor)
+
+
+def nobody() -> None:
+    """No listener."""
+
+
+def nets_of(model: nn.Module) -> list[CompiledModule]:
+    """The compiled modules for which modules inside of this one record in place."""
+    found = (ATTACHED[module]() for module in model.modules() if module in ATTACHED)
+    return list(dict.fromkeys(net for net in found if net is not None))
+
+
+def detach(model: nn.Module) -> None:
+    """Give a model that was compiled in place its own call back; its optimizer records no more.
+
+    For code that runs several times with one model, such as the `configure_optimizers` of a LightningModule: call it
+    before the model is compiled again. All modules inside of `model` are meant. A model that does not record stays as
+    it is.
+
+    Raises TypeError for what is no module.
+    """
+    refuse_other_models(model, "kfac_fx.detach")
+    for net in [model] if isinstance(model, CompiledModule) else nets_of(model):
+        net.detach()
 
 
 def with_signature_of(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,6 +84,12 @@ class Report:
     ) -> None:
         self.program, self.counters, self.fallbacks, self.intervals = program, counters, fallbacks, intervals
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Report cannot be copied or pickled, because it has the graph of the model. Keep its text, "
+            "str(net.report), or its data, net.report.to_dict()."
+        )
+
     @cached_property
     def rows(self) -> tuple[ReportRow, ...]:
         """One row for every registration."""

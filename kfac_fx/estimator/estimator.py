@@ -19,7 +19,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule, compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
-from kfac_fx.fisher.block import BlockDiagonalFisher
+from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import DividedGroup
 from kfac_fx.fisher.spectrum import Damping
@@ -32,6 +32,7 @@ from kfac_fx.linalg.arguments import (
     finite_numbers,
     not_negative,
     optional,
+    positive,
     whole_number,
     wrong_value,
 )
@@ -93,7 +94,8 @@ class FisherEstimator(BlockDiagonalFisher):
                 LayerCollection, which can then serve no other estimator.
             variables: the names of the parameters to estimate, None for all. Parameters that share a registration must
                 be named together. With a LayerCollection: exactly the parameters that must be registered.
-            cov_ema_decay: weight of the factors' past at an update, from 0 to 1.
+            cov_ema_decay: d, by which an update multiplies the weights of all batches before it, from 0 to 1: the
+                factors are means of the batches with the weights 1, d, d², ...
             damping: λ of F + λ I. A 0-d tensor is used as it is, so that writing into it changes `est.damping`.
             exps: the powers of F + λ I that `multiply_matpower` needs; 1 is always available.
             estimation_mode: "gradients" samples targets from the model's own distribution (the Fisher), "empirical"
@@ -244,6 +246,17 @@ class FisherEstimator(BlockDiagonalFisher):
         of cases."""
         return {key: sums.get("count", self._pending.cases) for key, sums in self._pending.sums.items()}
 
+    def pending_state(self) -> dict[str, Tensor]:
+        """The sums that are not folded yet, as tensors by name, and the state of the random stream."""
+        generator = {} if self._generator is None else {"generator": self._generator.get_state()}
+        return self._pending.state() | generator
+
+    def load_pending(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `pending_state()` of an estimator with the same blocks."""
+        self._pending = PendingBatch.of_state(state, self.blocks, self.damping.device)
+        if self._generator is not None:
+            self._generator.set_state(state["generator"].cpu())
+
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
         """Moments that are accumulated inside are forgotten if an exception leaves the block."""
@@ -305,10 +318,17 @@ class FisherEstimator(BlockDiagonalFisher):
             raise
 
     @torch.no_grad()
-    def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
+    def fold(self, *, decay: float | None = None, weight: float | None = None, accept: Tensor | None = None) -> bool:
         """Average all accumulated moments into all factors, as one batch.
 
-        decay: None for `cov_ema_decay`. accept: a 0-d bool tensor; where False, the sums are dropped.
+        Args:
+            decay: by which the weight of the past is multiplied, from 0 to 1; None for `cov_ema_decay` or, with a
+                weight, for 1.
+            weight: of the batch, 1 by default: its number of cases, for factors that are means over all cases of a
+                stream. est.fold(weight=len(x)) after every chunk, also of another process that has loaded the state,
+                makes the factors that one fold of all chunks makes. Blocks of generic parameters are the mean of those
+                of the chunks.
+            accept: a 0-d bool tensor; where False, the sums are dropped.
 
         Returns False for a batch without cases, which changes nothing, else True.
 
@@ -318,6 +338,7 @@ class FisherEstimator(BlockDiagonalFisher):
         ModelChangedError if the outputs of a recording were not the model's.
         """
         optional(a_weight, "decay", decay)
+        optional(positive, "weight", weight)
         if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
             raise wrong_value("accept", accept, "be a 0-dim tensor of torch.bool")
         self.newcomers = frozenset()
@@ -330,7 +351,8 @@ class FisherEstimator(BlockDiagonalFisher):
             many = "1 case" if recorded == 1 else f"{recorded} cases"
             self._pending = PendingBatch()
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
-        decay = self.cov_ema_decay if decay is None else decay
+        if decay is None:
+            decay = self.cov_ema_decay if weight is None else 1.0
         pending = self._pending
         pending.keep(pending.sums.keys() - pending.paused)
         groups = {key: self.blocks[key].group for key in pending.sums}
@@ -345,7 +367,15 @@ class FisherEstimator(BlockDiagonalFisher):
                         if not group.here:
                             continue
                         sums = [pending.sums[r.parameters] for r in group.registrations[members]]
-                        group.update(sums, cases, decay=decay, accept=accept, members=members)
+                        group.update(
+                            sums,
+                            cases,
+                            decay=decay,
+                            weight=1.0 if weight is None else float(weight),
+                            by_rows=weight is not None,
+                            accept=accept,
+                            members=members,
+                        )
             self.newcomers = frozenset(pending.sums.keys() - self._recorded)
             self._recorded |= self.newcomers
             self.params_stats = {name: gradient / cases for name, gradient in pending.gradients.items()}
@@ -365,7 +395,8 @@ class FisherEstimator(BlockDiagonalFisher):
         and δ.
 
         It decomposes all factors once and does not need `update_inverses`. The damping is not split between the sides.
-        The result can also correct its eigenvalues and score examples, see `ModelSpectrum`.
+        The result has a copy of the factors for `save_spectrum`, and can also correct its eigenvalues and score
+        examples, see `ModelSpectrum`.
 
         Args:
             scale: s; the number of training cases for the precision of a Laplace approximation.
@@ -381,7 +412,8 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         systems = self._systems(dtype, device)
         damping = self.damping.clone() if damping is None else damping
-        return ModelSpectrum(systems, self._shapes, scale, damping, net=self.net, mode=self.estimation_mode)
+        shapes, mode = self._shapes, self.estimation_mode
+        return ModelSpectrum(systems, shapes, scale, damping, net=self.net, mode=mode, replicas=self.replicas)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""
@@ -433,6 +465,24 @@ class PendingBatch:
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
         return replace(self, sums=dict(self.sums), gradients=dict(self.gradients), paused=set(self.paused))
+
+    def state(self) -> dict[str, Tensor]:
+        """Its sums and numbers as tensors by name, without gradients."""
+        state = {f"{key_text(key)}/{name}": value for key, sums in self.sums.items() for name, value in sums.items()}
+        numbers = {name: torch.as_tensor(getattr(self, name)) for name in ("cases", "lost")}
+        return state | numbers | {f"paused {key_text(key)}": torch.ones(()) for key in self.paused}
+
+    @staticmethod
+    def of_state(state: Mapping[str, Tensor], keys: Iterable[Key], device: torch.device) -> PendingBatch:
+        """The inverse of `state`. keys: of all blocks. device: of the sums."""
+        pending, by_text = PendingBatch(), {key_text(key): key for key in keys}
+        pending.cases, pending.lost = (state[name].to(device) for name in ("cases", "lost"))
+        pending.paused = {key for text, key in by_text.items() if f"paused {text}" in state}
+        for name, value in state.items():
+            text, slash, of_sum = name.rpartition("/")
+            if slash:
+                pending.sums.setdefault(by_text[text], {})[of_sum] = value.to(device)
+        return pending
 
     def keep(self, keys: Iterable[Key]) -> None:
         """Forget the sums of all registrations but these."""

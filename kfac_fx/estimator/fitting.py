@@ -1,155 +1,61 @@
-"""Spectra in folders: fitted part by part, saved and loaded.
-
-A folder has one safetensors file a block, and a manifest in JSON that is checked when they are loaded. A file appears
-under its name when it is complete, so a folder that a killed run left can be completed. No code in a folder is executed
-when it is loaded.
+"""Spectra that are fitted part by part.
 
 `fit_spectrum` has only the factors of one part of the parameters in memory. Every part records all batches anew, with
 the same seed, so the result does not depend on the number of parts. The blocks of a part are written when it is done; a
-run that is repeated with the same folder skips them.
+run that is repeated with the same folder skips them. With `save_every` a run also resumes within a pass over the data,
+from the sums of the batches so far.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
 from kfac_fx.compiled.report import factor_dtype
+from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, digest_of, with_batch
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.estimator.manifests import FORMAT, Manifest, digest, read_manifest, refuse_other, write_manifest
-from kfac_fx.estimator.model_spectrum import ModelSpectrum, as_batch, digest_of
-from kfac_fx.fisher.block import key_text, make_groups
-from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.spectrum import Damping, System
+from kfac_fx.estimator.files import damaged, plain_name, read_tensors, write_tensors
+from kfac_fx.estimator.manifests import (
+    NAME,
+    WITHOUT_DIGESTS,
+    Manifest,
+    is_written,
+    made_of,
+    refuse_other,
+    write_manifest,
+)
+from kfac_fx.estimator.model_spectrum import Correction, ModelSpectrum
+from kfac_fx.estimator.saved import (
+    are_written,
+    commit,
+    compared,
+    manifest_of,
+    read_spectrum_manifest,
+    read_systems,
+    with_files,
+    without_factors,
+    write_blocks,
+)
+from kfac_fx.fisher.spectrum import Damping
+from kfac_fx.fisher.systems import System
+from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
+from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
-from kfac_fx.losses.declared import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.statistics import Key
+from kfac_fx.passes.users_code import warn_user
 
-VALUES = "values"
-
-
-def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
-    """The description of a folder's files. settings: how they were made, which a resumed run must share."""
-    registrations = list(registrations)
-    parameters = dict(net.model.named_parameters())
-    owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
-    return {
-        "format": FORMAT,
-        "model": class_of(net.model).__name__,
-        "mode": mode,
-        "parameters": {name: list(parameters[name].shape) for name in owners},
-        "blocks": {
-            key_text(registration.parameters): {
-                "file": f"block-{number:05}.safetensors",
-                "approximation": registration.approximation,
-                "sides": list(registration.blocks),
-            }
-            for number, registration in enumerate(registrations)
-        },
-        **settings,
-    }
-
-
-def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) -> None:
-    """Write the files of all blocks of the systems, each complete under its name."""
-    for system in systems:
-        for index, registration in enumerate(system.group.registrations):
-            operators = system.group.operators_of(index, system.operators)
-            tensors = {VALUES: system.values[index], **{f"operator {n}": op for n, op in enumerate(operators)}}
-            path = folder / manifest["blocks"][key_text(registration.parameters)]["file"]
-            part = path.with_suffix(".part")
-            save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, part)
-            os.replace(part, path)
-
-
-def is_written(folder: Path, manifest: Manifest, registrations: Iterable[Registration]) -> bool:
-    """Whether the files of all these blocks are there."""
-    blocks = manifest["blocks"]
-    return all((folder / blocks[key_text(block.parameters)]["file"]).is_file() for block in registrations)
-
-
-def read_systems(
-    folder: Path, manifest: Manifest, registrations: Sequence[Registration], parameters: Mapping[str, Tensor]
-) -> list[System]:
-    """The systems of these blocks. Raises FileNotFoundError with all files that are missing, ValueError for tensors of
-    other shapes than the blocks have."""
-    blocks = manifest["blocks"]
-    files = {block.parameters: folder / blocks[key_text(block.parameters)]["file"] for block in registrations}
-    if missing := [path.name for path in files.values() if not path.is_file()]:
-        raise FileNotFoundError(
-            f"{len(missing)} of {len(files)} blocks are missing in {str(folder)!r}, the first is {missing[0]}. The run "
-            "that made it did not end; repeat it with the same folder, and it resumes."
-        )
-    without_data = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in parameters.items()
-    }
-    groups = make_groups(registrations, without_data, roots=(), damping=torch.zeros(()))
-    return [read_system(group, files, parameters) for group in groups]
-
-
-def read_system(group: BlockGroup, files: Mapping[Key, Path], parameters: Mapping[str, Tensor]) -> System:
-    device = parameters[group.registrations[0].owners[0]].device
-    values, operators = [], []
-    for registration in group.registrations:
-        tensors = load_file(files[registration.parameters], device=str(device))
-        values.append(tensors.pop(VALUES))
-        operators.append([tensors[f"operator {n}"] for n in range(len(tensors))])
-        if tuple(values[-1].shape) != group.shape:
-            raise ValueError(
-                f"{str(files[registration.parameters])!r} has eigenvalues {list(values[-1].shape)}, and {registration} "
-                f"is a matrix {list(group.shape)}."
-            )
-    light = group.without_factors(range(len(group)))
-    light.dtype, light.device = values[0].dtype, device
-    return System(light, torch.stack(values), light.stack_operators(operators))
-
-
-def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
-    """Write a spectrum into a folder: one safetensors file a block, and a manifest of model, parameters and blocks.
-
-    Raises ValueError if the folder holds another spectrum.
-    """
-    folder = Path(folder)
-    manifest = manifest_of(spectrum.net, spectrum.registrations, spectrum.mode, case=spectrum.case)
-    write_manifest(folder, manifest)
-    write_blocks(folder, manifest, spectrum.systems)
-
-
-def load_spectrum(
-    net: CompiledModule, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
-) -> ModelSpectrum:
-    """Load a spectrum that `save_spectrum` or `fit_spectrum` wrote for the same model.
-
-    Args:
-        net: the compiled module. Its parameters and the approximations of its blocks must be those of the folder.
-        scale, damping: as of `FisherEstimator.spectrum`.
-
-    Raises ValueError with all that differs between the manifest and the module, FileNotFoundError for missing files.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
-    here = manifest_of(net, registrations, manifest["mode"])
-    settings = {name: value for name, value in manifest.items() if name not in here}
-    refuse_other(folder, manifest, here | settings)
-    parameters = dict(net.model.named_parameters())
-    systems = read_systems(folder, manifest, registrations, parameters)
-    owners = dict.fromkeys(name for block in registrations for name in block.owners)
-    shapes = {name: parameters[name].shape for name in owners}
-    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=manifest["mode"], case=manifest.get("case"))
-
+FACTORS, CORRECTION = "factors", "correction"  # the passes over the data
 
 Parts = int | Sequence[Iterable[str]]
 
@@ -163,12 +69,14 @@ def fit_spectrum(
     parts: Parts = 1,
     memory: int | None = None,
     folder: str | Path | None = None,
+    save_every: int | None = None,
     seed: int = 0,
     scale: float | Tensor = 1.0,
     damping: Damping = 0.0,
     factor_dtype: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    process_group: Any = None,
 ) -> ModelSpectrum:
     """Record, decompose and correct the factors of a model, part by part. All cases have the same weight.
 
@@ -176,23 +84,30 @@ def fit_spectrum(
 
     Args:
         net: the compiled module.
-        batches: of the data, iterated once or twice for every part: a list or a DataLoader. Sums over cases do not
-            depend on their order, so it may shuffle, if every pass has all cases (no `drop_last`); the samples of a
-            part are then others than with other parts. A folder needs the same order every time.
+        batches: of the data, iterated once for every part, and once more with a case: a list or a DataLoader; a
+            generator where one pass is enough. Sums over cases do not depend on their order, so it may shuffle, if
+            every pass has all cases (no `drop_last`); the samples of a part are then others than with other parts. A
+            folder needs the same order every time.
         mode: the estimation mode of the factors and of the correction; see `FisherEstimator`.
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
         parts: how many parts of about equal memory, or the names of the parameters of every part.
         memory: bytes that the factors of a part and their eigenvectors may take, in place of `parts`.
         folder: where the blocks are written as they are made, see `save_spectrum`. If it holds some of them, they
-            are not computed again; the loss, the numbers of the model, the first batch and the number of batches must
-            be those of the folder. None: nowhere.
+            are not computed again; the loss, the weights, the first batch and the number of batches must be those of
+            the folder. None: nowhere.
+        save_every: write the sums of a pass over the data into the folder after so many batches, so that a run that is
+            killed resumes there; the batches up to there are read and compared, and not recorded again. The sums take
+            about the memory of the part's factors. None: a run resumes at its part.
         seed: of the samples.
         scale, damping, dtype, device: as of `FisherEstimator.spectrum`; factor_dtype: as of `FisherEstimator`.
+        process_group: of torch.distributed, `group.WORLD` for all. All its processes call this, each with its own part
+            of the data, and have the spectrum of all of them. A folder is one that all of them see; the first process
+            writes into it. None: this process alone.
 
     Raises:
         RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
         TypeError: the module is not compiled.
-        ValueError: there are no batches, they are an iterator, which ends after the first part, or the folder holds
+        ValueError: there are no batches, they are an iterator and several passes are needed, or the folder holds
             another spectrum.
     """
     if not isinstance(net, CompiledModule):
@@ -200,69 +115,355 @@ def fit_spectrum(
             f"fit_spectrum takes a compiled module, and got a {type(net).__name__}: write "
             "net = kfac_fx.compile(model, ...) and fit_spectrum(net, ...)"
         )
-    if iter(batches) is batches:
-        raise ValueError("`batches` is an iterator, which cannot be repeated: pass a list or a DataLoader.")
-    first = next(iter(batches), None)
-    if first is None:
-        raise ValueError("`batches` has no batches.")
-    batch = as_batch(first)
+    optional(whole_number(1, "batches"), "save_every", save_every)
+    if save_every is not None and folder is None:
+        raise ValueError("save_every needs a folder, into which the sums are written: pass folder=.")
+    optional(a_process_group, "process_group", process_group)
+    replicas = None if process_group is None else Replicas(process_group)
+    several = replicas is not None and replicas.number > 1
+    if several and save_every is not None:
+        raise ValueError("save_every is for one process: several resume at their part.")
+    if replicas is None and any(map(is_sharded, net.parameters())):
+        warn_user(
+            UserWarning(
+                "the model is sharded, and fit_spectrum has no process_group: every process fits its own data, and has "
+                "another spectrum. Pass process_group=torch.distributed.group.WORLD."
+            )
+        )
+    iterator = iter(batches)
+    batch = first_batch(iterator) if replicas is None else replicas.together(partial(first_batch, iterator))
+    if replicas is not None and several:
+        check_parts_of_data(replicas, net, batch, batches)
     net.recorder(batch.args, batch.kwargs)  # proves the registrations, which may change them
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
+    passes = len(chosen) * (1 if case is None else 2)
+    once = iterator is batches
+    if once and passes > 1:
+        raise ValueError(
+            f"`batches` is an iterator, which ends after one pass, and {passes} are needed, one for each part and one "
+            "more for its case: pass a list or a DataLoader."
+        )
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
-    settings: dict[str, Any] = {"case": case, "seed": seed, "factor_dtype": str(factor_dtype), "dtype": str(dtype)}
-    path = None if folder is None else Path(folder)
-    if path is not None:
-        loss = net.captures.arguments.loss
-        settings |= {
-            "loss": digest(loss.make) if isinstance(loss, LossSpec) else repr(loss),
-            "numbers of the model": digest(net.model),
+    of_fit = OfFit(mode, case, seed, factor_dtype, dtype, device, process_group)
+    kept: FitFolder | None = None
+    if folder is not None:
+        settings = {
+            "case": case,
+            "seed": seed,
+            "factor_dtype": str(factor_dtype),
+            "dtype": str(dtype),
             "first batch": digest_of(batch),
             "batches": len(batches) if isinstance(batches, Sized) else None,
         }
-    manifest = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
-    if path is not None:
-        write_manifest(path, manifest)
+        if replicas is not None and several:  # those of the first process
+            settings = replicas.told(settings | {"processes": replicas.number})[0]
+        here = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
+        here |= {"made of": made_of(net)}
+        kept = FitFolder.of(Path(folder), here, save_every, replicas)
+    batches = chain([batch], iterator) if once else batches
     systems: list[System] = []
     for names in chosen:
         blocks = [block for block in net.registrations if block.owners[0] in names]
-        if path is not None and is_written(path, manifest, blocks):
-            systems += read_systems(path, manifest, blocks, parameters)
+        if kept is not None and are_written(kept.manifest, blocks):
+            systems += read_systems(kept.path, kept.manifest["blocks"], blocks, parameters)
             continue
-        part = fit_part(net, batches, names, mode, case, seed, factor_dtype, dtype, device)
-        if path is not None:
-            write_blocks(path, manifest, part.systems)
-        systems += part.systems
+        part = fit_part(net, batches, names, of_fit, kept)
+        if kept is not None:
+            kept.add(part.systems)
+        systems += part.systems if kept is None and len(chosen) == 1 else without_factors(part.systems)  # for memory
     owners = dict.fromkeys(name for block in net.registrations for name in block.owners)
     shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
-    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case)
+    data = None if kept is None else kept.data
+    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
+
+
+def first_batch(batches: Iterator[Any]) -> Batch:
+    """Raises ValueError if there is none."""
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("`batches` has no batches.")
+    return as_batch(first)
+
+
+def check_parts_of_data(replicas: Replicas, net: CompiledModule, batch: Batch, batches: Iterable[Any]) -> None:
+    """Warn if all processes have the same batch, which is then counted several times. Raises ValueError for other
+    numbers of batches where a forward is one of all processes."""
+    number = len(batches) if isinstance(batches, Sized) else None
+    told = replicas.told((digest_of(batch), number))
+    if len({of_batch for of_batch, _ in told}) == 1:
+        warn_user(
+            UserWarning(
+                f"{replicas.number} processes begin with the same batch: each of them records all data. Give every "
+                "process its own part, such as torch.utils.data.Subset(data, range(rank, len(data), processes))."
+            )
+        )
+    numbers = [of_process for _, of_process in told]
+    if any(map(is_sharded, net.parameters())) and len(set(numbers)) > 1:
+        raise ValueError(
+            f"the processes of a sharded model have {', '.join(map(str, numbers))} batches, and a forward is one of "
+            "all of them: give all the same number of batches, which may be of different sizes."
+        )
+
+
+@dataclass(frozen=True)
+class OfFit:
+    """The options of `fit_spectrum` that every part has."""
+
+    mode: str
+    case: str | None
+    seed: int
+    factor_dtype: torch.dtype | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    process_group: Any = None
+
+    def generator(self, device: torch.device, place: int) -> torch.Generator:
+        """The random stream of a pass over the data. Those of several processes differ."""
+        common = torch.Generator(device).manual_seed(self.seed + place)
+        return common if self.process_group is None else Replicas(self.process_group).stream(common, place)
 
 
 def fit_part(
-    net: CompiledModule,
-    batches: Iterable[Any],
-    names: Iterable[str],
-    mode: str,
-    case: str | None,
-    seed: int,
-    factor_dtype: torch.dtype | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
+    net: CompiledModule, batches: Iterable[Any], names: Iterable[str], options: OfFit, folder: FitFolder | None = None
 ) -> ModelSpectrum:
     """The spectrum of the blocks of some parameters."""
-    estimator = FisherEstimator(
-        net, variables=names, exps=(), estimation_mode=mode, seed=seed, factor_dtype=factor_dtype
-    )
-    for item in batches:
-        batch = as_batch(item)
-        estimator.update_covariances(*batch.args, targets=batch.targets, fold=False, **batch.kwargs)
-    estimator.fold()
-    spectrum = estimator.spectrum(damping=0.0, dtype=dtype, device=device)
-    if case is None:
+    names, of_parameters = sorted(names), next(iter(net.model.parameters())).device
+    uncorrected = None if folder is None else folder.decomposed(net, names)
+    if uncorrected is None:
+        estimator = FisherEstimator(
+            net,
+            variables=names,
+            exps=(),
+            estimation_mode=options.mode,
+            seed=options.generator(of_parameters, 0).initial_seed(),
+            factor_dtype=options.factor_dtype,
+            process_group=options.process_group,
+        )
+
+        def record(batch: Batch) -> None:
+            estimator.update_covariances(*batch.args, targets=batch.targets, fold=False, **batch.kwargs)
+
+        over_data(batches, FACTORS, names, record, estimator.pending_state, estimator.load_pending, folder)
+        estimator.fold()
+        spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
+        del estimator, record  # the spectrum has a copy of the factors
+    else:
+        shapes = {name: parameter.shape for name, parameter in net.model.named_parameters() if name in names}
+        spectrum = ModelSpectrum(uncorrected, shapes, 1.0, 0.0, net=net, mode=options.mode)
+    if options.case is None:
         return spectrum
-    of_parameters = next(iter(net.model.parameters())).device
-    generator = torch.Generator(of_parameters).manual_seed(seed + 1)
-    return spectrum.correct(batches, case, generator=generator)
+    if folder is not None and uncorrected is None:
+        folder.keep_decomposed(names, spectrum.systems)
+    correction = Correction(spectrum, options.case, generator=options.generator(of_parameters, 1))
+    over_data(batches, CORRECTION, names, correction.add, correction.state, correction.load_state, folder)
+    return correction.result()
+
+
+# --- passes over the data ---------------------------------------------------------------------------------------------
+
+
+def over_data(
+    batches: Iterable[Any],
+    stage: str,
+    names: Sequence[str],
+    take: Callable[[Batch], None],
+    state: Callable[[], dict[str, Tensor]],
+    load_state: Callable[[Mapping[str, Tensor]], None],
+    folder: FitFolder | None,
+) -> None:
+    """Take all batches of a pass over the data, from the place where a run before this one stopped.
+
+    Args:
+        stage: `FACTORS` or `CORRECTION`.
+        names: of the parameters of the part.
+        state, load_state: of the sums.
+
+    Raises ValueError if the batches up to there are not those of that run.
+    """
+    if folder is None:
+        for item in batches:
+            take(as_batch(item))
+        return
+    progress = folder.progress_of(stage, names)
+    done = 0 if progress is None else progress.batches
+    if progress is not None:
+        load_state(progress.tensors)
+    data, number = NO_DATA, 0
+    for number, item in enumerate(batches, 1):
+        batch = as_batch(item)
+        data = with_batch(data, batch)
+        if number < done:
+            continue
+        if progress is not None and number == done:
+            if data != progress.data:
+                raise ValueError(
+                    f"the first {done} batches are others than those whose sums are in {str(folder.path)!r}. Pass the "
+                    "batches of that run, in the same order, or another folder."
+                )
+            continue
+        take(batch)
+        if folder.save_every is not None and number % folder.save_every == 0:
+            folder.keep_progress(Progress(stage, names, number, data, state()))
+    if number < done:
+        raise ValueError(
+            f"{str(folder.path)!r} has the sums of {done} batches, and there are {number}. Pass the batches of that "
+            "run, or another folder."
+        )
+    folder.end_of_pass(data)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a pass over the data has come.
+
+    Attributes:
+        stage: `FACTORS` or `CORRECTION`.
+        names: of the parameters of the part.
+        batches: the number of batches whose sums these are.
+        data: the digest of these batches.
+        tensors: the sums, and the state of the random stream.
+    """
+
+    stage: str
+    names: Sequence[str]
+    batches: int
+    data: str
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass
+class FitFolder:
+    """The folder of one fit.
+
+    Attributes:
+        manifest: as it is in the folder.
+        save_every: see `fit_spectrum`.
+        data: the digest of the data, once a pass over them has ended; None: it is not known, or not the same in all
+            passes.
+    """
+
+    path: Path
+    manifest: Manifest
+    save_every: int | None
+    replicas: Replicas | None = None
+
+    @staticmethod
+    def of(path: Path, here: Manifest, save_every: int | None, replicas: Replicas | None) -> FitFolder:
+        """A new folder, or that of a run that stopped. Raises ValueError if it is of another spectrum."""
+
+        def opened() -> FitFolder:
+            return FitFolder.opened(path, here, save_every, replicas)
+
+        if replicas is None:
+            return opened()
+        folder = replicas.together(opened)  # before anything is written
+        if not replicas.rank and not is_written(path):
+            write_manifest(path, here)
+        return folder
+
+    @staticmethod
+    def opened(path: Path, here: Manifest, save_every: int | None, replicas: Replicas | None) -> FitFolder:
+        """See `of`."""
+        if not is_written(path):
+            if replicas is None:
+                write_manifest(path, here)
+            return FitFolder(path, here, save_every, replicas)
+        saved = read_spectrum_manifest(path)
+        if saved["format"] == WITHOUT_DIGESTS:
+            raise ValueError(
+                f"{str(path)!r} was written by an earlier version of kfac_fx, without digests, so a run cannot resume "
+                "there: pass another folder. load_spectrum reads it."
+            )
+        weights_and_loss = {name: value for name, value in saved.get("made of", {}).items() if name != "data"}
+        refuse_other(
+            path, compared(saved) | {"made of": weights_and_loss}, compared(here) | {"made of": here["made of"]}
+        )
+        return FitFolder(path, saved, save_every, replicas)
+
+    @property
+    def data(self) -> str | None:
+        data: str | None = self.manifest["made of"].get("data")
+        return data
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        return {key: number for number, key in enumerate(self.manifest["blocks"])}
+
+    def commit(self, manifest: Manifest) -> None:
+        commit(self.path, manifest)
+        self.manifest = manifest
+
+    def add(self, systems: Sequence[System]) -> None:
+        """Write the blocks of a part that is done, in the first process."""
+        if self.replicas is None:
+            self.write(systems)
+        else:
+            self.replicas.together(partial(self.write, systems if self.replicas.rank == 0 else []))
+
+    def write(self, systems: Sequence[System]) -> None:
+        if not systems:
+            return
+        manifest = with_files(self.manifest, write_blocks(self.path, self.numbers, systems))
+        self.commit({name: value for name, value in manifest.items() if name != "progress"})
+
+    def end_of_pass(self, data: str) -> None:
+        """Compare the data of a pass with those of the passes before it."""
+        if self.replicas is not None and self.replicas.number > 1:
+            return  # every process has a part of them
+        making = self.manifest["made of"]
+        known = making.get("data", data)
+        if known is None or (known == data and "data" in making):
+            return
+        self.commit({**self.manifest, "made of": {**making, "data": data if known == data else None}})
+        if known != data:
+            warn_user(
+                UserWarning(
+                    f"two passes over the data had other batches, so {str(self.path)!r} does not say of which data it "
+                    "is: they are shuffled, or changed at random. Its factors and their correction are of different "
+                    "draws."
+                )
+            )
+
+    # --- within a pass ------------------------------------------------------------------------------------------------
+
+    def progress_entry(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """The entry of the manifest about a part that is not done."""
+        entry = self.manifest.get("progress", {})
+        return entry if isinstance(entry, dict) and entry.get("names") == list(names) else {}
+
+    def keep_progress(self, progress: Progress) -> None:
+        name, digest = write_tensors(self.path / "progress-{}.safetensors", progress.tensors)
+        entry = {**self.progress_entry(progress.names), "names": list(progress.names), "file": name, "digest": digest}
+        entry |= {"stage": progress.stage, "batches": progress.batches, "data": progress.data}
+        self.commit({**self.manifest, "progress": entry})
+
+    def progress_of(self, stage: str, names: Sequence[str]) -> Progress | None:
+        """How far a stopped run has come in a pass of a part; None if there is nothing of it."""
+        entry = self.progress_entry(names)
+        if entry.get("stage") != stage:
+            return None
+        path = self.path / plain_name(entry.get("file"), self.path / NAME)
+        tensors, _ = read_tensors(path, digest=entry.get("digest"))
+        if not isinstance(entry.get("batches"), int) or not isinstance(entry.get("data"), str):
+            raise damaged(self.path / NAME, "does not say of which batches its sums are")
+        return Progress(stage, names, entry["batches"], entry["data"], tensors)
+
+    def keep_decomposed(self, names: Sequence[str], systems: Sequence[System]) -> None:
+        """Write the blocks of a part before their correction, whose sums are of these eigenvectors."""
+        if self.save_every is not None:
+            blocks = write_blocks(self.path, self.numbers, systems)
+            self.commit({**self.manifest, "progress": {"names": list(names), "blocks": blocks}})
+
+    def decomposed(self, net: CompiledModule, names: Sequence[str]) -> list[System] | None:
+        """The blocks of a part before their correction; None if they are not there."""
+        blocks = self.progress_entry(names).get("blocks")
+        if blocks is None:
+            return None
+        for entry in blocks.values():
+            plain_name(entry.get("file"), self.path / NAME)
+        registrations = [block for block in net.registrations if block.owners[0] in names]
+        return read_systems(self.path, blocks, registrations, dict(net.model.named_parameters()), factors=True)
 
 
 # --- which parts ------------------------------------------------------------------------------------------------------

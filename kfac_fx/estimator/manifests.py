@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -15,12 +14,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.estimator.files import damaged, is_there, read_json, write_json
 from kfac_fx.linalg.matrices import dense, real_numbers
 from kfac_fx.linalg.processes import unsharded
+from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.passes.errors import table
+from kfac_fx.passes.users_code import warn_user
 
 NAME = "manifest.json"
-FORMAT = 1  # of the folders; another format is refused
+FORMAT = 2  # of the folders; another format is refused
+WITHOUT_DIGESTS = 1  # of the folders whose files have no digests, which are read with a warning
 
 Manifest = dict[str, Any]
 
@@ -45,30 +49,34 @@ def refuse_other(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any]
         raise ValueError(f"the folder {str(folder)!r} holds something else:\n{table(rows)}")
 
 
+def is_written(folder: Path) -> bool:
+    """Whether a folder has a manifest. Raises ValueError for what is no folder."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is no folder. Pass another name.")
+    return is_there(folder / NAME)
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Raises FileNotFoundError without a manifest, ValueError for another format or text that is no manifest."""
+    """Raises FileNotFoundError without a manifest, ValueError for another format and for a file that is not whole.
+
+    A manifest of format 1 has no digests, and is read as it is.
+    """
     path = folder / NAME
-    if not path.is_file():
+    if not is_written(folder):
         raise FileNotFoundError(f"{str(folder)!r} has no {NAME}: nothing was saved there.")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no manifest: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        version = manifest.get("format") if isinstance(manifest, dict) else None
+    manifest, sealed = read_json(path)
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version not in (WITHOUT_DIGESTS, FORMAT) or isinstance(version, bool):
         raise ValueError(f"{str(path)!r} has the format {version!r}, and this version of kfac_fx reads {FORMAT}.")
-    return manifest
+    if sealed != (version == FORMAT):
+        raise damaged(path, "is not what was written: it holds no digest of its own, or its format has none")
+    return {name: value for name, value in manifest.items() if name != "seal"}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, or check it against one that is there. Raises ValueError if they differ."""
+    """Write the manifest of a folder, in the place of the one that is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / NAME).is_file():
-        refuse_other(folder, read_manifest(folder), manifest)
-        return
-    part = folder / f"{NAME}.part"
-    part.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(part, folder / NAME)
+    write_json(folder / NAME, manifest)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -115,3 +123,70 @@ def digest(*values: Any) -> str:
 
     each(*values)
     return total.hexdigest()[:16]
+
+
+# --- of which model, loss and data ------------------------------------------------------------------------------------
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """A digest of the numbers of a model: of its parameters and of the buffers in its state, by name.
+
+    It does not depend on how the model is divided among processes, which all ask for it together.
+    """
+    total, in_state = hashlib.sha256(), model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in in_state}
+    for name, tensor in sorted({**dict(model.named_parameters()), **buffers}.items()):
+        total.update(digest(name, unsharded(tensor.detach()).detach()).encode())
+    return total.hexdigest()[:16]
+
+
+def words_of_loss(net: CompiledModule) -> str:
+    """The loss that was declared, or the losses that forward computes: names, and digests of a user's functions."""
+    loss = net.captures.arguments.loss
+    if isinstance(loss, LossSpec):
+        named = loss.name.removeprefix("loss=")
+        return named if named != loss.name else f"a function, {digest(loss.make)}"
+    if isinstance(loss, RegisteredLosses):
+        return ", ".join(f"{of.coeff:g} {of.kind} {of.name}" for of in loss.losses)
+    return ", ".join(f"{site.loss} in forward, {site.reduction}" for site in net.program.losses)
+
+
+def made_of(net: CompiledModule) -> dict[str, str]:
+    """The entries of a manifest that tell of which weights and of which loss the numbers are."""
+    return {"weights": digest_of_weights(net.model), "loss": words_of_loss(net)}
+
+
+OTHER = "is {!r} in the folder, and {!r} here"
+
+
+def refuse_other_making(
+    folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], allowed: bool, what: str
+) -> None:
+    """Raises ValueError if the numbers of a folder are of other weights, another loss or other data than are here; or
+    warns, if that is allowed.
+
+    Args:
+        saved, here: entries of `made_of`, and "data". An entry that one of them lacks is not compared.
+        what: what the folder has, as in "a spectrum".
+    """
+    others = [name for name in here if name in saved and saved[name] != here[name]]
+    if not others:
+        return
+    listed = " and ".join(filter(None, [", ".join(others[:-1]), others[-1]]))
+    rows = table([(name, OTHER.format(saved[name], here[name])) for name in others])
+    text = f"{str(folder)!r} has {what} of other {listed}:\n{rows}\n"
+    if not allowed:
+        raise ValueError(
+            f"{text}Its numbers are not those of this net. Load the weights and name the loss that it was made with, "
+            "or pass any_weights=True, which takes it as it is."
+        )
+    warn_user(UserWarning(f"{text}It is taken as it is, because any_weights=True."))
+
+
+def warn_of_no_digests(folder: Path) -> None:
+    warn_user(
+        UserWarning(
+            f"the folder {str(folder)!r} was written by an earlier version of kfac_fx, without digests: whether its "
+            "files are whole, and of which weights and loss they are, is not known. Save it again to have them."
+        )
+    )

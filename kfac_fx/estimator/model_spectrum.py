@@ -2,38 +2,30 @@
 
 The gradients come out of taps (`kfac_fx.recording.case_gradients`), one block at a time, so the memory is that of one
 batch.
-
-`Queries` are preconditioned gradients, and have scores with training examples. The score of a training example z for a
-query q is ∇m(q)ᵀ (s F + δ I)⁻¹ ∇ℓ(z) (Grosse et al. 2023, "Studying large language model generalization with influence
-functions"). The product is linear in ∇ℓ(z) = Σ d rᵀ, so the gradients of a batch are never held: rows meet the queries
-in the backward, block by block.
-
-Queries and training examples come as `Batch`es, which are read from what a DataLoader yields.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
-from kfac_fx.estimator.manifests import FORMAT, digest, write_manifest
+from kfac_fx.estimator.batches import as_batch
+from kfac_fx.estimator.queries import Queries, in_order, recording
 from kfac_fx.fisher.block import key_text
-from kfac_fx.fisher.spectrum import Relative, Spectrum, System
+from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import choice
-from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.recording.case_gradients import (
@@ -42,17 +34,12 @@ from kfac_fx.recording.case_gradients import (
     Counts,
     LowRank,
     QueryGradients,
-    by_rows,
-    query_products,
     sum_of_squares,
     weighted_squares,
 )
-from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
 
-BY = ("sum", "block", "position")  # how scores are added up
 CASE_KINDS = ("row", "position", "sequence")
-Record = Callable[[Any, Consumer, Measurement | None], Counts]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,11 +53,15 @@ class ModelSpectrum(Spectrum):
         net: the compiled module.
         mode: the estimation mode of the factors.
         case: the kind of case of the eigenvalues; None: they are those of the factors.
+        replicas: the processes over which its sums are; None: this process alone.
+        data: the digest of the data, if `fit_spectrum` wrote it into a folder.
     """
 
     net: CompiledModule = field(kw_only=True)
     mode: str = field(default="empirical", kw_only=True)
     case: str | None = field(default=None, kw_only=True)
+    replicas: Replicas | None = field(default=None, kw_only=True)
+    data: str | None = field(default=None, kw_only=True)
 
     def correct(
         self,
@@ -78,6 +69,7 @@ class ModelSpectrum(Spectrum):
         case: str = "row",
         *,
         mode: str | None = None,
+        measurement: Measurement | None = None,
         generator: torch.Generator | None = None,
     ) -> ModelSpectrum:
         """Replace Λ by the mean of the squares of the gradient in the basis Q, case by case (George et al. 2018, "Fast
@@ -95,51 +87,23 @@ class ModelSpectrum(Spectrum):
                 and "sequence" are the same.
             mode: "empirical" takes the true targets, "gradients" samples them, the others are those of
                 `FisherEstimator`; None: that of the factors.
+            measurement: whose gradient is squared instead of the loss's, see `precondition`; it has one row an example.
             generator: of the samples; None: torch's own.
 
-        Returns a spectrum with the same eigenvectors.
+        Returns a spectrum with the same eigenvectors. If its factors are sums over processes, so are these squares: all
+        processes call this, each with its own part of the data, and have the same result.
 
-        Raises ValueError for an unknown case or mode, and if there are no batches.
+        Raises ValueError for an unknown case or mode, for a mode beside a measurement, which has none, and if there are
+        no batches.
         """
-        choice("case", case, CASE_KINDS)
-        totals = {key: torch.zeros_like(system.values[index]) for key, (system, index) in self.places().items()}
-        number = 0
-
-        @torch.no_grad()
-        def add(key: Key, cases: Cases) -> None:
-            system, index = self.places()[key]
-            for kind in cases.by_position() if case == "position" else [cases]:
-                for _, turned in system.in_basis(index, kind):
-                    totals[key] += sum_of_squares(turned)
-
-        for item in batches:
-            batch = as_batch(item)
-            counts = self.net.record_cases(
-                batch.args,
-                batch.kwargs,
-                add,
-                mode=mode or self.mode,
-                targets=batch.targets,
-                by_row=case == "row",
-                only=self.keys,
-                generator=generator,
-            )
-            number += counts.examples if case == "sequence" else counts.rows
-        if not number:
-            raise ValueError("the eigenvalues were to be corrected without cases: `batches` has none.")
-        systems = [
-            replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
-            for system in self.systems
-        ]
-        return replace(self, systems=systems, case=case)
+        correction = Correction(self, case, mode, measurement, generator)
+        for batch in batches:
+            correction.add(batch)
+        return correction.result()
 
     def places(self) -> Mapping[Key, tuple[System, int]]:
-        """By block its system, and its number there."""
-        return {
-            registration.parameters: (system, index)
-            for system in self.systems
-            for index, registration in enumerate(system.group.registrations)
-        }
+        """By block its system, and its number there; see `used`."""
+        return places_of(self.used)
 
     def part(self, names: Iterable[str]) -> ModelSpectrum:
         """The spectrum of the blocks of some parameters, which records these only.
@@ -154,7 +118,12 @@ class ModelSpectrum(Spectrum):
         ]
         damping = self.damping
         if isinstance(damping, Mapping):
-            damping = {r.parameters: self.amount_of(r.parameters) for r in self.registrations if r.owners[0] in wanted}
+            kept = [r.parameters for r in self.registrations if r.owners[0] in wanted]
+
+            def is_kept(key: Any) -> bool:
+                return key in kept or (isinstance(key, str) and any(matches(n, key) for names in kept for n in names))
+
+            damping = cast(Damping, {key: amount for key, amount in damping.items() if is_kept(key)})
         shapes = {name: shape for name, shape in self.shapes.items() if name in wanted}
         return replace(
             self, systems=[system for system in systems if len(system.values)], shapes=shapes, damping=damping
@@ -162,7 +131,6 @@ class ModelSpectrum(Spectrum):
 
     # --- solving ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def solve(
         self,
         vector: Vector,
@@ -186,8 +154,32 @@ class ModelSpectrum(Spectrum):
             iterations: the most. If a residual is larger then, there is a ConvergenceWarning.
             exponent: the preconditioner is (s F + δ I)^exponent; 0: none.
 
-        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite.
+        The result is differentiable in v, with H and δ as constants: its backward is one more solve.
+
+        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite, or if δ or s
+        requires a gradient, which the solution has not.
         """
+        numbers = [self.scale, *amounts_in(self.damping)]
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in numbers):
+            raise ValueError(
+                "solve has no derivative by the damping or the scale of the spectrum, and one of them requires a "
+                "gradient: pass its value, as in spectrum.at(damping=damping.detach()).solve(...), or use "
+                "multiply_inverse, which is differentiable in both."
+            )
+        solutions: list[Solution] = []
+
+        def solved(vector: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+            solutions.append(self.solved(vector, product, tolerance, iterations, exponent))
+            return solutions[-1].vector
+
+        self.many(vector)  # is checked before it is differentiated
+        x = applied(solved, vector)
+        return solutions[0]._replace(vector=x)
+
+    def solved(
+        self, vector: Vector, product: NamedProduct, tolerance: float, iterations: int, exponent: float
+    ) -> Solution:
+        """See `solve`; without a graph."""
         lead, parts = self.many(vector)
         right = self.joined(parts, vector)  # zero in elements that nothing reads
 
@@ -203,12 +195,14 @@ class ModelSpectrum(Spectrum):
         """δ v."""
         if not isinstance(self.damping, (Mapping, Relative)):
             return {name: self.damping * tensor for name, tensor in vector.items()}
-        lead, parts = self.many(vector)
-        shifted = {
-            name: (self.shifted(system)[index] - self.scale * system.values[index]).mean() * parts[name]
-            for system, index in self.places().values()
-            for name in system.group.registrations[index].parameters
-        }
+        _, parts = self.many(vector)
+        shifted: dict[str, Tensor] = {}
+        for system in self.systems:
+            for index, registration in enumerate(system.group.registrations):
+                mean = (self.scale * system.values[index]).mean()
+                for name, amount in zip(registration.parameters, self.amounts_of(registration.parameters), strict=True):
+                    number = amount.factor * mean if isinstance(amount, Relative) else amount
+                    shifted[name] = number * parts[name]
         return self.joined(shifted, vector)
 
     def joined(self, parts: Vector, like: Vector) -> dict[str, Tensor]:
@@ -231,24 +225,43 @@ class ModelSpectrum(Spectrum):
         Raises ValueError if `rank` is not positive, if `measurement` returns something else, or if an eigenvalue of
         s F + δ I is zero.
         """
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank must be positive, got {rank}.")
+        check_rank(rank)
         self.refuse_singular()
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def keep(key: Key, cases: Cases) -> None:
             system, index = self.places()[key]
             group, operators = system.group, system.group.operators_of(index, system.operators)
-            weights = 1 / self.shifted(system)[index]
+            weights, root = 1 / self.shifted(system)[index], self.root_of(system, -1)
             for part, turned in system.in_basis(index, cases):
                 whole = turned.gradients() * weights
                 matrices = group.from_eigenbasis(whole.unsqueeze(1), operators).squeeze(1)
+                matrices = matrices if root is None else matrices * root[index]
                 parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
         self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
-        kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
-        return Queries(kept, self.record)
+        return Queries(of_rank(matrices, rank), self.record, net=self.net)
+
+    def queries(self, vector: Vector, *, rank: int | None = None) -> Queries:
+        """Vectors of your own as queries: the score of an example is its gradient times the vector.
+
+        They are taken as they are. With (s F + δ I)⁻¹ of your own in it, such as the result of `solve`, the scores are
+        influences; with a difference of weights they are first-order changes of the losses.
+
+        Args:
+            vector: one query, or several with additional dimensions in front, which are flattened into one.
+            rank: as of `precondition`.
+
+        Raises NotRegisteredError if the vector does not fit, ValueError if `rank` is not positive.
+        """
+        check_rank(rank)
+        _, parts = self.many(vector)
+        matrices: dict[Key, Tensor] = {}
+        for system in self.systems:
+            packed = vmap(system.group.pack)(parts)
+            matrices |= {r.parameters: packed[:, index] for index, r in enumerate(system.group.registrations)}
+        return Queries(of_rank({key: matrices[key] for key in self.keys}, rank), self.record, net=self.net)
 
     def self_scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
         """∇ℓᵀ (s F + δ I)⁻¹ ∇ℓ of every example: [N], or by block {key: [N]} with by="block".
@@ -261,6 +274,8 @@ class ModelSpectrum(Spectrum):
         choice("by", by, ("sum", "block"))
         self.refuse_singular()
         weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        for system in self.used:
+            self.root_of(system, -1)  # which refuses a derivative by several dampings
         scores: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def add(key: Key, cases: Cases) -> None:
@@ -299,212 +314,127 @@ class ModelSpectrum(Spectrum):
         return (undamped & (shifted <= rounding * shifted.max())) | ~(1 / shifted).isfinite()
 
     def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
-        """Hand the gradients of the loss, or of `measurement`, of single examples to `consume`.
+        """See `queries.recording`."""
+        return recording(self.net, self.keys)(batch, consume, measurement)
 
-        Functions of the damping and the scale that `consume` computes are differentiable in these."""
-        batch, graph = as_batch(batch), torch.is_grad_enabled()
-
-        def consume_with_graph(key: Key, cases: Cases) -> None:
-            with torch.set_grad_enabled(graph), full_precision():
-                consume(key, cases)
-
-        return self.net.record_cases(
-            batch.args,
-            batch.kwargs,
-            consume_with_graph,
-            mode="empirical",
-            targets=batch.targets,
-            only=self.keys,
-            measurement=measurement,
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ModelSpectrum cannot be copied or pickled, because it has the compiled module. Write "
+            "kfac_fx.save_spectrum(spectrum, folder) and kfac_fx.load_spectrum(net, folder); at(...) makes the same "
+            "spectrum with another damping."
         )
 
 
-# --- queries ----------------------------------------------------------------------------------------------------------
+def places_of(systems: Iterable[System]) -> Mapping[Key, tuple[System, int]]:
+    """By block its system, and its number there."""
+    return {
+        registration.parameters: (system, index)
+        for system in systems
+        for index, registration in enumerate(system.group.registrations)
+    }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Queries:
-    """(s F + δ I)⁻¹ ∇m of Q queries; `ModelSpectrum.precondition` makes it.
+def with_common_vectors(spectrum: ModelSpectrum) -> ModelSpectrum:
+    """With the eigenvectors of the first process in all of them.
+
+    Those of equal eigenvalues depend on the last bits, and squares of coordinates in several bases have no sum.
+    """
+    if spectrum.replicas is None or spectrum.replicas.number == 1:
+        return spectrum
+    common = spectrum.replicas.broadcast
+    systems = [
+        replace(system, operators=common([operator.contiguous() for operator in system.operators], 0))
+        for system in spectrum.systems
+    ]
+    return replace(spectrum, systems=systems)
+
+
+def check_rank(rank: int | None) -> None:
+    if rank is not None and rank < 1:
+        raise ValueError(f"rank must be positive, got {rank}.")
+
+
+def of_rank(matrices: Mapping[Key, Tensor], rank: int | None) -> Mapping[Key, QueryGradients]:
+    """The nearest matrices of this rank; None: the matrices themselves."""
+    return matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
+
+
+class Correction:
+    """The sums of `ModelSpectrum.correct`, batch by batch.
 
     Attributes:
-        matrices: by block [Q, g, o, i], or the factors of matrices of low rank.
-        record: hands over the gradients of the examples of a batch; see `ModelSpectrum.record`.
+        totals: the sums of squares by block, of this process.
+        number: the number of cases that the mean is over, of this process.
     """
 
-    matrices: Mapping[Key, QueryGradients]
-    record: Record
-
-    def __len__(self) -> int:
-        return len(next(iter(self.matrices.values())))
-
-    def __repr__(self) -> str:
-        return f"Queries({len(self)} queries, {len(self.matrices)} blocks)"
-
-    def scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
-        """The scores of the examples of a batch for all queries.
-
-        Args:
-            by: "sum" over all blocks, [Q, N]; "block": a dict of these; "position": the sum over all blocks of the part
-                of every position, [Q, N, S], whose sum over positions is the score.
-            measurement: in place of the loss of the examples; see `ModelSpectrum.precondition`.
-
-        Raises ValueError for another `by`, and for "position" if the blocks have different numbers of positions.
-        """
-        if choice("by", by, BY) == "position":
-            return self.scores_by_position(batch, measurement)
-        parts: dict[Key, list[tuple[int, Tensor]]] = {}
-
-        def add(key: Key, of_examples: Cases) -> None:
-            products = query_products(of_examples, self.matrices[key])
-            parts.setdefault(key, []).append((of_examples.first, products))
-
-        counts = self.record(batch, add, measurement)
-        zeros = torch.zeros(len(self), counts.examples)
-        by_block = {key: in_order(parts[key], 1) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
-        return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
-
-    def scores_of_all(
-        self, batches: Iterable[Any], *, folder: str | Path | None = None, measurement: Measurement | None = None
-    ) -> Tensor:
-        """The scores of all examples of a DataLoader, [Q, N], with a progress bar on a terminal.
-
-        Args:
-            batches: in the order of the examples; a DataLoader that shuffles is refused.
-            folder: where the scores of every batch are written; those that are there are not computed again. Batches
-                are told by their numbers.
-            measurement: see `scores`.
-
-        Raises ValueError if the folder holds the scores of other queries, batches or measurements, a DataLoader
-        shuffles, or there are no batches.
-        """
-        if drawn := [sampler for sampler in samplers_of(batches) if draws_order(sampler)]:
+    def __init__(
+        self,
+        spectrum: ModelSpectrum,
+        case: str,
+        mode: str | None = None,
+        measurement: Measurement | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if measurement is not None and mode not in (None, "empirical"):
             raise ValueError(
-                f"the DataLoader has a {type(drawn[0]).__name__}, and its scores would have no order: "
-                "pass one with shuffle=False."
+                f"mode={mode!r} is of the distributions of a loss, and a measurement has none: leave mode out."
             )
-        path = None if folder is None else Path(folder)
-        if path is not None:
-            norms = {key_text(key): float(self.like(key).double().norm()) for key in self.matrices}
-            told = None if measurement is None else digest(measurement)
-            write_manifest(path, {"format": FORMAT, "queries": len(self), "norms": norms, "measurement": told})
-        number = len(batches) if isinstance(batches, Sized) else 0
-        scores = [
-            self.scores_in_file(None if path is None else path / f"scores-{n:06}.safetensors", batch, measurement)
-            for n, batch in enumerate(
-                tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries")
-            )
+        self.spectrum, self.case = with_common_vectors(spectrum), choice("case", case, CASE_KINDS)
+        self.mode = "empirical" if measurement is not None else mode or spectrum.mode
+        self.measurement, self.generator = measurement, generator
+        self.places = places_of(self.spectrum.systems)  # of F, whatever its damping
+        self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in self.places.items()}
+        self.number = 0
+
+    def add(self, batch: Any) -> None:
+        """Record a batch."""
+        by_row, batch = self.case == "row", as_batch(batch)
+
+        @torch.no_grad()
+        def add(key: Key, cases: Cases) -> None:
+            system, index = self.places[key]
+            for kind in cases.by_position() if self.case == "position" else [cases]:
+                for _, turned in system.in_basis(index, kind):
+                    self.totals[key] += sum_of_squares(turned)
+
+        counts = self.spectrum.net.record_cases(
+            batch.args,
+            batch.kwargs,
+            add,
+            mode=self.mode,
+            targets=batch.targets,
+            by_row=by_row,
+            only=self.spectrum.keys,
+            measurement=self.measurement,
+            generator=self.generator,
+        )
+        self.number += counts.examples if self.case == "sequence" else counts.rows
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums as tensors by name, and the state of the random stream."""
+        generator = {} if self.generator is None else {"generator": self.generator.get_state()}
+        sums = {f"{key_text(key)}/squares": total for key, total in self.totals.items()}
+        return {**sums, "cases": torch.tensor(self.number), **generator}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state()` of the same blocks."""
+        for key, total in self.totals.items():
+            total.copy_(state[f"{key_text(key)}/squares"])
+        self.number = int(state["cases"])
+        if self.generator is not None:
+            self.generator.set_state(state["generator"].cpu())
+
+    def result(self) -> ModelSpectrum:
+        """The spectrum with the mean as its eigenvalues. Raises ValueError if there were no cases."""
+        totals, number = self.totals, self.number
+        if self.spectrum.replicas is not None:
+            count = torch.tensor(number, device=next(iter(totals.values())).device)
+            *each, count = self.spectrum.replicas.total([*totals.values(), count])
+            totals, number = dict(zip(totals, each, strict=True)), int(count)
+        if not number:
+            raise ValueError("the eigenvalues were to be corrected without cases: `batches` has none.")
+        systems = [
+            replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
+            for system in self.spectrum.systems
         ]
-        if not scores:
-            raise ValueError("`batches` has no batches.")
-        return torch.cat(scores, dim=1)
-
-    def scores_in_file(self, path: Path | None, batch: Any, measurement: Measurement | None) -> Tensor:
-        told = "" if path is None else digest_of(batch)
-        if path is not None and path.is_file():
-            with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("batch") != told:
-                    raise ValueError(f"{str(path)!r} has the scores of another batch: pass another folder.")
-            return load_file(path)["scores"]
-        scores: Tensor = self.scores(batch, measurement=measurement)
-        if path is not None:
-            part = path.with_suffix(".part")
-            save_file({"scores": scores.detach().contiguous()}, part, {"batch": told})
-            os.replace(part, path)
-        return scores
-
-    def like(self, key: Key) -> Tensor:
-        matrices = self.matrices[key]
-        return matrices.left if isinstance(matrices, LowRank) else matrices
-
-    def scores_by_position(self, batch: Any, measurement: Measurement | None) -> Tensor:
-        parts: dict[Key, list[Tensor]] = {}
-
-        def add(key: Key, of_examples: Cases) -> None:
-            if of_examples.whole is not None:
-                products = query_products(of_examples, self.matrices[key])
-                parts.setdefault(key, []).append(products.unsqueeze(-1))
-                return
-            for rows in of_examples.uses:
-                use = Cases(of_examples.matrix, (rows,))
-                parts.setdefault(key, []).append(torch.cat(list(by_rows(use, self.matrices[key])), dim=1))
-
-        self.record(batch, add, measurement)
-        sizes: dict[int, list[str]] = {}
-        for key, products in parts.items():
-            for product in products:
-                sizes.setdefault(product.shape[-1], []).append(", ".join(key))
-        if len(sizes) > 1:
-            rows = "\n".join(f"  {size:5}  {', '.join(dict.fromkeys(names))}" for size, names in sorted(sizes.items()))
-            raise ValueError(
-                f"the blocks have different numbers of positions, so their scores have no sum by position:\n{rows}\n"
-                'Pass by="block", or make the spectrum of the blocks with the same positions: '
-                "FisherEstimator(net, variables=...)."
-            )
-        return torch.stack([product for products in parts.values() for product in products]).sum(0)
-
-
-def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:
-    """Results for some examples each, along `dim`, joined in the order of their first examples."""
-    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-class Batch:
-    """The arguments of one forward, and the targets of its loss.
-
-    Batch(tokens, attention_mask=mask, targets=labels)
-
-    Attributes:
-        args, kwargs: of forward.
-        targets: one a loss, in a list or tuple, or one for all; None if forward computes the loss.
-    """
-
-    def __init__(self, *args: Any, targets: Any = None, **kwargs: Any) -> None:
-        self.args, self.kwargs, self.targets = args, kwargs, targets
-
-    def __repr__(self) -> str:
-        return f"Batch({len(self.args)} arguments, {list(self.kwargs)}, targets={type(self.targets).__name__})"
-
-
-def as_batch(batch: Any) -> Batch:
-    """Read what a DataLoader yields.
-
-    A tensor, or a tuple or list of one, is the argument of forward. A tuple or list of two is that argument, and the
-    targets. A mapping has the arguments by name. Raises TypeError for anything else.
-    """
-    if isinstance(batch, Batch):
-        return batch
-    if isinstance(batch, Tensor):
-        return Batch(batch)
-    if isinstance(batch, Mapping):
-        return Batch(**batch)
-    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
-        inputs, targets = batch if len(batch) == 2 else (batch[0], None)
-        return Batch(targets=targets, **inputs) if isinstance(inputs, Mapping) else Batch(inputs, targets=targets)
-    what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-    raise TypeError(
-        f"a batch is a tensor, (inputs, targets), or a mapping of forward's arguments, and this is {what}.\n"
-        "Name the parts: kfac_fx.Batch(tokens, mask, targets=labels)."
-    )
-
-
-def digest_of(batch: Any) -> str:
-    """See `digest`."""
-    batch = as_batch(batch)
-    return digest(batch.args, batch.kwargs, batch.targets)
-
-
-def samplers_of(loader: Any) -> Iterator[Any]:
-    """The samplers of a DataLoader, also those inside of a batch sampler."""
-    for sampler in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
-        if sampler is not None:
-            yield sampler
-            yield from samplers_of(sampler)
-
-
-def draws_order(sampler: Any) -> bool:
-    """Whether a sampler of torch draws the order. A DistributedSampler says so in its `shuffle`."""
-    drawn = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
-    return drawn or getattr(sampler, "shuffle", False) is True
+        return replace(self.spectrum, systems=systems, case=self.case)

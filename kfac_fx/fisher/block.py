@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +20,9 @@ from kfac_fx.fisher import series, uncorrelated  # noqa: F401  # they fill in th
 from kfac_fx.fisher.block_diagonal import WideGroup
 from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter
 from kfac_fx.fisher.placement import BlockOwners, DividedForm, DividedGroup, divided_forms
-from kfac_fx.fisher.spectrum import System
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
+from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.processes import Shards, unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
@@ -38,6 +40,9 @@ class Operator(ABC):
 
     Powers other than 1 are those of the last `update_inverses`, with the damping of that time. The power 1 uses the
     present factors and damping.
+
+    Products are differentiable in the vector, with the factors and λ as constants; those of a `Spectrum` are so in δ,
+    too.
 
     Products raise NotRegisteredError, a KeyError, for a root that is not kept and for a vector that does not fit, and
     FactorNotReady before the first update.
@@ -108,13 +113,15 @@ class BlockOperator(Operator):
         """(F + λ I)^exp v."""
         return self._multiply(vector, float(exp))
 
-    @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
         self.group.check_whole()
         check_fits(vector, self.group.forms[self.member.start].shapes)
-        vector = {name: dense(vector[name]) for name in self.parameters}
-        product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
-        return self.group.unpack(product, vector, self.member)
+
+        def product(vector: dict[str, Tensor], transpose: bool) -> dict[str, Tensor]:
+            matrix = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
+            return self.group.unpack(matrix, vector, self.member)
+
+        return applied(product, {name: dense(vector[name]) for name in self.parameters}, transpose)
 
     @property
     def failures(self) -> Failures:
@@ -267,6 +274,21 @@ def make_block(
     damping = damping if isinstance(damping, Tensor) else torch.tensor(damping, dtype=torch.float64)
     (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype)
     return BlockOperator(group, 0)
+
+
+def one_by_one(
+    product: Callable[[Vector], dict[str, Tensor]], vector: Vector, shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """The products of vectors with additional dimensions in front. shapes: of the parameters."""
+    lead = leading(vector, {name: shapes[name] for name in vector})
+    if not lead:
+        return product(vector)
+    many = {name: tensor.reshape(math.prod(lead), *shapes[name]) for name, tensor in vector.items()}
+    each = [product(dict(zip(many, row, strict=True))) for row in zip(*many.values(), strict=True)]
+    return {
+        name: torch.stack([row[name] for row in each]).view(tensor.shape) if each else tensor.clone()
+        for name, tensor in vector.items()
+    }
 
 
 # --- all blocks of a model --------------------------------------------------------------------------------------------
@@ -518,7 +540,6 @@ class BlockDiagonalFisher(Operator):
         """(F + λ I)^exp v; exp must be 1 or among `exps`."""
         return self._multiply(vector, number("exp", exp))
 
-    @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False, kept: bool = False) -> dict[str, Tensor]:
         groups, shapes = self.groups, self._shapes
         if kept and self.owners is not None:
@@ -534,20 +555,14 @@ class BlockDiagonalFisher(Operator):
         check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
         if root != 1 and self._never_inverted:
             raise without_inverse(self.blocks[key].registration for key in sorted(self._never_inverted))
-        vector = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
-        if lead:
-            many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}
-            rows = zip(*many.values(), strict=True)
-            each = [self._multiply(dict(zip(many, row, strict=True)), root, transpose) for row in rows]
-            return {
-                name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
-                for name, tensor in vector.items()
-            }
 
-        def multiplied(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
-            return [group.multiply(m, root, transpose) for group, m in zip(groups, matrices, strict=True)]
+        def product(vector: dict[str, Tensor], transpose: bool) -> dict[str, Tensor]:
+            def multiplied(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
+                return [group.multiply(m, root, transpose) for group, m in zip(groups, matrices, strict=True)]
 
-        return self.of_groups(groups, multiplied, vector, kept=kept)
+            return one_by_one(partial(self.of_groups, groups, multiplied, kept=kept), vector, shapes)
+
+        return applied(product, {name: dense(unsharded(tensor)) for name, tensor in vector.items()}, transpose)
 
     def of_groups(
         self,

@@ -111,17 +111,23 @@ class Stack:
         return Stack(self.moment[members], self.total_weight[members])
 
     def update(
-        self, batch: Tensor, accepted: Tensor, decay: float | Tensor, weight: float, anew: Tensor | None = None
+        self, batch: Tensor, accepted: Tensor, decay: float | Tensor, weight: float | Tensor, anew: Tensor | None = None
     ) -> None:
         """moment <- decay moment + weight batch, for the accepted blocks [L].
 
-        batch: overwritten. decay: of all blocks, or [L]. anew: [L], blocks that drop the past.
+        batch: overwritten. decay, weight: of all blocks, or [L]. anew: [L], blocks that drop the past.
         """
         decays = decay if isinstance(decay, Tensor) else torch.full_like(self.total_weight, decay)
         decays = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
         added = zero_unless_(unsqueeze_like(accepted, batch), batch)
-        self.moment.mul_(unsqueeze_like(decays, self.moment)).add_(added, alpha=weight)
-        self.total_weight.mul_(decays).add_(accepted, alpha=weight)
+        self.moment.mul_(unsqueeze_like(decays, self.moment))
+        self.total_weight.mul_(decays)
+        if isinstance(weight, Tensor):
+            self.moment.add_(added * unsqueeze_like(weight, added))
+            self.total_weight.add_(accepted * weight)
+        else:
+            self.moment.add_(added, alpha=weight)
+            self.total_weight.add_(accepted, alpha=weight)
 
 
 @dataclass(frozen=True)
@@ -329,13 +335,20 @@ class BlockGroup:
         *,
         decay: float,
         weight: float = 1.0,
+        by_rows: bool = False,
         accept: Tensor | None = None,
         members: slice = ALL_BLOCKS,
     ) -> None:
         """Average the sums of one batch into the factors of some of the blocks, without waiting for the device.
 
-        Sums that are not finite are skipped and counted. sums: of each block (`additive`), over `cases`
-        cases. accept: a 0-d bool tensor; if it is False, nothing changes.
+        Sums that are not finite are skipped and counted.
+
+        Args:
+            sums: of each block (`additive`), over `cases` cases.
+            weight: of the batch.
+            by_rows: a mean over rows gets this weight for every row of a case, so that batches with other numbers of
+                rows in a case make one mean over all rows.
+            accept: a 0-d bool tensor; if it is False, nothing changes.
         """
         total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
         batch = self.batch_values(total, cases)
@@ -351,13 +364,21 @@ class BlockGroup:
             if stack.per_case:
                 part.update(value, accepted, decay, weight)
             else:
-                part.update(value, averaged, decay, weight, anew)
+                of_rows = weight * self.rows_of_a_case(name, total, cases) if by_rows else weight
+                part.update(value, averaged, decay, of_rows, anew)
         self.skipped[members] += ~finite
         self.updated = True
 
     def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
         """The factors of one batch, from sums [L, ...] of some of the blocks."""
         return batch_values(self.structure, sums, cases)
+
+    def rows_of_a_case(self, factor: str, sums: Mapping[str, Tensor], cases: int | Tensor) -> float | Tensor:
+        """The number of rows of a case that a factor is the mean over, [L], and 1 if there are none; 1 for means over
+        cases."""
+        if "count" not in sums:
+            return 1.0
+        return torch.where(sums["count"] > 0, sums["count"] / cases, 1)
 
     def value(self, side: Side) -> Tensor:
         return self.as_operator(side, self.factors[side.factor].value)

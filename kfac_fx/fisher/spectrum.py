@@ -13,23 +13,24 @@ precision δ, then N F + δ I is the precision of the Laplace approximation of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.mixed_damping import scaled
+from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import not_negative, one_element, whole_number
-from kfac_fx.linalg.matrices import Place, dense
+from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split
-from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
+from kfac_fx.passes.errors import RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.case_gradients import Cases
 from kfac_fx.recording.statistics import Key
 
 
@@ -48,71 +49,6 @@ Amount = float | Tensor | Relative
 Damping = Amount | Mapping[Key, Amount] | Mapping[str, Amount]
 
 
-@dataclass(frozen=True)
-class System:
-    """F = Q Λ Qᵀ of the blocks of one group. values: Λ [L, g, o, i]; operators: what Q consists of."""
-
-    group: BlockGroup
-    values: Tensor
-    operators: Sequence[Tensor]
-
-    @staticmethod
-    def of(group: BlockGroup, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> System:
-        """Decompose a group. dtype, device: of the decompositions, see `FisherEstimator.spectrum`.
-
-        Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
-        group.check_whole()
-        values, operators = group.eigensystem(Place(dtype, device))
-        finite = values.flatten(1).isfinite().all(1).tolist()
-        if failed := [str(block) for block, fine in zip(group.registrations, finite, strict=True) if not fine]:
-            raise FactorNotReady(
-                "every batch was skipped as not finite, or no eigenvalues were found, for\n  "
-                + "\n  ".join(failed)
-                + "\nLook for NaN in inputs, outputs and parameters, and call estimator.update_covariances again."
-            )
-        return System(group.without_factors(range(len(group))), values, operators)
-
-    def part(self, members: Sequence[int]) -> System:
-        """Some of the blocks."""
-        operators = [self.group.operators_of(index, self.operators) for index in members]
-        stacked = self.group.stack_operators(operators) if members else []
-        return System(self.group.without_factors(members), self.values[list(members)], stacked)
-
-    def in_basis(self, index: int, cases: Cases) -> Iterator[tuple[slice, Cases]]:
-        """Qᵀ times the gradients of cases of one block: (which cases, these cases) in parts.
-
-        Rows are turned before they are multiplied if that takes fewer operations.
-        """
-        group, (o, i) = self.group, self.values.shape[-2:]
-        operators = group.operators_of(index, self.operators)
-        of_rows = cases.positions * (o * o + i * i) < o * i * (o + i)
-        if cases.whole is None and group.separable and of_rows:
-            yield slice(0, len(cases)), self.turned_rows(cases, operators)
-            return
-        for part, some in cases.chunks():
-            # A group of one block, in whose place the operators of that block stand.
-            turned = group.to_eigenbasis(some.gradients().to(self.values.dtype).unsqueeze(1), operators)
-            yield part, replace(some, uses=(), whole=turned.squeeze(1))
-
-    def turned_rows(self, cases: Cases, operators: Sequence[Tensor]) -> Cases:
-        """With Q_Aᵀ r for every row and Q_Gᵀ d for every gradient row. Diagonal sides have unit vectors as Q."""
-        group, (left, *right) = self.group, operators
-
-        def outputs(d: Tensor) -> Tensor:
-            if group.left.diagonal:
-                return d.to(left.dtype)
-            columns = d.to(left.dtype).flatten(0, 1).movedim(0, -1).unsqueeze(0)
-            turned = group.multiply_outputs(columns, left.mT)[0].movedim(-1, 0)
-            return turned.reshape(d.shape)
-
-        def inputs(x: Tensor) -> Tensor:
-            rows = x.to(left.dtype).flatten(0, 1).movedim(0, 1).unsqueeze(0)
-            turned = group.multiply_inputs(rows, right)[0].movedim(1, 0)
-            return turned.reshape(x.shape)
-
-        return cases.turned(None if all(side.diagonal for side in group.sides[1:]) else inputs, outputs)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
     """s F + δ I by blocks, with the factors of the time when it was made.
@@ -126,8 +62,11 @@ class Spectrum:
     Attributes:
         scale: s. Results are differentiable in it if it is a tensor.
         damping: δ, a number, a 0-d tensor or `Relative`. It may also be a mapping from the keys of all blocks, or from
-            patterns of parameter names such as "layers.*" and "*", of which the first that matches counts; a block has
-            one damping. Results are differentiable in it, too.
+            patterns of parameter names such as "layers.*" and "*", of which the first that matches counts. Results are
+            differentiable in it, too. The parameters of a block may have several dampings, as in {"*.bias": 1e-3, "*":
+            1.0}: then s F + D has no eigenvectors in common with F, and only inverses, products, determinants,
+            diagonals, samples and scores (`kfac_fx.fisher.mixed_damping`), of which the determinant alone is
+            differentiable in these dampings.
     """
 
     systems: Sequence[System]
@@ -139,9 +78,7 @@ class Spectrum:
         """Raises ValueError for numbers that are negative or not finite, RegistrationError for a damping of other
         blocks."""
         damping = self.damping
-        amounts = list(damping.values()) if isinstance(damping, Mapping) else [damping]
-        numbers = [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
-        for name, value in (("scale", self.scale), *(("damping", value) for value in numbers)):
+        for name, value in (("scale", self.scale), *(("damping", value) for value in amounts_in(damping))):
             if isinstance(value, Tensor) and value.device.type != "cpu":  # the host would wait to read it
                 one_element(name, value)
             else:
@@ -150,7 +87,7 @@ class Spectrum:
             self.check_damping(damping)
 
     def check_damping(self, damping: Mapping[Any, Amount]) -> None:
-        """Raises RegistrationError unless there is one amount for every block."""
+        """Raises RegistrationError unless there is an amount for every parameter."""
         keys = [", ".join(key) for key in self.keys]
         wrong = []
         for key in damping:
@@ -159,13 +96,12 @@ class Spectrum:
             if not isinstance(key, str) and key not in self.keys:
                 wrong.append((repr(key), "is not a block." + nearest(", ".join(key), keys)))
         for names in self.keys:
-            matching = {pattern_of(name, damping) for name in names} if names not in damping else {None}
-            patterns = [repr(pattern) for pattern in sorted(filter(None, matching))]
-            if len(patterns) > 1:
-                wrong.append((repr(names), f"is one block with the dampings of {' and '.join(patterns)}"))
-            elif len(matching) > 1:
-                wrong.append((repr(names), f"is one block, of which {patterns[0]} matches a part"))
-            elif matching == {None} and names not in damping:
+            if names in damping:
+                continue
+            absent = [name for name in names if pattern_of(name, damping) is None]
+            if absent and len(absent) < len(names):
+                wrong.append((repr(names), f"is one block, of which {', '.join(absent)} has no damping"))
+            elif absent:
                 wrong.append((repr(names), "is missing"))
         if wrong:
             raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}")
@@ -220,6 +156,8 @@ class Spectrum:
     def shifted(self, system: System) -> Tensor:
         """s Λ + δ: [L, g, o, i]."""
         values = self.scale * system.values
+        if system.root is not None:
+            return values + 1
         if not isinstance(self.damping, (Mapping, Relative)):
             return values + self.damping
         amounts = [self.amount_of(registration.parameters) for registration in system.group.registrations]
@@ -231,14 +169,85 @@ class Spectrum:
         return values + torch.stack(each).view(-1, 1, 1, 1)
 
     def amount_of(self, key: Key) -> Amount:
-        """The damping of one block."""
+        """The damping of one block that has a single one."""
+        return self.amounts_of(key)[0]
+
+    def amounts_of(self, key: Key) -> list[Amount]:
+        """The dampings of the parameters of one block."""
         if not isinstance(self.damping, Mapping):
-            return self.damping
+            return [self.damping] * len(key)
         by_name: Mapping[Any, Amount] = self.damping
-        return by_name[key if key in by_name else pattern_of(key[0], by_name)]
+        return [by_name[key if key in by_name else pattern_of(name, by_name)] for name in key]
+
+    def is_mixed(self, key: Key) -> bool:
+        """Whether the parameters of a block have several dampings."""
+        first, *others = self.amounts_of(key)
+        return any(amount is not first and not same_number(amount, first) for amount in others)
+
+    @cached_property
+    def used(self) -> Sequence[System]:
+        """The systems that results are computed with: a block with several dampings has one of its own."""
+        if not isinstance(self.damping, Mapping):
+            return self.systems
+        used: list[System] = []
+        for system in self.systems:
+            mixed = [self.is_mixed(registration.parameters) for registration in system.group.registrations]
+            if not any(mixed):
+                used.append(system)
+                continue
+            if not all(mixed):
+                used.append(system.part([index for index, several in enumerate(mixed) if not several]))
+            used += [scaled(one := system.part([index]), self.dampings(one)) for index, m in enumerate(mixed) if m]
+        return used
+
+    def dampings(self, system: System) -> Tensor:
+        """D of one block, [1, g, o, i]."""
+        (registration,), (form,) = system.group.registrations, system.group.forms
+        mean = (self.scale * system.values).mean()
+        numbers = [
+            amount.factor * mean if isinstance(amount, Relative) else torch.as_tensor(amount).to(system.values)
+            for amount in self.amounts_of(registration.parameters)
+        ]
+        shapes = form.shapes
+        return system.group.pack(
+            {
+                name: number.expand(tuple(shapes[name]))
+                for name, number in zip(registration.parameters, numbers, strict=True)
+            }
+        )
+
+    def root_of(self, system: System, exp: float) -> Tensor | None:
+        """R^exp of a block with several dampings, between which its scaled matrix stands; None for other systems.
+
+        Raises ValueError if the exponent is none of -1 and 1, or a derivative by the dampings is asked for.
+        """
+        if system.root is None:
+            return None
+        (registration,) = system.group.registrations
+        if exp not in (-1, 1):
+            raise ValueError(
+                f"{registration} has several dampings, and the power {exp:g} of s F + D has no form with one "
+                "decomposition: take the powers 1 and -1, or one damping for the block."
+            )
+        if torch.is_grad_enabled() and system.root.requires_grad:
+            raise ValueError(
+                f"{registration} has several dampings, and in these only the determinant is differentiable: pass their "
+                "values, as in damping.detach(), or one damping for the block."
+            )
+        return system.root**exp
 
     def eigenvalues(self) -> dict[Key, Tensor]:
-        """The eigenvalues of s F + δ I, [g, o, i] of every block, not sorted."""
+        """The eigenvalues of s F + δ I, [g, o, i] of every block, not sorted.
+
+        Raises ValueError for a block with several dampings.
+        """
+        if mixed := [
+            str(registration) for registration in self.registrations if self.is_mixed(registration.parameters)
+        ]:
+            raise ValueError(
+                f"the eigenvalues of s F + D are not known for blocks with several dampings: {'; '.join(mixed)}. Take "
+                "those of F, spectrum.at(damping=0.0).eigenvalues()."
+            )
         return {
             registration.parameters: values
             for system in self.systems
@@ -247,11 +256,19 @@ class Spectrum:
 
     def log_determinant(self) -> Tensor:
         """log det(s F + δ I) over all blocks, []."""
-        return torch.stack([self.shifted(system).log().sum() for system in self.systems]).sum()
+        logs = [self.shifted(system).log().sum() for system in self.used]
+        return torch.stack(
+            [*logs, *(2 * system.root.log().sum() for system in self.used if system.root is not None)]
+        ).sum()
 
     def trace(self, exp: float = 1.0) -> Tensor:
         """tr (s F + δ I)^exp over all blocks, []."""
-        return torch.stack([(self.shifted(system) ** exp).sum() for system in self.systems]).sum()
+        return torch.stack(
+            [
+                (self.shifted(system) ** exp if system.root is None else self.diagonal_of(system, exp)).sum()
+                for system in self.used
+            ]
+        ).sum()
 
     # --- products ---------------------------------------------------------------------------------------------------
 
@@ -268,9 +285,11 @@ class Spectrum:
         lead, parts = self.many(vector)
 
         def product(system: System) -> dict[str, Tensor]:
-            group, operators = system.group, system.operators
-            turned = group.to_eigenbasis(vmap(group.pack)(parts), operators) * self.shifted(system) ** exp
-            unpacked: dict[str, Tensor] = vmap(group.unpack)(group.from_eigenbasis(turned, operators), parts)
+            group, operators, root = system.group, system.operators, self.root_of(system, exp)
+            matrices = vmap(group.pack)(parts)
+            turned = group.to_eigenbasis(matrices if root is None else matrices * root, operators)
+            turned = group.from_eigenbasis(turned * self.shifted(system) ** exp, operators)
+            unpacked: dict[str, Tensor] = vmap(group.unpack)(turned if root is None else turned * root, parts)
             return unpacked
 
         products = self.of_all(product, (math.prod(lead),))
@@ -291,10 +310,15 @@ class Spectrum:
         """The diagonal of (s F + δ I)^exp by parameter; with exp = -1 the variances of single elements."""
 
         def diagonal(system: System) -> dict[str, Tensor]:
-            squares = [operator.square() for operator in system.operators]
-            return self.unpacked(system, system.group.from_eigenbasis(self.shifted(system) ** exp, squares))
+            return self.unpacked(system, self.diagonal_of(system, exp))
 
         return self.of_all(diagonal)
+
+    def diagonal_of(self, system: System, exp: float) -> Tensor:
+        """The diagonal of (s F + δ I)^exp, [L, g, o, i]."""
+        squares, root = [operator.square() for operator in system.operators], self.root_of(system, exp)
+        diagonal = system.group.from_eigenbasis(self.shifted(system) ** exp, squares)
+        return diagonal if root is None else diagonal * root.square()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]."""
@@ -306,7 +330,8 @@ class Spectrum:
                 torch.randn(count, *values.shape, dtype=values.dtype, device=values.device, generator=generator)
                 * self.shifted(system).rsqrt()
             )
-            turned = system.group.from_eigenbasis(noise, system.operators)
+            turned, root = system.group.from_eigenbasis(noise, system.operators), self.root_of(system, -1)
+            turned = turned if root is None else turned * root
             unpacked: dict[str, Tensor] = vmap(lambda matrices: self.unpacked(system, matrices))(turned)
             return unpacked
 
@@ -320,10 +345,24 @@ class Spectrum:
     def of_all(self, of: Callable[[System], Mapping[str, Tensor]], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
         """The results of a function of all systems, joined to tensors [*lead, *shape] by parameter."""
         registrations = self.registrations
-        parts = {name: tensor for system in self.systems for name, tensor in of(system).items()}
+        parts = {name: tensor for system in self.used for name, tensor in of(system).items()}
         like = {piece.parameter: parts[piece.name] for r in registrations for piece in r.pieces} | parts
         whole = {name: like[name].new_zeros(()).expand((*lead, *shape)) for name, shape in self.shapes.items()}
         return joined(parts, registrations, whole, len(lead))
+
+
+def amounts_in(damping: Damping) -> list[float | Tensor]:
+    """The numbers that a damping consists of."""
+    amounts = list(damping.values()) if isinstance(damping, Mapping) else [damping]
+    return [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
+
+
+def same_number(left: Amount, right: Amount) -> bool:
+    """Whether two dampings are plain numbers and equal. Those in tensors are not read."""
+    if isinstance(left, Relative) and isinstance(right, Relative):
+        left, right = left.factor, right.factor
+    plain = not any(isinstance(amount, (Tensor, Relative)) for amount in (left, right))
+    return plain and left == right
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -73,6 +73,12 @@ class UncorrelatedGroup(BlockGroup):
         a = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
         return {**super().batch_values(sums, cases), "A": a}
 
+    def rows_of_a_case(self, factor: str, sums: Mapping[str, Tensor], cases: int | Tensor) -> float | Tensor:
+        if factor != "A":
+            return super().rows_of_a_case(factor, sums, cases)
+        pixels = sums["A"][..., -1, -1].flatten(1).amax(1)
+        return torch.where(pixels > 0, pixels / cases, 1)
+
     def size(self, side: Side) -> int:
         return {CENTERED_PART: self.channels, MEAN_PART: self.channels + self.bias}.get(side) or super().size(side)
 

@@ -16,10 +16,10 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 
+ValueT = TypeVar("ValueT")
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
 USUAL_TYPES = (Tensor, nn.Parameter)  # of nearly all tensors
 
@@ -160,6 +161,33 @@ class Replicas:
                 "left a step out: see the first error of all processes. All of them take every step; one without cases "
                 "calls the net with an empty batch. Start all processes again, from the last checkpoint."
             ) from error
+
+    def told(self, value: ValueT) -> list[ValueT]:
+        """The values of all processes, plain data, in their order."""
+        if self.number == 1:
+            return [value]
+        everywhere: list[Any] = [None] * self.number
+        with self.exchanging("values"):
+            dist.all_gather_object(everywhere, value, group=self.group)
+        return everywhere
+
+    def together(self, of: Callable[[], ValueT]) -> ValueT:
+        """The result of a function in this process, if it raises no error in any of them; else all processes raise."""
+        if self.number == 1:
+            return of()
+        failure: Exception | None = None
+        try:
+            result = of()
+        except (ValueError, RuntimeError, OSError, TypeError) as error:
+            if fatal(error):
+                raise
+            failure = error
+        texts = self.told("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if failed := [(n, text) for n, text in enumerate(texts) if text]:
+            raise RuntimeError(f"process {failed[0][0]} of {self.number} raised {failed[0][1]}")
+        return result
 
     def check_options(self, options: Mapping[str, str]) -> None:
         """Raises ValueError if the processes have different options, with all of them. options: by name, as text."""

@@ -663,6 +663,6 @@ def callers() -> Iterator[Any]:
     """The `self` of every frame above, from the nearest on."""
     frame = inspect.currentframe()
     while frame is not None:
-        if "self" in frame.f_locals:
+        if "self" in frame.f_code.co_varnames and "self" in frame.f_locals:  # else the copy of its locals keeps them
             yield frame.f_locals["self"]
         frame = frame.f_back

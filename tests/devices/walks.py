@@ -58,7 +58,7 @@ BRANCHES = {"the model"}  # on values
 DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited already
 SPECTRUM = {  # so it has here
     "matrices.py:rescued_eigh",  # whether to try again
-    "spectrum.py:of",  # whether there is anything to decompose
+    "systems.py:of",  # whether there is anything to decompose
     "uncorrelated.py:eigensystem",  # a basis of places is made on the host
 }
 BASES = {  # of "eigen_moments"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -106,39 +106,80 @@ def test_all_differences_of_another_model_are_named(tmp_path: Path) -> None:
         assert words in str(caught.value)
 
 
-def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+def test_folders_without_files_are_refused(tmp_path: Path) -> None:
     spectrum, _ = saved(tmp_path / "whole")
     net = spectrum.net
     with pytest.raises(FileNotFoundError, match=r"has no manifest\.json: nothing was saved there"):
         load_spectrum(net, tmp_path / "nowhere")  # type: ignore[arg-type]
-    block = tmp_path / "whole" / "block-00000.safetensors"
-    tensors = load_file(block)
-    save_file({**tensors, "values": tensors["values"][..., :-1].contiguous()}, block)
-    with pytest.raises(ValueError, match=r"block-00000.*has eigenvalues .* is a matrix"):
+    next((tmp_path / "whole").glob("block-00000*")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"1 of \d+ blocks are missing .* first is block-00000"):
         load_spectrum(net, tmp_path / "whole")  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file' is no folder"):
+        save_spectrum(spectrum, tmp_path / "file")
 
 
-def test_a_pickle_in_the_place_of_a_block_is_not_executed(tmp_path: Path) -> None:
-    spectrum, _ = saved(tmp_path / "whole")
+def test_a_file_has_the_factors_that_were_decomposed(tmp_path: Path) -> None:
+    model, x, y = classifier(), torch.randn(4, 2, 3, 3), torch.randint(3, (4,))
+    net = kfac_fx.compile(model, (x,), loss="categorical", approximations={"0.bias": "kron", "3": "full"})
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    spectrum, expected = estimator.spectrum(), {}
+    for key, block in estimator.blocks.items():
+        expected[key] = {name: factor.value.clone() for name, factor in block.factors.items()}
+    estimator.update_covariances(2 * x, targets=y)
+    save_spectrum(spectrum, tmp_path)  # of the time when it was made
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert {frozenset(factors) for factors in expected.values()} == {
+        frozenset({"A", "G", "positions"}),
+        frozenset({"F"}),
+    }
+    for path, factors in zip(files, expected.values(), strict=True):
+        tensors = load_file(path)
+        for name, factor in factors.items():
+            torch.testing.assert_close(tensors[name], factor, rtol=0, atol=0)
 
-    class Trap:
-        def __reduce__(self) -> tuple[object, tuple[Path]]:
-            return Path.touch, (tmp_path / "sprung",)
 
-    torch.save({"values": Trap()}, tmp_path / "whole" / "block-00000.safetensors")
-    with pytest.raises(SafetensorError):
-        load_spectrum(spectrum.net, tmp_path / "whole")  # type: ignore[arg-type]
-    assert not (tmp_path / "sprung").exists()
+def test_other_weights_and_losses_are_refused_and_allowed_in_words(tmp_path: Path) -> None:
+    spectrum, model = saved(tmp_path)
+    net, x = spectrum.net, torch.randint(V, (3, T))
+
+    def twice(outputs: Tensor) -> object:
+        return 2.0, kfac_fx.losses.Categorical(outputs)
+
+    other = kfac_fx.compile(model, (x,), loss=twice)
+    with pytest.raises(ValueError, match=r"of other loss:\n  loss  is .*'categorical'.*\n.*any_weights=True"):
+        load_spectrum(other, tmp_path)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    with pytest.raises(ValueError, match=r"has a spectrum of other weights:"):
+        load_spectrum(net, tmp_path)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=r"of other weights and loss:\n(.*\n)+It is taken as it is, because"):
+        assert same(load_spectrum(other, tmp_path, any_weights=True), spectrum)
+    model.load_state_dict(before)
+    assert same(load_spectrum(net, tmp_path), spectrum)  # type: ignore[arg-type]
 
 
-def test_a_file_that_was_not_completed_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spectrum, _ = saved(tmp_path / "whole")
+def test_a_spectrum_that_is_saved_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    first, model = saved(tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    estimator = kfac_fx.FisherEstimator(first.net, estimation_mode="empirical")  # type: ignore[arg-type]
+    x, y = torch.randint(V, (3, T)), torch.randint(V, (3, T))
+    estimator.update_covariances(x, targets=y)
+    second = estimator.spectrum().correct([(x, y)], "sequence")
+    (tmp_path / "notes.txt").write_text("of the user")
+    save_spectrum(second, tmp_path)
+    assert same(load_spectrum(first.net, tmp_path), second)  # type: ignore[arg-type]
+    now = {path.name for path in tmp_path.iterdir()}
+    assert len(now) == len(files) + 1 and now & files == {"manifest.json"} and "notes.txt" in now
+    with pytest.raises(ValueError, match=r"case  is 'sequence' in the folder, and None here"):
+        save_spectrum(estimator.spectrum(), tmp_path)
 
-    def torn(tensors: object, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr("kfac_fx.estimator.fitting.save_file", torn)
-    with pytest.raises(KeyboardInterrupt):
-        save_spectrum(spectrum, tmp_path / "half")
-    assert not list((tmp_path / "half").glob("*.safetensors"))
+def test_a_spectrum_is_not_pickled(tmp_path: Path) -> None:
+    spectrum, _ = saved(tmp_path)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_spectrum\(spectrum, folder\)"):
+        pickle.dumps(spectrum)

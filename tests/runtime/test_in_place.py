@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +136,7 @@ def test_a_model_records_for_one_optimizer_alone() -> None:
     second = kfac_fx.compile(model, batch(0)[:1], loss="categorical", in_place=True)  # whose proof is no forward
     kfac_fx.FisherEstimator(second).update_covariances(batch(0)[0])
     assert opt._forwards.seen.forwards == 0
-    with pytest.raises(kfac_fx.AlreadyAttachedError, match=r"compiled in place before.*\n.*detach\(\)"):
+    with pytest.raises(kfac_fx.AlreadyAttachedError, match=r"compiled in place before.*\n.*kfac_fx\.detach\(model\)"):
         kfac_fx.KFAC(second, lr=0.1, damping=0.1)
     first.detach()
     other = kfac_fx.KFAC(second, lr=0.1, damping=0.1)
@@ -223,3 +225,106 @@ def test_gradients_of_a_model_that_does_not_record_are_told_what_to_write() -> N
     F.cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
     with pytest.warns(RuntimeWarning, match="no forward was recorded before it.*\n.*in_place=True"):
         opt.step()
+
+
+# --- a second optimizer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["alone", "with a scheduler, which makes a circle"])
+def test_a_second_compile_takes_over_from_an_optimizer_that_is_gone(scheduled: bool) -> None:
+    model = mlp()
+
+    def make() -> kfac_fx.KFAC:
+        return kfac_fx.KFAC(kfac_fx.compile(model, loss="categorical", in_place=True), lr=0.3, damping=0.1, seed=0)
+
+    def step(optimizer: kfac_fx.KFAC) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    first = make()
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(first, 1)
+    step(first)
+    expected = values(model)
+    model.load_state_dict(start)
+    del first
+    second = make()
+    step(second)
+    assert_same(expected, values(model))
+    with pytest.raises(kfac_fx.AlreadyAttachedError, match="which is still there"):
+        make()
+    kfac_fx.detach(model)
+    third = make()
+    model(batch(0)[0])
+    assert third._forwards.seen.forwards == 1
+
+
+def test_a_model_whose_optimizer_is_gone_does_not_record() -> None:
+    model = mlp()
+    net = kfac_fx.compile(model, loss="categorical", in_place=True)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    model(batch(0)[0]).sum().backward()
+    kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+
+
+def test_detach_reaches_wrappers_and_modules_inside_and_leaves_others_alone() -> None:
+    inner = mlp()
+    outer = nn.Sequential(inner, nn.Linear(4, 4).double())
+    optimizer = kfac_fx.KFAC(kfac_fx.compile(inner, loss="categorical", in_place=True), lr=0.1, damping=0.1)
+    kfac_fx.detach(outer[1])
+    inner(batch(0)[0])
+    assert optimizer._forwards.seen.forwards == 1
+    kfac_fx.detach(outer)
+    assert "_compiled_call_impl" not in inner.__dict__
+    inner(batch(0)[0])
+    assert optimizer._forwards.seen.forwards == 1
+    kfac_fx.detach(outer)  # there is nothing to detach
+    wrapper = torch.compile(inner, backend="eager")
+    net = kfac_fx.compile(wrapper, batch(0)[:1], loss="categorical", in_place=True)
+    kept = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    with pytest.raises(kfac_fx.AlreadyAttachedError, match="compiled in place before"):
+        kfac_fx.KFAC(kfac_fx.compile(inner, loss="categorical", in_place=True), lr=0.1, damping=0.1)
+    kfac_fx.detach(inner)
+    again = kfac_fx.KFAC(kfac_fx.compile(inner, loss="categorical", in_place=True), lr=0.1, damping=0.1)
+    kfac_fx.detach(again.net)
+    assert net._listener is None and kept is not None and "_compiled_call_impl" not in inner.__dict__
+    with pytest.raises(TypeError, match=r"kfac_fx.detach takes a torch.nn.Module, not a list"):
+        kfac_fx.detach([])  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_an_attribute_is_not_in_the_state_of_its_owner() -> None:
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp()
+
+        def compiled(self) -> kfac_fx.KFAC:
+            self.net = kfac_fx.compile(self.model, loss="categorical", in_place=True)
+            return kfac_fx.KFAC(self.net, lr=0.1, damping=0.1)
+
+    owner, fresh = Owner(), Owner()
+    plain = owner.state_dict()
+    kept = owner.compiled()
+    assert owner.state_dict().keys() == plain.keys()
+    assert owner.net.state_dict().keys() == owner.model.state_dict().keys()  # its own has everything
+    state = {name: value + 1 for name, value in owner.state_dict().items()}
+    fresh.load_state_dict(state)  # before it is compiled
+    owner.load_state_dict(state)  # and after
+    assert_same(values(owner.model), values(fresh.model))
+    owner.net.load_state_dict(plain, strict=False)
+    owner.net.load_state_dict({name.removeprefix("model."): value for name, value in plain.items()})
+    assert_same(values(owner.model), {name.removeprefix("model."): value for name, value in plain.items()})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        owner.load_state_dict({})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        owner.net.load_state_dict({})
+    not_in_place = Owner()
+    not_in_place.net = kfac_fx.compile(mlp(), loss="categorical")
+    assert any(name.startswith("net.") for name in not_in_place.state_dict())  # it is the one that is called
+    del kept

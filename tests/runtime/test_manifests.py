@@ -10,23 +10,31 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.estimator.manifests import NAME, digest, read_manifest, write_manifest
+import kfac_fx
+from kfac_fx.estimator.manifests import (
+    NAME,
+    digest,
+    digest_of_weights,
+    read_manifest,
+    refuse_other,
+    words_of_loss,
+    write_manifest,
+)
 
-HERE = {"format": 1, "model": "Net", "blocks": {"a": {"sides": [1, 1]}, "b": 2}}
+HERE = {"format": 2, "model": "Net", "blocks": {"a": {"sides": [1, 1]}, "b": 2}}
 
 
 def test_a_manifest_is_read_as_it_was_written_and_written_again(tmp_path: Path) -> None:
-    write_manifest(tmp_path / "new", HERE)
-    assert read_manifest(tmp_path / "new") == HERE
-    write_manifest(tmp_path / "new", HERE)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [NAME]
+    for manifest in (HERE, {**HERE, "model": "Other"}):
+        write_manifest(tmp_path / "new", manifest)
+        assert read_manifest(tmp_path / "new") == manifest
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [NAME]
 
 
 def test_all_differences_are_named(tmp_path: Path) -> None:
-    write_manifest(tmp_path, HERE)
-    other = {"format": 1, "model": "Other", "blocks": {"a": {"sides": [1, 2]}, "c": 3}}
+    other = {"format": 2, "model": "Other", "blocks": {"a": {"sides": [1, 2]}, "c": 3}}
     with pytest.raises(ValueError, match="holds something else:") as caught:
-        write_manifest(tmp_path, other)
+        refuse_other(tmp_path, HERE, other)
     lines = [line.split(maxsplit=0)[0] for line in str(caught.value).splitlines()[1:]]
     assert [line.split("  ")[0].strip() for line in lines] == ["model", "blocks: a: sides", "blocks: b", "blocks: c"]
     assert "is 'Net' in the folder, and 'Other' here" in str(caught.value)
@@ -41,8 +49,24 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
         read_manifest(tmp_path)
     for text, format in (('{"format": 7}', "7"), ("[]", "None")):
         (tmp_path / NAME).write_text(text)
-        with pytest.raises(ValueError, match=rf"has the format {format}, and this version of kfac_fx reads 1"):
+        with pytest.raises(ValueError, match=rf"has the format {format}, and this version of kfac_fx reads 2"):
             read_manifest(tmp_path)
+
+
+def test_weights_have_a_digest_by_name_whatever_class_holds_them() -> None:
+    class Cached(nn.BatchNorm1d):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.register_buffer("cache", torch.randn(3), persistent=False)
+
+    model, other = nn.BatchNorm1d(2), Cached()
+    assert digest_of_weights(model) == digest_of_weights(other)  # a buffer that is not in the state is no weight
+    other.get_buffer("running_mean").add_(1)
+    assert digest_of_weights(model) != digest_of_weights(other)
+    model.load_state_dict(other.state_dict())
+    assert digest_of_weights(model) == digest_of_weights(other)
+    before = digest_of_weights(model)
+    assert digest_of_weights(model.double()) != before
 
 
 def logit(place: int, times: float = 1.0) -> Any:
@@ -102,3 +126,25 @@ def test_a_function_that_calls_itself_has_a_digest() -> None:
         return down(n - 1) if n else 0
 
     assert digest(down) == digest(down)
+
+
+class Trained(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return nn.functional.mse_loss(super().forward(x), x)
+
+
+def test_a_loss_is_told_by_its_name_and_a_function_by_its_code() -> None:
+    x, model = torch.randn(3, 2), nn.Linear(2, 2)
+
+    def told(loss: Any) -> str:
+        return words_of_loss(kfac_fx.compile(model, (x,), loss=loss))
+
+    assert told("categorical") == "'categorical'" and told("mse") == "'mse'"
+    assert told(kfac_fx.losses.Normal) == "Normal"
+    functions = [told(lambda out, c=c: (c, kfac_fx.losses.Normal(out))) for c in (1.0, 1.0, 2.0)]
+    assert functions[0] == functions[1] != functions[2] and functions[0].startswith("a function, ")
+    assert words_of_loss(kfac_fx.compile(Trained(2, 2), (x,))) == "mse_loss in forward, mean"
+    collection = kfac_fx.LayerCollection(kfac_fx.capture(model, (x,)))
+    collection.register_normal_predictive_distribution("linear", var=1.0, name="one")
+    collection.auto_register_layers()
+    assert words_of_loss(kfac_fx.compile(collection)) == "1 normal_predictive_distribution one"

@@ -348,8 +348,6 @@ def test_groups_of_parameters_have_dampings_of_their_own() -> None:
     for key, values in spectrum.eigenvalues().items():
         added = {"up": 0.5, "norm": 1.0, "down": 2 * values.mean()}.get(key[0].split(".")[0], 0.25)
         torch.testing.assert_close(damped[key], values + added)
-    with pytest.raises(RegistrationError, match=r"is one block with the dampings of '\*' and '\*\.weight'"):
-        spectrum.at(damping={"up": 0.5, "*.weight": Relative(2.0), "*": 0.25})
     with pytest.raises(RegistrationError, match=r"'upp'.*matches no parameter"):
         spectrum.at(damping={"upp": 1.0, "*": 0.5})
     with pytest.raises(RegistrationError, match=r"is missing"):
@@ -444,3 +442,17 @@ def test_two_equal_losses_score_and_correct_as_one_of_twice_the_coefficient() ->
         results.append((spectrum.self_scores(batch), *corrected.eigenvalues().values()))
     for of_two, of_one in zip(*reversed(results), strict=True):
         torch.testing.assert_close(of_two, of_one)
+
+
+def test_a_correction_squares_the_gradients_of_a_measurement() -> None:
+    model, (x, y) = Text(), ids()
+    spectrum = spectrum_of(model, x, y)
+
+    def measured(logits: Tensor, labels: Tensor) -> Tensor:
+        return 3 * logits[:, -1, 2] + 0 * labels[:, 0]
+
+    gradients = of_each(len(x), lambda n: 3 * model(x[n : n + 1])[0, -1, 2], dict(model.named_parameters()))
+    found = spectrum.correct([(x, y)], "sequence", measurement=measured)
+    assert_corrected(found, spectrum, gradients)
+    with pytest.raises(ValueError, match="mode='exact' is of the distributions of a loss, and a measurement has none"):
+        spectrum.correct([(x, y)], mode="exact", measurement=measured)

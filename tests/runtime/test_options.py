@@ -336,9 +336,11 @@ def test_a_model_that_is_not_compiled_is_refused() -> None:
 
 def test_a_second_optimizer_is_refused() -> None:
     net = compile(model(), loss="categorical")
-    KFAC(net, lr=0.1, damping=0.1)
+    first = KFAC(net, lr=0.1, damping=0.1)
     with pytest.raises(AlreadyAttachedError, match="a KFAC is already attached to this module"):
         KFAC(net, lr=0.1, damping=0.1)
+    del first
+    KFAC(net, lr=0.1, damping=0.1)
 
 
 def test_parameters_of_another_model_are_refused() -> None:

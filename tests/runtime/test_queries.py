@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import kfac_fx
 from kfac_fx import Queries
-from kfac_fx.estimator import model_spectrum as module
+from kfac_fx.estimator import queries as module
+from kfac_fx.estimator.files import metadata_of
+from kfac_fx.estimator.manifests import digest
 from kfac_fx.recording.case_gradients import Cases, Counts
 from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, of_positions, spectrum_of
 
@@ -202,3 +207,93 @@ def test_scores_come_in_the_order_of_the_examples() -> None:
     matrices = torch.randn(2, 1, 2, 3)
     expected = torch.einsum("qgoi,ngoi->qn", matrices, gradients)
     torch.testing.assert_close(Queries({("w",): matrices}, record).scores(None), expected)
+
+
+def test_scores_of_other_weights_are_not_taken_from_a_folder(text: Fixture, tmp_path: Path) -> None:
+    model, x, y, spectrum = text
+    queries = spectrum.precondition((x[:2], y[:2]))
+    queries.scores_of_all([(x, y)], folder=tmp_path)
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    with pytest.raises(ValueError, match=r"(?s)holds something else:.*made of: weights  is '\w+' in the folder, and"):
+        queries.scores_of_all([(x, y)], folder=tmp_path)
+
+
+def test_a_folder_of_scores_of_format_1_is_read_with_a_warning(text: Fixture, tmp_path: Path) -> None:
+    _, x, y, spectrum = text
+    queries = spectrum.precondition((x[:2], y[:2]))
+    expected = queries.scores_of_all([(x, y)], folder=tmp_path)
+    norms = {",".join(key): float(queries.like(key).norm()) for key in queries.matrices}
+    manifest = {"format": 1, "queries": 2, "norms": norms, "measurement": None}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    path = tmp_path / "scores-000000.safetensors"
+    save_file({"scores": 2 * expected}, path, {"batch": metadata_of(path)["batch"]})
+    with pytest.warns(UserWarning, match="without digests"):
+        torch.testing.assert_close(queries.scores_of_all([(x, y)], folder=tmp_path), 2 * expected)
+    with pytest.raises(ValueError, match="holds something else"):
+        spectrum.precondition((x[1:3], y[1:3])).scores_of_all([(x, y)], folder=tmp_path)
+
+
+# --- vectors as queries -----------------------------------------------------------------------------------------------
+
+
+def test_a_vector_scores_an_example_by_its_product_with_the_gradient(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    gradients = of_examples(model, x, y)
+    vector = {name: torch.randn(3, *p.shape) for name, p in model.named_parameters()}
+    queries = spectrum.queries(vector)
+    assert len(queries) == 3
+    torch.testing.assert_close(queries.scores((x, y)), inner(vector, gradients))
+    one = spectrum.queries({name: tensor[1] for name, tensor in vector.items()})
+    torch.testing.assert_close(one.scores((x, y)), inner(vector, gradients)[1:2])
+    torch.testing.assert_close(spectrum.queries(vector, rank=100).scores((x, y)), inner(vector, gradients))
+    with pytest.raises(kfac_fx.NotRegisteredError, match=r"missing  words\.weight"):
+        spectrum.queries({name: tensor for name, tensor in vector.items() if name != "words.weight"})
+    with pytest.raises(ValueError, match="rank must be positive, got 0"):
+        spectrum.queries(vector, rank=0)
+
+
+def test_an_aggregated_gradient_scores_as_the_sum_of_its_queries(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    total = {name: gradient[:3].sum(0) for name, gradient in of_examples(model, x, y).items()}
+    aggregated = spectrum.queries(spectrum.multiply_inverse(total)).scores((x, y))
+    torch.testing.assert_close(aggregated, spectrum.precondition((x[:3], y[:3])).scores((x, y)).sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_queries_come_back_from_a_folder(rank: int | None, text: Fixture, tmp_path: Path) -> None:
+    model, x, y, spectrum = text
+    queries = spectrum.precondition((x[:2], y[:2]), rank=rank)
+    kfac_fx.save_queries(queries, tmp_path)
+    again = kfac_fx.load_queries(spectrum.net, tmp_path)
+    torch.testing.assert_close(again.scores((x, y)), queries.scores((x, y)))  # other strides, other rounding
+    assert digest(again.plain()) == digest(queries.plain()) and len(again) == 2
+    again.scores_of_all([(x, y)], folder=tmp_path / "scores")
+    other = spectrum.precondition((x[2:5], y[2:5]))
+    kfac_fx.save_queries(other, tmp_path)
+    assert digest(kfac_fx.load_queries(spectrum.net, tmp_path).plain()) == digest(other.plain())
+    assert len(list(tmp_path.glob("block*"))) == len(queries.matrices)
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    with pytest.raises(ValueError, match="has queries of other weights"):
+        kfac_fx.load_queries(spectrum.net, tmp_path)
+    with pytest.warns(UserWarning, match=r"(?s)has queries of other weights.*any_weights=True"):
+        kfac_fx.load_queries(spectrum.net, tmp_path, any_weights=True)
+
+
+def test_queries_of_another_model_are_refused(text: Fixture, tmp_path: Path) -> None:
+    _, x, y, spectrum = text
+    queries = spectrum.precondition((x[:2], y[:2]))
+    kfac_fx.save_queries(queries, tmp_path)
+    net = kfac_fx.compile(classifier(), (torch.randn(4, 2, 3, 3),), loss="categorical")
+    with pytest.raises(ValueError, match=r"has queries of blocks that this Sequential has not: words\.weight"):
+        kfac_fx.load_queries(net, tmp_path)
+    with pytest.raises(ValueError, match="is not of queries"):
+        kfac_fx.save_spectrum(spectrum, tmp_path / "spectrum")
+        kfac_fx.load_queries(spectrum.net, tmp_path / "spectrum")
+    with pytest.raises(ValueError, match="is not of a spectrum"):
+        kfac_fx.load_spectrum(spectrum.net, tmp_path)
+    with pytest.raises(ValueError, match="made by hand know no compiled module"):
+        kfac_fx.save_queries(Queries(queries.matrices, queries.record), tmp_path)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_queries\(queries, folder\)"):
+        pickle.dumps(queries)

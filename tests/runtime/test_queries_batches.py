@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kfac_fx import Batch
-from kfac_fx.estimator.model_spectrum import as_batch
+from kfac_fx.estimator.batches import as_batch
 
 X, Y = torch.ones(2, 3), torch.zeros(2)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from dataclasses import replace
 
@@ -267,3 +269,9 @@ def test_the_report_counts_what_an_attached_optimizer_met() -> None:
     optimizer.step()
     counted = "steps 1, skipped steps 0, skipped updates 0, inverses kept from before 0"
     assert str(net.report).splitlines()[-1] == f"runtime   {counted}"
+
+
+def test_a_report_is_not_pickled(program: Program) -> None:
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"a Report cannot be copied or pickled.*str\(net.report\)"):
+            copied(Report(program))

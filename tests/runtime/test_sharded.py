@@ -142,10 +142,11 @@ def test_errors_name_the_class_of_the_user_and_not_the_one_that_fsdp_made(
 
 def test_an_optimizer_of_whole_parameters_is_refused(shard: Callable[..., None]) -> None:
     net = compiled()
-    kfac_fx.KFAC(net)
+    optimizer = kfac_fx.KFAC(net)
     shard(net.model)
     with pytest.raises(RuntimeError, match="sharded after the optimizer was made, .*\n.* and then optimizer = "):
         net(X)
+    assert optimizer.counter == 0
 
 
 def test_a_call_that_was_not_captured_before_is_refused(shard: Callable[..., None]) -> None:
@@ -196,9 +197,10 @@ def test_two_dimensions_of_processes_are_refused(shard: Callable[..., None]) -> 
 def test_compiled_graphs_are_refused(shard: Callable[..., None]) -> None:
     net = compiled(backend="inductor", verify=False)
     shard(net.model)
-    kfac_fx.KFAC(net)
+    optimizer = kfac_fx.KFAC(net)
     with pytest.raises(ValueError, match="backend='inductor' cannot gather its parameters where its graph reads them"):
         net(X)
+    assert optimizer.counter == 0
 
 
 class Wrapping(Net):
@@ -291,6 +293,7 @@ def test_a_spectrum_that_a_sharded_model_saved_is_that_of_the_whole_model(
 ) -> None:
     torch.manual_seed(0)
     net, whole = compiled(), compiled()
+    whole.load_state_dict(net.state_dict())
     shard(net.model)
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
     estimator.update_covariances(X)

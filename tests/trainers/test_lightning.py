@@ -89,6 +89,64 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(state_of(trainer.optimizers[0]), state)
 
 
+# --- configure_optimizers runs again ----------------------------------------------------------------------------------
+
+
+class Again(Module):
+    """As docs/trainers.md has it, with the compiled module as an attribute. `lr` and `batch_size` are the tuner's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.batch_size = 0.3, 8
+
+    def configure_optimizers(self) -> kfac_fx.KFAC:
+        kfac_fx.detach(self.model)
+        self.net = kfac_fx.compile(self.model, loss="categorical", in_place=True)
+        return kfac_fx.KFAC(self.net, lr=self.lr, damping=0.1, seed=0)
+
+    def train_dataloader(self) -> Any:
+        data = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*cases(), strict=True)))
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def trainer_of(folder: Path, epochs: int = 1, **options: Any) -> Any:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"enable_checkpointing": False, "default_root_dir": str(folder)}
+    return lightning.Trainer(max_epochs=epochs, **quiet | options)
+
+
+def test_a_module_is_fitted_twice_and_behind_the_tuner(tmp_path: Path) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    module = Again()
+    for _ in range(2):
+        trainer = trainer_of(tmp_path)
+        trainer.fit(module)
+        assert trainer.optimizers[0].counter == 6  # a new optimizer, which records
+    trainer = trainer_of(tmp_path)
+    tuner = Tuner(trainer)
+    tuner.lr_find(module, num_training=20, min_lr=0.01, max_lr=0.5, update_attr=True)
+    trainer.fit(module)
+    tuner.scale_batch_size(module, max_trials=2, init_val=4)
+    trainer.fit(module)
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+
+
+def test_an_attribute_of_the_module_is_not_in_its_checkpoint(tmp_path: Path) -> None:
+    first = Again()
+    trainer = trainer_of(tmp_path)
+    trainer.fit(first)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert not any(name.startswith("net.") for name in torch.load(tmp_path / "one.ckpt")["state_dict"])
+    second, straight = Again(), Again()
+    trainer_of(tmp_path, 2).fit(second, ckpt_path=str(tmp_path / "one.ckpt"))
+    trainer_of(tmp_path, 2).fit(straight)
+    assert_equal(copies(second), copies(straight))
+
+
 class Whole(Module):
     """The LightningModule is compiled, and Lightning does not call it."""
 

@@ -422,9 +422,10 @@ def test_an_error_in_a_loss_of_the_user_is_its_own_and_says_who_called_it(error:
         raise error
 
     net = compiled(loss=loss)
-    kfac_fx.KFAC(net)
+    optimizer = kfac_fx.KFAC(net)
     with pytest.raises(type(error)) as raised:
         net(X)
+    assert optimizer.counter == 0
     assert raised.value is error and raised.traceback[-1].name == "loss"
     assert error.__notes__ == [
         "the function given as loss raised this, called with what the model returned: a Tensor [8, 3]"

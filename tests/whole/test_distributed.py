@@ -70,9 +70,10 @@ def train(
 
 def error_of_wrapper_inside() -> str:
     inside = kfac_fx.compile(nn.parallel.DistributedDataParallel(Net().double()), loss="categorical")
-    kfac_fx.KFAC(inside, lr=0.1, damping=0.1, estimation_mode="empirical")
+    kept = kfac_fx.KFAC(inside, lr=0.1, damping=0.1, estimation_mode="empirical")
     with pytest.raises(ValueError) as error:
         inside(batches()[0][0])
+    assert kept.counter == 0
     return str(error.value)
 
 

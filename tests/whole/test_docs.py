@@ -35,12 +35,13 @@ def run_blocks(text: str, name: str) -> int:
 # Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are. The pages of many devices and of
 # sharded models are of several processes, which test_devices_page.py and test_fsdp.py start.
 ELSEWHERE = ("trainers.md", "devices.md", "sharded.md")
+OF_PROCESSES = "\n## Several processes\n"  # the section of statistics.md that test_statistics_of_processes.py runs
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in ELSEWHERE], ids=lambda path: path.name)
 def test_the_code_of_the_document_runs(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # a snippet may save a file
-    run_blocks(document.read_text(encoding="utf-8"), document.name)
+    run_blocks(document.read_text(encoding="utf-8").partition(OF_PROCESSES)[0], document.name)
 
 
 def test_output_that_a_page_shows_is_compared() -> None:

@@ -1,0 +1,88 @@
+"""Batches: what a DataLoader yields, in which order, and which data they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from kfac_fx.estimator.manifests import digest
+
+
+class Batch:
+    """The arguments of one forward, and the targets of its loss.
+
+    Batch(tokens, attention_mask=mask, targets=labels)
+
+    Attributes:
+        args, kwargs: of forward.
+        targets: one a loss, in a list or tuple, or one for all; None if forward computes the loss.
+    """
+
+    def __init__(self, *args: Any, targets: Any = None, **kwargs: Any) -> None:
+        self.args, self.kwargs, self.targets = args, kwargs, targets
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self.args)} arguments, {list(self.kwargs)}, targets={type(self.targets).__name__})"
+
+
+def as_batch(batch: Any) -> Batch:
+    """Read what a DataLoader yields.
+
+    A tensor, or a tuple or list of one, is the argument of forward. A tuple or list of two is that argument, and the
+    targets. A mapping has the arguments by name. Raises TypeError for anything else.
+    """
+    if isinstance(batch, Batch):
+        return batch
+    if isinstance(batch, Tensor):
+        return Batch(batch)
+    if isinstance(batch, Mapping):
+        return Batch(**batch)
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        inputs, targets = batch if len(batch) == 2 else (batch[0], None)
+        return Batch(targets=targets, **inputs) if isinstance(inputs, Mapping) else Batch(inputs, targets=targets)
+    what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    raise TypeError(
+        f"a batch is a tensor, (inputs, targets), or a mapping of forward's arguments, and this is {what}.\n"
+        "Name the parts: kfac_fx.Batch(tokens, mask, targets=labels)."
+    )
+
+
+def samplers_of(loader: Any) -> Iterator[Any]:
+    """The samplers of a DataLoader, also those inside of a batch sampler."""
+    for sampler in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
+        if sampler is not None:
+            yield sampler
+            yield from samplers_of(sampler)
+
+
+def draws_order(sampler: Any) -> bool:
+    """Whether a sampler of torch draws the order. A DistributedSampler says so in its `shuffle`."""
+    drawn = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    return drawn or getattr(sampler, "shuffle", False) is True
+
+
+# --- which data -------------------------------------------------------------------------------------------------------
+
+NO_DATA = digest()
+
+
+def digest_of(batch: Any) -> str:
+    """See `digest`."""
+    batch = as_batch(batch)
+    return digest(batch.args, batch.kwargs, batch.targets)
+
+
+def with_batch(before: str, batch: Any) -> str:
+    """The digest of batches and of one more behind them. before: `NO_DATA` at first."""
+    return digest(before, digest_of(batch))
+
+
+def digest_of_data(batches: Iterable[Any]) -> str:
+    """The digest of all batches in their order."""
+    total = NO_DATA
+    for batch in batches:
+        total = with_batch(total, batch)
+    return total

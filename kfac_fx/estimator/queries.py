@@ -1,0 +1,329 @@
+"""`Queries`: preconditioned gradients, and their scores with training examples.
+
+The score of a training example z for a query q is ∇m(q)ᵀ (s F + δ I)⁻¹ ∇ℓ(z) (Grosse et al. 2023, "Studying large
+language model generalization with influence functions"). The product is linear in ∇ℓ(z) = Σ d rᵀ, so the gradients of a
+batch are never held: rows meet the queries in the backward, block by block.
+
+Scores of all batches of a DataLoader can be kept in a folder, one file a batch, so that a run that ends resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.estimator.batches import as_batch, digest_of, draws_order, samplers_of
+from kfac_fx.estimator.files import checked_tensors, damaged, is_there, metadata_of, read_tensors, write_tensors
+from kfac_fx.estimator.manifests import (
+    FORMAT,
+    WITHOUT_DIGESTS,
+    Manifest,
+    digest,
+    is_written,
+    made_of,
+    read_manifest,
+    refuse_other,
+    warn_of_no_digests,
+    write_manifest,
+)
+from kfac_fx.fisher.block import key_text
+from kfac_fx.linalg.arguments import a_process_group, choice, optional
+from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.linalg.processes import Replicas
+from kfac_fx.losses.sources import Measurement
+from kfac_fx.recording.case_gradients import Cases, Consumer, Counts, LowRank, QueryGradients, by_rows, query_products
+from kfac_fx.recording.progress import tracked
+from kfac_fx.recording.statistics import Key
+
+BY = ("sum", "block", "position")  # how scores are added up
+Record = Callable[[Any, Consumer, Measurement | None], Counts]
+
+
+def recording(net: CompiledModule, keys: Sequence[Key]) -> Record:
+    """A function that hands the gradients of the loss, or of a measurement, of single examples of a batch to a
+    consumer, for some blocks.
+
+    Functions of the damping and the scale that the consumer computes are differentiable in these.
+    """
+
+    def record(batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
+        batch, graph = as_batch(batch), torch.is_grad_enabled()
+
+        def consume_with_graph(key: Key, cases: Cases) -> None:
+            with torch.set_grad_enabled(graph), full_precision():
+                consume(key, cases)
+
+        return net.record_cases(
+            batch.args,
+            batch.kwargs,
+            consume_with_graph,
+            mode="empirical",
+            targets=batch.targets,
+            only=keys,
+            measurement=measurement,
+        )
+
+    return record
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Queries:
+    """(s F + δ I)⁻¹ ∇m of Q queries; `ModelSpectrum.precondition` makes it, and `ModelSpectrum.queries` of vectors.
+
+    Attributes:
+        matrices: by block [Q, g, o, i], or the factors of matrices of low rank.
+        record: hands over the gradients of the examples of a batch; see `recording`.
+        net: the compiled module; None: it is not known, so a folder of scores is not compared with its weights.
+    """
+
+    matrices: Mapping[Key, QueryGradients]
+    record: Record
+    net: CompiledModule | None = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.matrices.values())))
+
+    def __repr__(self) -> str:
+        return f"Queries({len(self)} queries, {len(self.matrices)} blocks)"
+
+    def scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
+        """The scores of the examples of a batch for all queries.
+
+        Args:
+            by: "sum" over all blocks, [Q, N]; "block": a dict of these; "position": the sum over all blocks of the part
+                of every position, [Q, N, S], whose sum over positions is the score.
+            measurement: in place of the loss of the examples; see `ModelSpectrum.precondition`.
+
+        Raises ValueError for another `by`, and for "position" if the blocks have different numbers of positions.
+        """
+        if choice("by", by, BY) == "position":
+            return self.scores_by_position(batch, measurement)
+        parts: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def add(key: Key, of_examples: Cases) -> None:
+            products = query_products(of_examples, self.matrices[key])
+            parts.setdefault(key, []).append((of_examples.first, products))
+
+        counts = self.record(batch, add, measurement)
+        zeros = torch.zeros(len(self), counts.examples)
+        by_block = {key: in_order(parts[key], 1) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
+        return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
+
+    def scores_of_all(
+        self,
+        batches: Iterable[Any],
+        *,
+        folder: str | Path | None = None,
+        measurement: Measurement | None = None,
+        process_group: Any = None,
+    ) -> Tensor:
+        """The scores of all examples of a DataLoader, [Q, N], with a progress bar on a terminal.
+
+        Args:
+            batches: in the order of the examples; a DataLoader that shuffles is refused.
+            folder: where the scores of every batch are written; those that are there are not computed again. Batches
+                are told by their numbers.
+            measurement: see `scores`.
+            process_group: of torch.distributed, `group.WORLD` for all. All its processes call this with the same
+                batches. Each scores every n-th of them, and all have the scores of all. A folder is one that all of
+                them see; the first process writes into it. None: this process alone.
+
+        Raises ValueError if the folder holds the scores of other queries, batches, measurements, weights or losses, or
+        a file that is not whole; if a DataLoader shuffles; and if there are no batches.
+        """
+        if drawn := [sampler for sampler in samplers_of(batches) if draws_order(sampler)]:
+            raise ValueError(
+                f"the DataLoader has a {type(drawn[0]).__name__}, and its scores would have no order: "
+                "pass one with shuffle=False."
+            )
+        optional(a_process_group, "process_group", process_group)
+        replicas = Replicas(process_group) if process_group is not None else None
+        ranks, rank = (1, 0) if replicas is None else (replicas.number, replicas.rank)
+        together = called if replicas is None else replicas.together
+        kept: ScoresFolder | None = None
+        if folder is not None:
+            manifest = ScoresFolder.of_queries(self, measurement)
+            kept = together(partial(ScoresFolder.of, Path(folder), self, manifest, rank == 0))
+        number, device = len(batches) if isinstance(batches, Sized) else 0, self.like(next(iter(self.matrices))).device
+        shown = iter(tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries"))
+        scores: list[Tensor] = []
+        while turn := list(islice(shown, ranks)):
+            batch = turn[min(rank, len(turn) - 1)]  # where batches end, a process takes the last one again
+            there = together(partial(read_all, kept, len(scores), turn))
+            if replicas is not None and not all(replicas.told(there is not None)):
+                there = None
+            if there is None:
+                computed = self.scores(batch, measurement=measurement)
+                there = [computed] if replicas is None or ranks == 1 else each_of_all(replicas, computed, batch, turn)
+                if kept is not None and rank == 0:
+                    for n, (of_batch, item) in enumerate(zip(there, turn, strict=True), len(scores)):
+                        kept.write(n, item, of_batch)
+            scores += [of_batch.to(device) for of_batch in there]
+        if not scores:
+            raise ValueError("`batches` has no batches.")
+        return torch.cat(scores, dim=1)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "Queries cannot be copied or pickled, because they have the compiled module. Write "
+            "kfac_fx.save_queries(queries, folder) and kfac_fx.load_queries(net, folder)."
+        )
+
+    def plain(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of every block by name, by the text of its key."""
+        return {
+            key_text(key): {"left": matrix.left, "right": matrix.right}
+            if isinstance(matrix, LowRank)
+            else {"matrix": matrix}
+            for key, matrix in self.matrices.items()
+        }
+
+    def like(self, key: Key) -> Tensor:
+        matrices = self.matrices[key]
+        return matrices.left if isinstance(matrices, LowRank) else matrices
+
+    def scores_by_position(self, batch: Any, measurement: Measurement | None) -> Tensor:
+        parts: dict[Key, list[Tensor]] = {}
+
+        def add(key: Key, of_examples: Cases) -> None:
+            if of_examples.whole is not None:
+                products = query_products(of_examples, self.matrices[key])
+                parts.setdefault(key, []).append(products.unsqueeze(-1))
+                return
+            for rows in of_examples.uses:
+                use = Cases(of_examples.matrix, (rows,))
+                parts.setdefault(key, []).append(torch.cat(list(by_rows(use, self.matrices[key])), dim=1))
+
+        self.record(batch, add, measurement)
+        sizes: dict[int, list[str]] = {}
+        for key, products in parts.items():
+            for product in products:
+                sizes.setdefault(product.shape[-1], []).append(", ".join(key))
+        if len(sizes) > 1:
+            rows = "\n".join(f"  {size:5}  {', '.join(dict.fromkeys(names))}" for size, names in sorted(sizes.items()))
+            raise ValueError(
+                f"the blocks have different numbers of positions, so their scores have no sum by position:\n{rows}\n"
+                'Pass by="block", or make the spectrum of the blocks with the same positions: '
+                "FisherEstimator(net, variables=...)."
+            )
+        return torch.stack([product for products in parts.values() for product in products]).sum(0)
+
+
+def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:
+    """Results for some examples each, along `dim`, joined in the order of their first examples."""
+    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
+
+
+# --- scores in a folder -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoresFolder:
+    """The scores of some queries in a folder, one file a batch.
+
+    Attributes:
+        path: of the folder.
+        queries: the number of queries.
+        origin: a digest of all that the scores of a batch depend on besides the batch. Every file holds it, next to
+            that of its batch, so that no file of another folder is read.
+        sealed: whether every file must hold its own digest.
+    """
+
+    path: Path
+    queries: int
+    origin: str
+    sealed: bool
+
+    @staticmethod
+    def of_queries(queries: Queries, measurement: Measurement | None) -> Manifest:
+        """The manifest of a folder."""
+        return {
+            "format": FORMAT,
+            "queries": len(queries),
+            "digest of queries": digest(queries.plain()),
+            "measurement": None if measurement is None else digest(measurement),
+            **({} if queries.net is None else {"made of": made_of(queries.net)}),
+        }
+
+    @staticmethod
+    def of(path: Path, queries: Queries, here: Manifest, writes: bool) -> ScoresFolder:
+        """Raises ValueError if a folder holds something else.
+
+        Args:
+            here: its manifest.
+            writes: whether this process writes one, if there is none.
+        """
+        sealed = True
+        if not is_written(path):
+            if writes:
+                write_manifest(path, here)
+        elif (saved := read_manifest(path))["format"] == WITHOUT_DIGESTS:
+            norms = {key_text(key): float(queries.like(key).double().norm()) for key in queries.matrices}
+            kept = {name: here[name] for name in ("queries", "measurement")}
+            refuse_other(path, saved, {**kept, "format": WITHOUT_DIGESTS, "norms": norms})
+            warn_of_no_digests(path)
+            sealed = False
+        else:
+            refuse_other(path, saved, here)
+        return ScoresFolder(path, len(queries), digest(here), sealed)
+
+    def file(self, number: int) -> Path:
+        return self.path / f"scores-{number:06}.safetensors"
+
+    def read(self, number: int, batch: Any) -> Tensor | None:
+        """The scores of a batch; None if they are not there. Raises ValueError for those of another batch, and for a
+        file that is not whole."""
+        path = self.file(number)
+        if not is_there(path):
+            return None
+        if checked_tensors(path) is None and self.sealed:
+            raise damaged(path, "holds no digest", REMEDY)
+        texts = metadata_of(path)
+        if texts.get("batch") != digest_of(batch):
+            raise ValueError(f"{str(path)!r} has the scores of another batch: pass another folder.")
+        if texts.get("origin", self.origin) != self.origin or (self.sealed and "origin" not in texts):
+            raise damaged(path, "has the scores of another folder", REMEDY)
+        scores = read_tensors(path)[0].get("scores")
+        if scores is None or scores.dim() != 2 or len(scores) != self.queries or not scores.is_floating_point():
+            raise damaged(path, f"has no scores of {self.queries} queries", REMEDY)
+        return scores
+
+    def write(self, number: int, batch: Any, scores: Tensor) -> None:
+        write_tensors(self.file(number), {"scores": scores}, {"batch": digest_of(batch), "origin": self.origin})
+
+
+REMEDY = "Delete the file, and its scores are computed again."
+
+
+def read_all(folder: ScoresFolder | None, first: int, batches: Sequence[Any]) -> list[Tensor] | None:
+    """The scores of some batches; None if one of them is not in the folder. first: the number of the first batch."""
+    if folder is None:
+        return None
+    found = [folder.read(number, batch) for number, batch in enumerate(batches, first)]
+    return None if any(scores is None for scores in found) else [scores for scores in found if scores is not None]
+
+
+def each_of_all(replicas: Replicas, scores: Tensor, batch: Any, batches: Sequence[Any]) -> list[Tensor]:
+    """The scores of every process, which has one of these batches each.
+
+    Raises ValueError if the processes have other batches.
+    """
+    told = replicas.told((digest_of(batch), [digest_of(item) for item in batches], scores.detach().cpu()))
+    if any(others != told[0][1] for _, others, _ in told):
+        raise ValueError(
+            "the processes have different batches: with a process_group, scores_of_all takes the same batches in all "
+            "of them, without a DistributedSampler, and divides them itself."
+        )
+    return [of_process for _, _, of_process in told[: len(batches)]]
+
+
+def called(of: Callable[[], Any]) -> Any:
+    return of()
