@@ -2,8 +2,8 @@
 without that.
 
 A forward between two steps may be another function than the graph at the parameters before the step: at weights that
-were moved for it, under noise that was drawn since, with statistics that it changed, in another precision. The values of
-such a forward are no side of a difference, because they differ from the other side by more than the step.
+were moved for it, under noise that was drawn since, with statistics that it changed, in another precision. The values
+of such a forward are no side of a difference, because they differ from the other side by more than the step.
 """
 
 from __future__ import annotations
