@@ -123,25 +123,30 @@ class Watch:
     The host reads a check when the next one is made, so that it hardly waits.
     """
 
-    last: HostCopy | None = None  # r of the last check, and whether it undid a step
+    last: HostCopy | None = None  # by what the last check divided steps, and whether it undid one
     step: int = 0  # of the last check
     undone: int = 0  # checks in a row that undid a step
-    short_since: int | None = None  # the step of the first check in a row with a large r
+    short_since: int | None = None  # the step of the first check in a row that shortened steps by much
     warned: bool = False
 
-    def look(self, size: StepSize, undone: Tensor, step: int) -> None:
-        """After the check of a step. undone: whether it undid this step or those before it, 0-dim."""
+    def look(self, divisor: Tensor, undone: Tensor, step: int) -> None:
+        """After the check of a step; tensors are 0-dim.
+
+        divisor: of the rule's steps. undone: whether the check undid this step or those before it.
+        """
         if self.warned:
             return
         if self.last is not None:
-            ratio, was_undone = self.last.wait().tolist()
+            divided_by, was_undone = self.last.wait().tolist()
             self.undone = self.undone + 1 if was_undone else 0
-            self.short_since = None if ratio <= SHORT else self.step if self.short_since is None else self.short_since
+            self.short_since = (
+                None if divided_by <= SHORT else self.step if self.short_since is None else self.short_since
+            )
         if self.undone >= MOST_UNDONE:
             self.warn(f"checks undid steps {self.undone} times in a row, up to step {self.step}")
         elif self.short_since is not None and step - self.short_since >= SHORT_STEPS:
             self.warn(f"steps are shorter than a tenth of their length from step {self.short_since} on, up to {step}")
-        self.last, self.step = HostCopy(torch.stack([size.ratio, undone.to(size.ratio.dtype)])), step
+        self.last, self.step = HostCopy(torch.stack([divisor, undone.to(divisor.dtype)])), step
 
     def warn(self, happened: str) -> None:
         self.warned = True

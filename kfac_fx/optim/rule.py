@@ -423,6 +423,10 @@ class CheckedRule(Rule):
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         """Called after a checked move."""
 
+    def divisor(self, step: BlockStep) -> Tensor:
+        """By how much steps are shorter than the rule would have them without checks, 0-dim."""
+        return step.size.ratio
+
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         """Called when a check may have undone the steps since the last one; risen: whether it has, 0-dim."""
 

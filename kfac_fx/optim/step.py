@@ -270,7 +270,8 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     outcome = Outcome(tried, kept, change, predicted)
     rule.checked_move(step, check, measured, outcome)
     undone = tried & ~kept
-    state.checks.watch.look(size, undone if step.risen is None else undone | step.risen, state.schedule.counter)
+    undone = undone if step.risen is None else undone | step.risen
+    state.checks.watch.look(rule.divisor(step), undone, state.schedule.counter)
     keep(state, predicted_change=predicted, rho=torch.where(ok, outcome.rho, state.scalars["rho"]))
     return kept
 

@@ -298,6 +298,10 @@ class EigenMoments(CheckedRule):
         multiplier = step.scalars["multiplier"]
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
+    def divisor(self, step: BlockStep) -> Tensor:
+        """r / m: a multiplier that the bound takes back shortens nothing."""
+        return step.size.ratio / step.scalars["multiplier"]
+
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
