@@ -5,6 +5,7 @@ import sys
 from kfac_fx import losses
 from kfac_fx.compiled import fisher_blocks, layer_collection
 from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile, detach
+from kfac_fx.compiled.complex_parameters import with_real_parameters
 from kfac_fx.compiled.layer_collection import (
     LayerCollection,
     get_default_layer_collection,
@@ -83,5 +84,6 @@ __all__ = [
     "save_spectrum",
     "set_default_layer_collection",
     "variable_scope",
+    "with_real_parameters",
 ]
 __all__ += errors.__all__

@@ -101,11 +101,15 @@ def single(graph: fx.Graph) -> bool:
 # --- in a use ---------------------------------------------------------------------------------------------------------
 
 
-def with_batch_dim(use: Use, cases: str) -> Use:
+def with_batch_dim(use: Use, cases: str, outputs_last: bool = False) -> Use:
     """Where the cases are in the use's output; None if no dimension has their size. A forward that reads the size as a
-    number, as `len(x)` does, has a number for it; several dimensions may have this."""
-    number = cases.isdigit() and sizes_of(use.output).count(cases) == 1
-    sizes = sizes_of(use.output) if number else symbolic_sizes(use.output)
+    number, as `len(x)` does, has a number for it; several dimensions may have this.
+
+    outputs_last: the last dimension holds the outputs of the layer, and counts no cases.
+    """
+    numbers = sizes_of(use.output)[: -1 if outputs_last else None]
+    number = cases.isdigit() and numbers.count(cases) == 1
+    sizes = numbers if number else symbolic_sizes(use.output)
     if use.batch_independent:
         use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
     return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use

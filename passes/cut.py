@@ -95,6 +95,11 @@ class Cutter:
             for role, bound in use.parameters.items():
                 if role == "weight" and not self.program.layers[use.layer].parts:
                     groups[bound.parameter].add(bound.layout.result[0])
+        for number, parts in self.parts.items():
+            exprs = self.program.matches[number].exprs
+            for part in parts or ():
+                if part.role == "weight" and "weight" in exprs:
+                    groups[part.parameter].add(exprs["weight"][1].result[0])
         for number, uses in self.entire.items():
             consistent = [
                 use for use in uses if not is_factor(use) or all(len(groups[n]) == 1 for n in use.parameter_set)

@@ -24,12 +24,23 @@ from torch import Tensor, fx
 from .errors import fatal
 from .graphs.edit import attribute, shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of, parameters_behind
-from .graphs.operations import CASTS, JOINS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, computed, dims_after, op_name
+from .graphs.operations import (
+    CASTS,
+    JOINS,
+    PARTS,
+    PERMUTES,
+    SHAPE_ONLY,
+    bound_parameter,
+    complex_parameter,
+    computed,
+    dims_after,
+    op_name,
+)
 from .ir import ELEMENTS, Program
 from .matrix import Shape
 from .parametrizations.functions import DERIVATIVES, Elementwise, elementwise, small_functions
 from .parametrizations.normalized import MAKERS, Centered, Scaled, WithGain, dim_of, is_mean, laid_out, scaled_by
-from .parametrizations.product import MULTIPLIES, complete, product_of, reshaped, sum_of
+from .parametrizations.product import MULTIPLIES, added, complete, product_of, reshaped, sum_of
 from .pieces import (
     ParameterExpr,
     Slice,
@@ -72,7 +83,9 @@ def express(program: Program) -> Program:
             user for user in node.users if user in behind and user not in values and node in differentiated(user)
         ]
         read = any(op_name(user) not in WRITES for user in readers)
-        plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
+        plain = (
+            node.op == "get_attr" or bound_parameter(node, program.shapes) or complex_parameter(node, program.shapes)
+        )
         value = complete(value, node) if isinstance(value, ParameterExpr) and value.products else value
         if plain or not (read or node in program.outputs):
             continue
@@ -143,6 +156,11 @@ class Expressions:
             return self.shifted(operand, constant, -float(times))
         if name in MULTIPLIES and all(isinstance(argument, fx.Node) for argument in arguments[:2]):
             return self.product(node, *arguments[:2])
+        if name == "einsum" and len(arguments) == 3:
+            return product_of(node, [self.operand(side, of_parameters=True) for side in arguments[1:]], self.root)
+        if name in ("addmm", "baddbmm") and len(arguments) == 3:
+            factors = [self.operand(side, of_parameters=True) for side in arguments[1:]]
+            return added(node, self.operand(arguments[0]), factors, self.root)
         first = arguments[0] if arguments else None
         if not isinstance(first, fx.Node) or first not in self.values:
             return None

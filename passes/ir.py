@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .approximations import APPROXIMATIONS, PER_CASE, Approximation, Matrix, Side, Statistic
 from .errors import plural
@@ -100,6 +100,12 @@ class Use:
     def batch_independent(self) -> bool:
         """Whether it does not see the batch: the gradient of its output is a sum over the cases."""
         return CASES in self.attrs
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the graph says that its output is of complex numbers."""
+        value = self.output.meta.get("val")
+        return isinstance(value, Tensor) and value.is_complex()
 
     @property
     def transposed(self) -> bool:

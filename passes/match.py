@@ -24,13 +24,13 @@ from .cases import number_of_cases, with_batch_dim, with_mask
 from .errors import LayerError, fatal
 from .graphs.edit import attribute, functional
 from .graphs.labels import Label, ancestors, labels_of, parameters_behind
-from .graphs.operations import CASTS, PERMUTES, SPELLED_OUT, bound_parameter, dims_after, op_name
+from .graphs.operations import CASTS, PERMUTES, SPELLED_OUT, bound_parameter, complex_parameter, dims_after, op_name
 from .graphs.spelling import order_operands, respell
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .layers.declaration import ROLES
 from .matrix import Layout, Shape
-from .parametrization import nodes_of
+from .parametrization import Complex, nodes_of
 from .parametrizations.functions import static_shape
 from .parametrizations.tables import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
@@ -80,7 +80,9 @@ def match(program: Program) -> Program:
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
             for use in filter(None, uses):
-                matches.append(with_mask(use if program.cases is None else with_batch_dim(use, program.cases)))
+                if program.cases is not None:
+                    use = with_batch_dim(use, program.cases, pattern.form.leading)
+                matches.append(with_mask(use))
     return program.but(matches=tuple(matches))
 
 
@@ -226,7 +228,21 @@ def lay_over(
     # Where dimensions are permuted, the gradient of the sum is that of the form's own output, permuted.
     output = root if binding.output is None else binding.output
     use = Use(pattern.layer.name, pattern.number, input, output, bound, attrs, nodes, exprs=exprs)
+    if binding.complex is not None:
+        return of_parts(use, binding.complex)
     return use if binding.map is None else with_map(use, binding.map)
+
+
+def of_parts(use: Use, through: Complex) -> Use | None:
+    """A use of a matrix of complex numbers as one of the real and imaginary parts in its parameter [..., 2]; None if
+    there is another parameter in it."""
+    if len(use.parameters) > 1 or use.exprs or "bias" in use.attrs and use.attrs["bias"] is not None:
+        return None
+    weight = use.parameters["weight"]
+    canonical = weight.canonical.in_pairs()
+    groups, outputs, inputs, _ = canonical.result
+    bound = Bound(weight.parameter, weight.used.in_pairs(), canonical.reshape((groups, outputs, 2 * inputs)))
+    return replace(use, parameters={"weight": bound}, through=(through,))
 
 
 def with_map(use: Use, linear_map: LinearMap) -> Use:
@@ -282,6 +298,7 @@ class Binding:
     parameters, exprs, foreign: the roles that a parameter, an expression or any other node fills.
     order, output: of a sum: the order of the form's dimensions in it, None if their number is not known; the form's own
         output if they are permuted.
+    complex: from a weight of complex numbers to the parameter of their real and imaginary parts.
     numbers: of the elements that were gathered.
     map: from the parameter to the table in its place.
     mismatch: why the form does not fit: the first condition that fails, the place in the graph, and the part of the
@@ -301,6 +318,7 @@ class Binding:
     foreign: dict[str, fx.Node] = field(default_factory=dict)
     order: Shape | None = None
     output: fx.Node | None = None
+    complex: Complex | None = None
     numbers: fx.Node | None = None
     map: LinearMap | None = None
     mismatch: tuple[Mismatch, Any, Any] | None = None
@@ -371,6 +389,10 @@ class Binding:
         if self.gathers is not None:
             return self.binds_gathered(name, actual)
         parameter = bound_parameter(actual, self.shapes)
+        if parameter is None and name == "weight" and not self.pattern.layer.parts:
+            of_complex = complex_parameter(actual, self.shapes)
+            if of_complex is not None:
+                parameter, self.complex = of_complex[:2], Complex(of_complex[2])
         if name == "weight" and "value" in self.pattern.form.inputs:
             self.names["value"] = actual
         if parameter is None and actual in self.expressions:

@@ -105,6 +105,15 @@ class Layout:
         ordered = split.permute(tuple(before.index(name) for name in after))
         return ordered.reshape(tuple(math.prod(size[name] for name in axis) for axis in right))
 
+    def in_pairs(self) -> Layout:
+        """The layout of pairs of numbers, on one more dimension: the real and imaginary parts of complex numbers."""
+
+        def of_pairs(step: Step) -> Step:
+            order = None if step.order is None else (*step.order, len(step.order))
+            return Step((*step.before, 2), (*step.after, 2), order)
+
+        return Layout((*self.shape, 2), tuple(map(of_pairs, self.steps)))
+
     def cut(self, dim: int, rows: int) -> tuple[Layout, int] | None:
         """The layout of `rows` of the parameter along `dim`, and the dimension of the result in which they are; None if
         a step merges or splits that dimension."""

@@ -249,6 +249,8 @@ class Places:
             return None, "its pixels are not its output positions"
         if reason := next((step.unmasked for step in use.through if step.unmasked), None):
             return None, reason
+        if use.is_complex:
+            return None, "its output is complex, so each position has two rows"
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
         fitting = [dims for dims in self.candidates(use.output) if fits_mask(dims, use, layer, self.shape)]

@@ -8,6 +8,7 @@ A layer is a matrix times rows, `y = W r`. The matrix may be a function of the p
     x * exp(s)                       Elementwise       a function of every element          exact
     F.linear(x, g * v / |v|)         WeightNorm, ...   normalized weights; `Gain` for g     the direction v: not exact
     F.linear(x, a @ b)               Factor            one factor of a product              exact
+    F.linear(x, view_as_complex(w))  Complex           real and imaginary parts             exact
     x * softmax(s)                   PerCase           any small function, by its Jacobian  exact
     h @ w                            Transposed        a weight that is tied to another     exact
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, fx
 
 from .matrix import Layout, Shape
@@ -194,6 +196,46 @@ class Transposed(Parametrization):
     @property
     def all_rows(self) -> str | None:
         return "the gradients of its output are rows"
+
+
+def in_real_positions(rows: Tensor, grad_rows: Tensor) -> RowPair:
+    """Complex rows r and gradient rows d of a real matrix, whose gradient is Re d conj(r): every position becomes two,
+    of the real and of the imaginary parts."""
+    rows, grad_rows = (torch.cat([side.real, side.imag], 1) for side in map(as_complex, (rows, grad_rows)))
+    return rows, grad_rows
+
+
+def as_complex(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.complex64))
+
+
+@dataclass(frozen=True)
+class Complex(Parametrization):
+    """A matrix of complex numbers, whose parameter holds their real and imaginary parts side by side.
+
+        y = einsum("bix,iox->box", x, torch.view_as_complex(w))        w [i, o, x, 2]
+
+    For complex rows r and gradient rows d, the gradient of an element is d conj(r). So every position becomes two, of
+    the real and of the imaginary parts of d: (Re d, [Re r, -Im r]) and (Im d, [Im r, Re r]).
+
+    conjugated: whether the matrix is of the conjugate numbers, whose imaginary parts have the other sign.
+    """
+
+    conjugated: bool = False
+
+    def step(self) -> RowsStep:
+        sign = -1 if self.conjugated else 1
+
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
+            (re, im), grad_parts = ((side.real, side.imag) for side in map(as_complex, both))
+            pairs = torch.stack([torch.stack([re, -sign * im], -1), torch.stack([im, sign * re], -1)], 2)
+            return pairs.flatten(1, 2).flatten(-2), torch.stack(grad_parts, 2).flatten(1, 2)
+
+        return step
+
+    @property
+    def unmasked(self) -> str | None:
+        return "its matrix is complex, so each position has two rows"
 
 
 # --- views, as literals -----------------------------------------------------------------------------------------------

@@ -78,21 +78,24 @@ class Partner:
     """The other operand C of a product in which V is a factor.
 
     kind: "left" C V, "right" V C, "times" V * C, "kron left" V ⊗ C, or "kron right" C ⊗ V.
-    shape: of C as a matrix.
+    shape: of C as a matrix, or as a stack of matrices.
     turned: whether C is used transposed.
+    order: of the dimensions of the node in C; () if it is theirs.
     """
 
     kind: str
     node: fx.Node
     shape: Shape
     turned: bool = False
+    order: Shape = ()
 
 
 @dataclass(frozen=True)
 class ProductTerm:
-    """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.parametrizations.product`.
+    """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.parametrizations.product`. Or a
+    stack of such matrices, with a third dimension in front.
 
-    layout: from the parameter to the factor, a matrix.
+    layout: from the parameter to the factor, a matrix or a stack of these.
     partners: what the factor is multiplied with; the last one, which makes the product, comes first.
     """
 

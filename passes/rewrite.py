@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from .graphs.edit import attribute, memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect, no_grad_region
+from .graphs.spelling import as_written
 from .ir import ROW_MASK, Program, Registration, Use, tensor_attrs
 from .parametrization import Computed, Value, nodes_of
 
@@ -58,6 +59,7 @@ class Emission:
         self.graph, self.copies, self.tapped = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
         self.taps, self.links = Numbered(), Numbered()
         self.output = self.graph.graph_copy(program.graph, self.copies)
+        as_written(self.graph)
         for node in program.inputs:
             self.copies[node].args = ()  # no defaults: all inputs are given, and `probes` comes last
         uses = [use for registration in program.registrations for use in registration.uses]

@@ -230,6 +230,19 @@ def transforms() -> int:
     return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
 
 
+# torch.func.functional_call and its older twin call it. They let other tensors stand for the parameters of a module.
+FUNCTIONAL_CALL = nn.utils.stateless._functional_call.__code__
+
+
+def in_functional_call() -> bool:
+    """Whether this thread is inside of a functional call, which no public name tells. The parameters of another model,
+    which such a call may be given, look like parameters that were replaced for good."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not FUNCTIONAL_CALL:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def is_batched(*tensors: Tensor) -> bool:
     """Whether one of the tensors has a dimension of torch.func.vmap, which some operations do not know yet."""
     return any(map(torch._C._functorch.is_batchedtensor, tensors))

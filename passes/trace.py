@@ -42,11 +42,12 @@ from torch.overrides import TorchFunctionMode
 from .errors import UntraceableError, fatal, first_line
 from .graphs.edit import attribute, holder
 from .graphs.operations import SIZED_BY_CASES, op_name
-from .ir import Copies, Options, Program, copy_nodes
+from .ir import Copies, Options, Program, copy_nodes, returned_by
 from .torch_private import (
     ADD_BATCH_DIM,
     ASSERT,
     ASSERT_IS_NONE,
+    AUTOCAST_REGION,
     FORWARD_MODE,
     GUARDS,
     LOGGERS,
@@ -86,12 +87,14 @@ from .tracing.substitutes import (
     Bags,
     CertainDraws,
     Detached,
+    SparseProducts,
     ThreadTracer,
     custom_functions,
     packs_in,
     recurrent_layers,
     refuse_custom,
     refuse_packed,
+    with_sparse_products,
 )
 from .users_code import line_of
 
@@ -193,7 +196,7 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), CertainDraws(), Detached(), Bags():
+            with torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts():
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except UntraceableError:
             raise
@@ -206,7 +209,9 @@ def exported(
     functions.restore(module)
     refuse_drawn(name, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
+    open_regions(module)
     graph, root = flat_graph(module, names)
+    with_sparse_products(graph)
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(inputs)) != packs.steps:
         return exported(model, args, kwargs, options, layers, every_size, seen, gaps)
@@ -396,6 +401,39 @@ def drop_asserts(graph: fx.Graph) -> None:
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
 RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
 STOPS = {torch.detach, Tensor.detach, DATA}  # they stop gradients
+
+
+def open_regions(module: fx.GraphModule) -> None:
+    """Write the regions of autocast that switch nothing off into the graph around them, which passes can read.
+
+    with torch.autocast("cpu", enabled=False): y = x @ w        ->  y = x @ w      outside of autocast
+    """
+    regions = [node for node in module.graph.nodes if op_name(node) == AUTOCAST_REGION]
+    while regions:
+        region = regions.pop()
+        kind, _, enabled, _, inner, *operands = region.args
+        if enabled or torch.is_autocast_enabled(str(kind)):
+            continue
+        target = str(inner.target)
+        body = attribute(module, target).graph
+        copies: Copies = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+        with module.graph.inserting_before(region):
+            for node in body.nodes:
+                if node.op == "get_attr":
+                    copies[node] = module.graph.get_attr(f"{target}.{node.target}")
+                    copies[node].meta = dict(node.meta)
+                elif node.op not in ("placeholder", "output"):
+                    copies[node] = module.graph.node_copy(node, copies.__getitem__)
+                    regions += [copies[node]] * (op_name(node) == AUTOCAST_REGION)
+        results = fx.map_arg(returned_by(body), copies.__getitem__)
+        for reader in list(region.users):
+            if op_name(reader) != "getitem":
+                raise AssertionError("bug in kfac_fx: a region of autocast that is read as a whole")
+            reader.replace_all_uses_with(results[reader.args[1]])
+            module.graph.erase_node(reader)
+        module.graph.erase_node(region)
+        if not inner.users:
+            module.graph.erase_node(inner)
 
 
 def maps_parameters(module: fx.GraphModule) -> bool:

@@ -5,6 +5,9 @@
                                                           h_2 = tanh(linear(h_1, u, c) + linear(x_1, w, b))
                                                           y, h = stack([h_1, h_2, ...]), h_T
 
+With the cases first, y is a transpose of that stack, because torch's own output lies in memory with the steps first and
+a dropout behind it draws in the order of memory.
+
 Every weight has one use for each step, in the order of time, which the series approximations need. The weights of the
 input could have one use with T positions, with the same sums over rows but no order. Packed sequences are computed with
 their padding: a sequence keeps its state beyond its length, and its outputs there are no rows.
@@ -185,7 +188,8 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
         inputs = outputs[0] if directions == 1 else [torch.cat(both, -1) for both in zip(*outputs, strict=True)]
         if dropout and layer < layers - 1:
             inputs = by_step(write, dropped(write, torch.stack(inputs), dropout, mask, rows), steps)
-    y = torch.stack(inputs, 1 if batch_first else 0)
+    y = torch.stack(inputs)
+    y = y.transpose(0, 1) if batch_first else y
     ends = [torch.stack(states) for states in zip(*last, strict=True)]
     return [y if mask is None else write.pack(y, mask, rows), *ends]
 

@@ -42,11 +42,12 @@ from kfac_fx.passes.errors import (
     RegistrationError,
     UntraceableError,
     nearest,
+    plural,
 )
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.pipeline import CAPTURED, run
-from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
+from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state, transforms
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.recording.backends import COMPILE_BACKENDS, compiled_model
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
@@ -155,6 +156,7 @@ class CompiledModule(nn.Module):
         self._replaced: Callable[..., Any] | None = None  # in place of which the model records, if not its own call
         self._collection: LayerCollection | None = None
         self._case_recorders: list[tuple[Recorder, CaseRecorder]] = []
+        self._unrecorded = 0  # forwards with other tensors than the parameters, or inside of transformations
         outer = model if wrapper is None else wrapper
         object.__setattr__(self, "_wrapper", outer)
         self.in_place = in_place
@@ -199,7 +201,13 @@ class CompiledModule(nn.Module):
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        return [*fallbacks(self.captures.arguments, self.program, self.captures.all, cases), *of_optimizer()]
+        unrecorded = (
+            f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
+            "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
+        )
+        of_forwards = [unrecorded] * bool(self._unrecorded)
+        of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
+        return [*of_captures, *of_forwards, *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:
@@ -219,9 +227,15 @@ class CompiledModule(nn.Module):
         """The model's forward, which an attached optimizer may replace by one that records.
 
         A torch.compile of this module does not enter it; `compile(..., backend=...)` compiles what can be compiled.
+
+        With other tensors instead of the parameters, as in `torch.func.functional_call(net, tensors, x)`, and inside of
+        transformations such as `torch.func.vmap`, it is the model's own forward, and nothing is recorded.
         """
         captures = self.captures
         if self.model.training and torch.is_grad_enabled() and captures.trained.any_now:
+            if transforms() or captures.structure.lent:
+                self._unrecorded += 1
+                return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
             captures.structure.check()
             if not captures.recorders or captures.trained.unfrozen:
                 self.recorder(args, kwargs)
@@ -267,8 +281,15 @@ class CompiledModule(nn.Module):
     ) -> Moments:
         """Statistics of one batch, from a forward and a backward that change nothing of the model.
 
+        Forwards with other tensors than the parameters record nothing, such as those of
+        `torch.func.functional_call(net, tensors, (x,))`. `net.record((x,), {}, parameters=tensors)` takes the
+        statistics of such a forward.
+
         Args: see `kfac_fx.recording.recorder.Recorder.record`; `args` and `kwargs` are those of forward.
+
+        Raises TypeError and ValueError for `parameters` that are no tensors by name.
         """
+        refuse_other_parameters(options.get("parameters", {}), self.model)
         record = functools.partial(
             Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
         )

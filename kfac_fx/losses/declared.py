@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_NAME, SHORT, TORCH_LOSSES, TorchLoss
-from kfac_fx.passes.torch_private import pytree
 
 WeightedLosses = list[tuple[float, LossFunction]]
 TARGET_MODES = ("data", "sample")
@@ -468,9 +468,11 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
         (outputs,) = outputs
     if not isinstance(outputs, Tensor):
         key = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
+        attribute = next((n for n, value in results.attributes_of(outputs).items() if isinstance(value, Tensor)), "")
+        which = f"outputs.{attribute}" if attribute and not isinstance(outputs, Mapping) else f"outputs[{key!r}]"
         raise LossError(
             f"{name} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
-            f"as in loss=lambda outputs: {function.format(f'outputs[{key!r}]')}"
+            f"as in loss=lambda outputs: {function.format(which)}"
         )
     if not outputs.ndim:
         raise LossError(
@@ -493,7 +495,7 @@ def perturbed(value: Tensor) -> Tensor:
 def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
     """A tree with `new` tensors for `old` ones."""
     by_id = {id(before): after for before, after in zip(old, new, strict=True)}
-    return pytree.tree_map(lambda value: by_id.get(id(value), value), tree)
+    return results.tree_map(lambda value: by_id.get(id(value), value), tree)
 
 
 def _is_pair(value: Any) -> bool:

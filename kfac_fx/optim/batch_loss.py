@@ -44,9 +44,10 @@ from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
-from kfac_fx.passes.torch_private import pytree, version
+from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements
@@ -79,13 +80,13 @@ class ObservedForward:
         precision: CheckPrecision = OWN_PRECISION,
     ) -> ObservedForward:
         """Observe the gradients that the backward sends into `outputs`, what the model returned."""
-        returned, spec = pytree.tree_flatten(outputs)
+        returned, spec = results.tree_flatten(outputs)
         leaves, at_outputs = hooked_leaves(recorder, returned)
         kept = [value.detach() if isinstance(value, Tensor) else value for value in returned]
         for leaf in leaves if at_outputs else ():
             kept[leaf] = kept[leaf].clone()  # the user or a CUDA graph may write over it before the step
         forward = ObservedForward(
-            recorder, args, kwargs, pytree.tree_unflatten(kept, spec), leaves, at_outputs, precision
+            recorder, args, kwargs, results.tree_unflatten(kept, spec), leaves, at_outputs, precision
         )
         forward.weights = weights_of(recorder)
         for leaf in leaves:
@@ -212,7 +213,7 @@ class BatchLoss:
 
     def values_of(self, forward: ObservedForward, outputs: Any, fisher: tuple[Tensor, ...] | None = None) -> Values:
         """The values of what the model returned. fisher: the Fisher's outputs; None: the observed leaves."""
-        returned = pytree.tree_flatten(outputs)[0]
+        returned = results.tree_flatten(outputs)[0]
         leaves = [returned[n] for n in forward.leaves]
         fisher = tuple(leaves) if fisher is None else fisher
         if not forward.recorder.whole:

@@ -18,8 +18,8 @@ from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.passes import results
 from kfac_fx.passes.matrix import HALVES
-from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.effects import closure_undone
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.tracing.signature import autocast
@@ -202,7 +202,7 @@ class Forwards:
         gradients that the user's backward sends into them."""
         if self.recorded is not None and not self.paused:
             rounding = self.net.rounding(args, kwargs)
-            self.estimator.outputs.add(differ(self.recorded, sampled_elements(pytree.tree_leaves(outputs)), rounding))
+            self.estimator.outputs.add(differ(self.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
             self.recorded = None
         if self.paused or self.recorder is None:
             return

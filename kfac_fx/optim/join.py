@@ -25,7 +25,7 @@ from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.forwards import ForwardArguments
 from kfac_fx.optim.groups import OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes import results
 
 LossOfStep = Tensor | float | None
 
@@ -64,7 +64,7 @@ class StandIn(JoinHook):
         args, kwargs = self.call
         with torch.enable_grad():
             outputs = self.net(*args, **kwargs)
-            tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor)]
             torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum().backward()
         self.standing_in = True
         try:

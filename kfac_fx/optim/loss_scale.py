@@ -26,6 +26,7 @@ from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import LossSpec
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree
@@ -121,7 +122,7 @@ class Watched:
         outputs = list(self.outputs)
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
-        tree, of = pytree.tree_unflatten(outputs, self.spec), self.recorder.losses
+        tree, of = results.tree_unflatten(outputs, self.spec), self.recorder.losses
         pairs = of.on(tree, tuple(constants), self.targets, self.kept)
         weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
         return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
@@ -134,7 +135,7 @@ def watch(
 
     start: the random streams before the forward.
     """
-    leaves, spec = pytree.tree_flatten(outputs)
+    leaves, spec = results.tree_flatten(outputs)
     values = recorder.capture.flatten(args, kwargs)
     hooked, at_outputs = hooked_leaves(recorder, leaves)
     if not hooked:
@@ -184,7 +185,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
         if recorder.losses.given is None:  # Python computes the loss inside
             return numbers, False
         return [n for n, leaf in tensors.items() if is_differentiable(leaf)], True
-    nodes = pytree.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
+    nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
     wanted = recorder.program.outputs
     if not wanted or len(nodes) != len(leaves):
         return [], False
@@ -228,7 +229,7 @@ def within(
     with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)
-    leaves, learned = pytree.tree_leaves(output), [value for value in fisher if value.requires_grad]
+    leaves, learned = results.tree_leaves(output), [value for value in fisher if value.requires_grad]
     inner = {}
     for n in hooked:
         grads = iter(

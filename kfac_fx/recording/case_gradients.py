@@ -29,11 +29,11 @@ from kfac_fx.linalg.matrices import dense_or_zero, full_precision, is_differenti
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import split, vector_form
 from kfac_fx.losses.sources import CaseSource, Cotangents, Measurement, check_mode, measurement_source, source_vectors
+from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.meeting_cases import (
     LossRows,
@@ -373,7 +373,7 @@ class CaseRecorder:
 
             def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
                 assert measurement is not None, "bug in kfac_fx: the source of no measurement"
-                leaves = list(filter(is_differentiable, pytree.tree_leaves(output)))
+                leaves = list(filter(is_differentiable, results.tree_leaves(output)))
                 constants = [leaf.detach().requires_grad_() for leaf in leaves]
                 rebuilt = losses_of.rebuilt(output, leaves, constants)
                 return leaves, measurement_source(measurement, rebuilt, targets, constants, examples)

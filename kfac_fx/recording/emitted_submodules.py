@@ -27,6 +27,7 @@ from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import ObservedLoss
+from kfac_fx.passes import results
 from kfac_fx.passes.divide import (
     NOT_CAPTURED,
     CapturedSubmodule,
@@ -487,7 +488,7 @@ class EmittedSubmodules(EmittedModel):
         self.observed = watch.losses
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.observed)
-        return output, tuple(filter(is_differentiable, pytree.tree_leaves(output)))
+        return output, tuple(filter(is_differentiable, results.tree_leaves(output)))
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

@@ -26,7 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable, without_cudnn
+from kfac_fx.linalg.matrices import (
+    HostCopy,
+    dense,
+    full_precision,
+    is_differentiable,
+    strided_parts,
+    without_cudnn,
+)
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -125,7 +133,7 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
         for _ in range(2):
             with recorder.emitted.isolated(), buffers_kept(model):
                 copied_args, copied_kwargs = copies(args, kwargs)
-                outputs.append(detached(pytree.tree_leaves(model(*copied_args, **copied_kwargs))))
+                outputs.append(detached(results.tree_leaves(model(*copied_args, **copied_kwargs))))
             values = dict(attributes(model))
             numbers.append({attribute: counts(values.get(attribute)) for attribute in assigned})
     first, second = numbers
@@ -170,7 +178,7 @@ def changes_outside(
     changed, again = settings.changed(), settings.anew()
     copied_args, copied_kwargs = copies(args, kwargs)
     with objects_kept({"": (args, kwargs)}), model_kept(recorder):
-        others = detached(pytree.tree_leaves(model(*copied_args, **copied_kwargs)))
+        others = detached(results.tree_leaves(model(*copied_args, **copied_kwargs)))
     repeated = again.changed()
     settings.put_back()
     settings.leave_out((*changed, *repeated))
@@ -210,7 +218,7 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
     """args, kwargs: copies, into which forward may write."""
     model = recorder.model
     with model_kept(recorder) as trace:
-        outputs = pytree.tree_leaves(model(*args, **kwargs))
+        outputs = results.tree_leaves(model(*args, **kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         gradients = gradients_by_name(outputs, recorder.program.parameters)
     if trace.written and recorder.whole:
@@ -237,7 +245,7 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
     names = recorder.program.parameters
     with recorder.emitted.isolated():
         output, _ = recorder.run_without_taps(live, buffers, values)
-        outputs = pytree.tree_leaves(recorder.capture.unflatten(output))
+        outputs = results.tree_leaves(recorder.capture.unflatten(output))
         gradients = gradients_by_name(outputs, {name: live[name] for name in names if name in live})
     by_buffer = {id(recorder.model.get_buffer(name)): value for name, value in buffers.items()}  # under every alias
     every_name = recorder.model.named_buffers(remove_duplicate=False)
@@ -272,7 +280,7 @@ def refuse_other_without_gradients(
         if fatal(error):
             raise
         return
-    others = pytree.tree_leaves(recorder.capture.unflatten(output))
+    others = results.tree_leaves(recorder.capture.unflatten(output))
     same = len(outputs) == len(others) and all(
         not isinstance(value, Tensor) or equal_up_to_rounding(value, other, rounding)
         for value, other in zip(outputs, others, strict=True)
@@ -316,8 +324,11 @@ def copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 def equal_up_to_rounding(value: Tensor, other: Any, rounding: float = 0.0) -> bool:
     """Equal up to the rounding of their dtype, or a coarser one that took part, at the size of the largest element."""
-    if not isinstance(other, Tensor) or value.shape != other.shape:
+    if not isinstance(other, Tensor) or value.shape != other.shape or value.layout != other.layout:
         return False
+    if value.layout is not torch.strided:
+        parts = zip(strided_parts(value), strided_parts(other), strict=True)
+        return all(equal_up_to_rounding(*part, rounding) for part in parts)
     if not value.is_floating_point():
         return torch.equal(value, other)
     coarse = 4 * max(rounding, torch.finfo(value.dtype).eps)
@@ -391,10 +402,12 @@ def differs_from_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
     outside = ForwardSettings(model, recorder.capture.outside)
     with full_precision(everything=True), as_unrolled(recorder.program):
         with objects_kept({"": (args, kwargs)}), model_kept(recorder):
-            of_model = sampled_elements(detached(pytree.tree_leaves(model(*copied_args, **copied_kwargs))))
+            of_model = sampled_elements(detached(results.tree_leaves(model(*copied_args, **copied_kwargs))))
         outside.put_back()
         output, _ = recorder.outputs({}, values)
-    return differ(sampled_elements(detached(pytree.tree_leaves(output))), of_model, coarsest_rounding(recorder, values))
+    return differ(
+        sampled_elements(detached(results.tree_leaves(output))), of_model, coarsest_rounding(recorder, values)
+    )
 
 
 class OutputWatch:

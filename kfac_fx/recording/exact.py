@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense_or_zero, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, pulled, strided_parts
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources
 from kfac_fx.passes.approximations import Approximation, named
@@ -48,8 +48,8 @@ class SavedBytes:
     @contextmanager
     def watched(self) -> Iterator[None]:
         def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            self.sizes[storage.data_ptr()] = storage.nbytes()
+            for storage in (part.untyped_storage() for part in strided_parts(tensor)):
+                self.sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -131,7 +131,8 @@ UNFIT_MODELS: tuple[tuple[Culprits, str], ...] = (
     (
         parameters_that(lambda param: param.requires_grad and param.is_complex()),
         "the Fisher is of real parameters, and these are complex: {names}.\n"
-        "Make torch.view_as_real(w) the parameter, and let forward compute with torch.view_as_complex of it.",
+        "Let their real and imaginary parts be the parameters, before an optimizer is made: "
+        "model = kfac_fx.with_real_parameters(model).",
     ),
 )
 WITHOUT_VALUES: tuple[Culprits, str] = (

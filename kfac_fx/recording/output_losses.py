@@ -57,7 +57,9 @@ class OutputLosses:
         declared = self.declared
         if declared.of_outputs and not fisher and not self.emitted.whole:
             name = class_of(self.emitted.model).__name__
-            raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
+            raise LossError(
+                f"{name} returns no tensor in tuples, lists, dictionaries and attributes to build a loss on"
+            )
         return declared.of_run(output, fisher, self.emitted.case_dims, targets, kept)
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -220,6 +222,7 @@ class Recorder:
         params_stats: bool = False,
         memory: int = CHUNK_BYTES,
         only: Collection[str] | None = None,
+        parameters: Mapping[str, Tensor] = MappingProxyType({}),
         on_outputs: Callable[[list[Any]], None] | None = None,
     ) -> Moments:
         """Statistics of one batch, from a forward and a backward of our own.
@@ -235,6 +238,8 @@ class Recorder:
             params_stats: also sum the gradients of the parameters.
             memory: bytes that a chunk of the exact modes' sources may take.
             only: the parameters whose registrations are recorded; None: all. The others have no probes.
+            parameters: the values of some parameters, by name, at which the statistics are taken; the other parameters
+                have the model's.
             on_outputs: called with what the model returns, in a list.
 
         Raises ValueError for an unknown mode or an option out of range, LossError if no loss or no targets are known.
@@ -251,7 +256,7 @@ class Recorder:
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
         with self.emitted.isolated(), full_precision():
-            live = {name: value.detach() for name, value in self.live_parameters().items()}
+            live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
             summed_over = self.program.parameters if params_stats else self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
@@ -261,7 +266,7 @@ class Recorder:
                     live | learned, self.copied_buffers(), values, probes_or_none, compiled=saved is None
                 )
             if on_outputs is not None:
-                on_outputs(pytree.tree_leaves(self.capture.unflatten(output)))
+                on_outputs(results.tree_leaves(self.capture.unflatten(output)))
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.summed(losses)
             if saved is not None:

@@ -37,7 +37,7 @@ from kfac_fx.passes.ir import CASES, ROW_MASK, Program, Registration, Sampling, 
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import HALVES, precise, without_autocast
 from kfac_fx.passes.padding import spread_rows
-from kfac_fx.passes.parametrization import RowPair, RowsStep
+from kfac_fx.passes.parametrization import RowPair, RowsStep, in_real_positions
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Rows, canonical, in_groups, sum_of
 
@@ -77,7 +77,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
         pair = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
         for step in steps:
             pair = step(pair, attrs)
-        return pair
+        return in_real_positions(*pair) if pair[1].is_complex() else pair
 
     return both
 
@@ -106,7 +106,12 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form, (by, grad_by) = layer.forms[use.form], scales(use)
     steps = len(list(steps_of(registration, use))) - ((by, grad_by) != UNSCALED)
-    special = registration.structure.needs_pixels or registration.patch_mask is not None or tensor_attrs(use)
+    special = (
+        use.is_complex
+        or registration.structure.needs_pixels
+        or registration.patch_mask is not None
+        or tensor_attrs(use)
+    )
     if form.second_moment is None or steps or by != 1.0 or special:
         return None
     find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)

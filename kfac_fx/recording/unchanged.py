@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.passes.errors import ModelChangedError, table
-from kfac_fx.passes.torch_private import parameters_of, submodules_of
+from kfac_fx.passes.torch_private import in_functional_call, parameters_of, submodules_of
 
 
 class Structure:
@@ -41,9 +41,23 @@ class Structure:
         self.sharded = True
         self.shapes = {name: (parameter, parameter.shape) for name, parameter in self.model.named_parameters()}
 
+    @property
+    def same(self) -> bool:
+        """Whether the model holds the modules and parameters that it held then."""
+        return all(map(same_objects, self.holders, self.held))
+
+    @property
+    def lent(self) -> bool:
+        """Whether other tensors stand for parameters in this call alone, as in torch.func.functional_call. Only there
+        tensors that are no parameters are held as such."""
+        if self.same or self.sharded:
+            return False
+        kinds = (isinstance(tensor, nn.Parameter) for tensor in self.model.parameters())
+        return in_functional_call() or not all(kinds)
+
     def check(self) -> None:
         """Raises ModelChangedError with the names of all that was replaced, added or removed, or has another shape."""
-        if all(map(same_objects, self.holders, self.held)):
+        if self.same:
             self.check_shapes()
             return
         if not self.sharded and any(map(is_sharded, self.model.parameters())):
@@ -52,10 +66,17 @@ class Structure:
         changed = [
             name
             for name in dict.fromkeys((*self.objects, *now))
-            if not self.same(self.objects.get(name), now.get(name))
+            if not self.is_same(self.objects.get(name), now.get(name))
         ]
         if not changed:
             return
+        if self.lent:
+            raise ModelChangedError(
+                "statistics are recorded of the model's own parameters, and other tensors stand for them in this call, "
+                f"as in torch.func.functional_call: {', '.join(changed)}.\n"
+                "Record outside of it, with the values of these tensors: net.record((x,), {}, parameters={name: "
+                "tensor})."
+            )
         inner = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
         many = "1 parameter or module was" if len(inner) == 1 else f"{len(inner)} parameters or modules were"
         raise ModelChangedError(
@@ -77,7 +98,7 @@ class Structure:
                 "Their factors and momenta have the old shape. Compile again, and create the optimizer again."
             )
 
-    def same(self, before: Any, now: Any) -> bool:
+    def is_same(self, before: Any, now: Any) -> bool:
         """Whether a module or a parameter is what it was, up to the shards that FSDP2 makes of it."""
         if before is now or not self.sharded or not isinstance(before, Tensor) or not isinstance(now, Tensor):
             return before is now

@@ -129,12 +129,21 @@ def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Contai
     )
     if label is Label.CONST or op_name(node) not in EXPANDS:
         return of_cases and label is Label.CONST
+    if cases is not None and cases.isdigit() and repeats_for(node, cases):
+        return True
     if cases_known:
         return of_cases or (cases is not None and next(iter(symbolic_sizes(node)), None) in first)
     if "val" in node.meta:  # captured with a single case
         sizes = node.args[1] if len(node.args) > 1 else ()
         return isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))
     return any(is_size(operand) for operand in node.all_input_nodes[1:])
+
+
+def repeats_for(node: fx.Node, cases: str) -> bool:
+    """Whether an expansion repeats its operand for every case. cases: a number, as a forward with `len(x)` makes it,
+    which other dimensions may have, too."""
+    before, after = (sizes_of(n) for n in (node.all_input_nodes[0], node))
+    return after[:1] == [cases] and (len(before) < len(after) or before[:1] == ["1"])
 
 
 def is_size(node: fx.Node) -> bool:

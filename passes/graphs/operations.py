@@ -56,6 +56,7 @@ CASTS = {"to", "float", "double", "half", "bfloat16", "type", TO_COPY, "contiguo
 PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
 JOINS = {"cat", "concat", "concatenate", "stack"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
+AS_COMPLEX, CONJUGATES = "view_as_complex", {"conj", "_conj", "conj_physical"}
 LOOKUPS = {"embedding", "index", "index_select"}
 # Keys of a node's meta.
 SIZED_BY_CASES = "sized by cases"  # whether its size goes with the number of cases, in a graph without symbolic sizes
@@ -186,24 +187,56 @@ def aten_order(overload: Any, name: str) -> tuple[str, ...]:
 # --- views: the parameter behind a chain of them, and the layout that they make ---------------------------------------
 
 
-def bound_parameter(node: fx.Node, shapes: Mapping[str, Shape]) -> tuple[str, Layout] | None:
-    """The parameter behind `node` if only invertible views lie between, and the layout they make; else None."""
+def bound_parameter(
+    node: fx.Node, shapes: Mapping[str, Shape], source: fx.Node | None = None
+) -> tuple[str, Layout] | None:
+    """The parameter behind `node` if only invertible views lie between, and the layout they make; else None.
+
+    source: the node that stands for a parameter of complex numbers.
+    """
     chain: list[fx.Node] = []
-    while node.op != "get_attr":
+    while node.op != "get_attr" and node is not source:
         operands = node.all_input_nodes
-        if op_name(node) not in VIEWS or not operands or operands[0] is not node.args[0]:
+        kept = source is not None and keeps_place(node)
+        if not (kept or op_name(node) in VIEWS) or not operands or operands[0] is not node.args[0]:
             return None
-        chain.append(node)
+        chain += [] if kept else [node]
         node = operands[0]
-    if node.target not in shapes:
+    name = str((node if source is None else node.all_input_nodes[0]).target)
+    if name not in shapes:
         return None
-    layout = Layout(shapes[str(node.target)])
+    layout = Layout(shapes[name])
     for view in reversed(chain):
         step = view_step(view, layout.result)
         if step is None:
             return None
         layout = Layout(layout.shape, (*layout.steps, step)) if step.before != step.after or step.order else layout
-    return str(node.target), layout
+    return name, layout
+
+
+def complex_parameter(node: fx.Node, shapes: Mapping[str, Shape]) -> tuple[str, Layout, bool] | None:
+    """The parameter [..., 2] behind views of `view_as_complex(parameter)`, the layout of the complex numbers, and
+    whether they are conjugated."""
+    source, conjugated = node, False
+    while (op_name(source) in VIEWS or keeps_place(source)) and source.all_input_nodes == [source.args[0]]:
+        conjugated ^= op_name(source) in CONJUGATES
+        source = source.all_input_nodes[0]
+    parameter = source.args[0] if op_name(source) == AS_COMPLEX and source.args else None
+    if not isinstance(parameter, fx.Node) or parameter.op != "get_attr" or parameter.target not in shapes:
+        return None
+    numbers = {str(parameter.target): shapes[str(parameter.target)][:-1]}
+    bound = bound_parameter(node, numbers, source)
+    return None if bound is None else (str(parameter.target), bound[1], conjugated)
+
+
+def keeps_place(node: fx.Node) -> bool:
+    """Whether it is a conjugate, or a slice from end to end."""
+    if op_name(node) in CONJUGATES | {"resolve_conj"}:
+        return True
+    if op_name(node) not in ("slice", "narrow", "getitem") or len(node.all_input_nodes) != 1:
+        return False
+    part, whole = (n.meta.get("val") for n in (node, node.all_input_nodes[0]))
+    return isinstance(part, Tensor) and isinstance(whole, Tensor) and part.shape == whole.shape
 
 
 def view_step(node: fx.Node, before: Shape) -> Step | None:

@@ -30,6 +30,9 @@ from .labels import Label, labels
 from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, op_name, overloads
 
 COMMUTATIVE = {"add", "mul"}
+# Keys of a node's meta, for `as_written`.
+SWAPPED = "swapped"  # whether the two operands of the node stand in another order than in the model
+SUBTRACTED = "subtracted"  # the node is a sum that stands for a difference
 
 
 def respell(graph: fx.Graph) -> None:
@@ -220,6 +223,7 @@ def order_operands(
             first, second = node.args
             if rank(second) < rank(first):
                 node.args = (second, first)
+                node.meta[SWAPPED] = not node.meta.get(SWAPPED, False)
 
 
 def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
@@ -243,6 +247,21 @@ def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
             negative.meta["val"] = right.meta["val"] * -1.0
         label[negative] = label[right]
         node.target, node.args = torch.add, (left, negative)
+        node.meta[SUBTRACTED] = True
+
+
+def as_written(graph: fx.Graph) -> None:
+    """Undo `order_operands` and `subtract_by_adding` in a graph that is going to run.
+
+    The first operand decides how the result lies in memory, and random numbers are drawn in the order of memory: a
+    dropout behind a sum would have another mask.
+    """
+    for node in graph.nodes:
+        if node.meta.get(SWAPPED):
+            node.args = node.args[::-1]
+        if node.meta.get(SUBTRACTED):
+            left, negative = node.args
+            node.target, node.args = torch.sub, (left, negative.args[0])
 
 
 # --- ATen's own spelling ----------------------------------------------------------------------------------------------

@@ -114,6 +114,16 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight)
 
 
+@linear.form(
+    rows=lambda x, attrs: as_rows(x.to_dense(), attrs),
+    layouts={"weight": "i o -> o i"},
+    spelled=Spelling(torch.sparse.mm, {"sparse": REQUIRED, "dense": REQUIRED}),
+    example=written(lambda x, w: torch.sparse.mm(x, w), (4, 5), w=(5, 3)),
+)
+def product_of_sparse(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.sparse.mm(x, weight)  # type: ignore[no-any-return]
+
+
 # --- a weight [o, i] on the left ------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ Other functions have gradients of whole cases only (`PerCase`):
 
     λ = exp(Σ q1 k1) - exp(Σ q2 k2) + c,  y = x λ     any function, by its Jacobian: DIFF Transformer (Ye et al. 2024)
     softmax(w)[i] * x                                 one of several branches
+    irfft(rfft(x) * rfft(k))                          a long filter; T is complex, and has real and imaginary parts
     x * g + g                                         a gain whose rows are inputs, and a shift whose rows are ones
 
 The matrix of such a parameter has a group for every element, of one input and one output. With d_n the gradient of a
@@ -228,6 +229,7 @@ class PerCase(Parametrization):
 
     layout: from the tensor in the use to the matrix [g, o, i] of the layer, or [g, o] of a bias.
     jacobian: J; None if the tensor in the use is the parameter.
+    of_complex: whether the tensor in the use is complex; J has its real and imaginary parts.
     """
 
     all_rows = "its rows are gradients of cases"
@@ -236,6 +238,7 @@ class PerCase(Parametrization):
 
     layout: Layout
     jacobian: Value | None = None
+    of_complex: bool = False
 
     def step(self) -> RowsStep:
         """(rows, gradient rows) -> rows of ones and gradients, [N, 1, elements, 1] both."""
@@ -244,6 +247,7 @@ class PerCase(Parametrization):
             view_steps(self.layout, Layout(self.layout.shape)),
             self.jacobian is not None,
         )
+        of_complex = self.of_complex
         in_cases = tuple(((0, *(dim + 1 for dim in order)), ()) if order else ((), shape) for order, shape in back)
 
         def step(both: RowPair, tensors: NodeValues) -> RowPair:
@@ -253,6 +257,7 @@ class PerCase(Parametrization):
             for order, shape in in_cases:
                 gradients = gradients.permute(order) if order else gradients.reshape(cases, *shape)
             gradients = gradients.reshape(cases, math.prod(gradients.shape[1:]))
+            gradients = parts(gradients).flatten(1) if of_complex else gradients.real
             if function:
                 gradients = gradients @ tensors["jacobian"].to(gradients)
             gradients = gradients[:, None, :, None]
@@ -261,20 +266,25 @@ class PerCase(Parametrization):
         return step
 
 
+def parts(tensor: Tensor) -> Tensor:
+    """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def of_bias(grad_rows: Tensor) -> Tensor:
     """[N, S, g, o] -> [N, g, o]"""
     return with_groups(grad_rows).sum(1)
 
 
 def of_cases(rows: Tensor, grad_rows: Tensor, inputs: int) -> Tensor:
-    """Σ_s d rᵀ of every case, [N, g, o, i], at least in float32."""
+    """Σ_s d conj(r)ᵀ of every case, [N, g, o, i], at least in float32."""
     d = with_groups(grad_rows)
     cases, _, g, o = d.shape
-    if not rows.is_floating_point():
+    if not (rows.is_floating_point() or rows.is_complex()):
         places = rows.clamp(min=0) + inputs * torch.arange(cases, device=rows.device).unsqueeze(1)
         d = torch.where((rows >= 0).unsqueeze(-1), d.squeeze(2), 0).flatten(0, 1)
         return d.new_zeros(cases * inputs, o).index_add(0, places.flatten(), d).view(cases, 1, inputs, o).mT
-    x = (rows if rows.dim() == 4 else rows.unsqueeze(2)).to(d.dtype).expand(cases, -1, -1, -1)
+    x = (rows if rows.dim() == 4 else rows.unsqueeze(2)).to(d.dtype).expand(cases, -1, -1, -1).conj()
     if 1 in (o, x.shape[-1]):  # thousands of matrix products of one number each are slow
         return (d.unsqueeze(-1) * x.unsqueeze(-2)).sum(1)
     with torch.autocast(d.device.type, enabled=False):
@@ -295,7 +305,8 @@ def by_jacobian(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
         for slice_ in value.slices:
             shape = shapes[slice_.parameter]
             bound = Bound(slice_.parameter, Layout(shape), one_by_one(shape))
-            case = PerCase(canonical, jacobian_of(value.function, slice_.parameter))
+            of_complex = value.function.meta["val"].is_complex()
+            case = PerCase(canonical, jacobian_of(value.function, slice_.parameter), of_complex)
             yield replace(use, parameters={"weight": bound}, exprs={}, attrs=unmasked(use), through=(case,))
     if rest or use.parameters:
         yield replace(use, exprs=rest) if use.exprs else use
@@ -343,7 +354,8 @@ def small_functions(
         sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
         if shape is None or not all(0 < math.prod((*shape, *size)) <= LARGEST_JACOBIAN for size in sizes.values()):
             continue
-        if in_pieces.isdisjoint(sizes) and node.meta["val"].is_floating_point() and is_function(node):
+        differentiable = node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
+        if in_pieces.isdisjoint(sizes) and differentiable and is_function(node):
             slices = tuple(slice_of(name, unallocated(size)) for name, size in sizes.items())
             exprs[node] = ParameterExpr(shape, slices, function=node)
     return exprs
@@ -395,7 +407,8 @@ def function_of(node: fx.Node) -> fx.GraphModule:
 
 
 class Jacobian(nn.Module):
-    """The Jacobian of a function by one of its arguments, row by row of its value."""
+    """The Jacobian of a function by one of its arguments, row by row of its value; of the real and imaginary parts of a
+    complex one."""
 
     def __init__(self, function: nn.Module, number: int) -> None:
         super().__init__()
@@ -406,7 +419,7 @@ class Jacobian(nn.Module):
         at = fixed[self.number]
 
         def value(changed: Tensor) -> Any:
-            return self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :]).reshape(-1)
+            return parts(self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :])).reshape(-1)
 
         if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
             elements: Tensor = torch.func.jacrev(value)(at).flatten(1)

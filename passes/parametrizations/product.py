@@ -5,6 +5,7 @@
     linear(x, (a @ b) * (c @ d))            a, with H = c @ d: output o has rows of its own, Σ_i H[o, i] b[:, i] x[i];
                                             b: every input has gradient rows of its own
     linear(x, w + s * (a @ b))              w, and each factor
+    x @ (w + einsum("eor,eri->eio", a, b))  the same in every group, for stacked weights (experts)
 
 The weight is linear in each of its factors, so each is exact for the values of the others. Let the gradient of the
 weight be Σ l rᵀ over positions. A factor V that the partner C multiplies
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, computed, dims_after, op_name
 from ..ir import Bound, Use
 from ..matrix import Layout, Shape
-from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, Value, WeightExample
+from ..parametrization import INPUTS, OUTPUTS, NodeValues, Parametrization, RowPair, RowsStep, Value, WeightExample
 from ..pieces import (
     ParameterExpr,
     Partner,
@@ -60,25 +61,30 @@ class ProductFactor(Parametrization):
 
     partners: what it is multiplied with, the last multiplication first.
     turned: whether the layer's matrix is the product transposed.
+    side: where the matrices of a stack are side by side in one group of it, "outputs" or "inputs"; None: nowhere.
     """
 
     partners: tuple[Partner, ...]
     turned: bool
+    side: str | None = None
 
     @property
     def nodes(self) -> dict[str, Value]:
         return {str(number): partner.node for number, partner in enumerate(self.partners)}
 
     def step(self) -> RowsStep:
-        partners = [(str(n), partner.kind, partner.shape, partner.turned) for n, partner in enumerate(self.partners)]
-        turned = self.turned
+        partners = [(str(n), p.kind, p.shape, p.turned, p.order) for n, p in enumerate(self.partners)]
+        turned, side, stacked = self.turned, self.side, len(self.partners[0].shape) == 3
 
         def step(both: RowPair, tensors: NodeValues) -> RowPair:
-            rows, grad_rows = (without_group(side) for side in both)
+            rows, grad_rows = map(with_group if stacked else without_group, both)
+            if side is not None:
+                rows, grad_rows = by_stack(rows, grad_rows, partners[0][2][0], side)
             left, right = (rows, grad_rows) if turned else (grad_rows, rows)
             times: Tensor | None = None  # a Hadamard product that waits for the next product of matrices
-            for name, kind, shape, other_turned in partners:
-                other = tensors[name].reshape(shape).to(grad_rows)
+            for name, kind, shape, other_turned, order in partners:
+                other = tensors[name].permute(order) if order else tensors[name]
+                other = other.reshape(shape).to(grad_rows)
                 other = other.mT if other_turned else other
                 if kind == TIMES:
                     times = other if times is None else times * other
@@ -108,8 +114,24 @@ def without_group(rows: Tensor) -> Tensor:
     return rows.squeeze(2) if rows.dim() == 4 else rows
 
 
+def with_group(rows: Tensor) -> Tensor:
+    """[N, S, d] -> [N, S, 1, d]"""
+    return rows.unsqueeze(2) if rows.dim() == 3 else rows
+
+
+def by_stack(rows: Tensor, grad_rows: Tensor, groups: int, side: str) -> RowPair:
+    """[N, S, 1, g d] of one side, and [N, S, 1, e] of the other -> [N, S, g, d] and [N, S, g, e]."""
+    rows, grad_rows = (
+        tensor.squeeze(2).unflatten(-1, (groups, -1)) if side == name else tensor.expand(-1, -1, groups, -1)
+        for tensor, name in ((rows, INPUTS), (grad_rows, OUTPUTS))
+    )
+    return rows, grad_rows
+
+
 def times_matrix(rows: Tensor, matrix: Tensor) -> Tensor:
-    """matrix [m, d] times every row."""
+    """matrix [m, d] times every row; or [g, m, d], the matrix of its group."""
+    if matrix.dim() == 3:
+        return torch.einsum("nsgd,gmd->nsgm", rows, matrix)
     if rows.is_floating_point():
         return rows @ matrix.mT
     return torch.where((rows >= 0).unsqueeze(-1), F.embedding(rows.clamp(min=0), matrix.mT.contiguous()), 0)
@@ -139,13 +161,15 @@ def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> RowPair:
 
 
 def product_of(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module) -> ParameterExpr | None:
-    """The value of matmul(a, b), kron(a, b) or a * b of one shape; None where no parameter is such a factor."""
+    """The value of kron(a, b), of a * b of one shape, or of a product of matrices or of stacks of them; None where no
+    parameter is such a factor."""
     name, (a, b) = op_name(node), operands
     shape: Shape
-    left, right = (operand for operand in node.args[:2] if isinstance(operand, fx.Node))
-    if name == "matmul" and len(a.shape) == len(b.shape) == 2:
-        shape, of_a, of_b = (a.shape[0], b.shape[1]), RIGHT, LEFT
-    elif name == "kron" and len(a.shape) == len(b.shape) > 1 and math.prod(a.shape[2:]) == 1:
+    left, right = (operand for operand in node.args if isinstance(operand, fx.Node))
+    if name in ("matmul", "einsum"):
+        equation = str(node.args[0]) if name == "einsum" else MATMULS.get((len(a.shape), len(b.shape)), "")
+        return contracted(equation, (left, right), operands, root)
+    if name == "kron" and len(a.shape) == len(b.shape) > 1 and math.prod(a.shape[2:]) == 1:
         shape, of_a, of_b = tuple(m * n for m, n in zip(a.shape, b.shape, strict=True)), KRON_LEFT, KRON_RIGHT
     elif name == "mul" and a.shape == b.shape and len(a.shape) > 1 and not a.slices and not b.slices:
         shape, of_a, of_b = a.shape, TIMES, TIMES
@@ -154,9 +178,82 @@ def product_of(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module
     terms = [
         replace(factor, shape=matrix(shape), partners=(Partner(kind, other, matrix(its)), *factor.partners))
         for value, kind, other, its in ((a, of_a, right, b.shape), (b, of_b, left, a.shape))
-        for factor in factors_in(value, root)
+        for factor in factors_in(value, root, matrix(value.shape))
     ]
     return ParameterExpr(shape, (), tuple(terms)) if terms else None
+
+
+def contracted(
+    equation: str, nodes: tuple[fx.Node, fx.Node], operands: Sequence[ParameterExpr], root: nn.Module
+) -> ParameterExpr | None:
+    """The value of einsum(equation, a, b), if it is a product of two matrices, or of every two in two stacks."""
+    orders = matrices_in(equation)
+    if orders is None or any(
+        len(order) != len(value.shape) for order, value in zip(orders.operands, operands, strict=True)
+    ):
+        return None
+    sizes = [tuple(value.shape[d] for d in order) for order, value in zip(orders.operands, operands, strict=True)]
+    (stack, left, summed), right = orders.split(sizes[0]), orders.split(sizes[1], last=True)[2]
+    shapes = ((*stack, left, summed), (*stack, summed, right))
+    size = dict(zip(orders.letters[0], sizes[0], strict=True)) | dict(zip(orders.letters[1], sizes[1], strict=True))
+    plain = [() if order == tuple(range(len(order))) else order for order in orders.operands]
+    terms = [
+        replace(factor, shape=(*stack, left, right), partners=(partner, *factor.partners))
+        for n, partner in enumerate(
+            (Partner(RIGHT, nodes[1], shapes[1], order=plain[1]), Partner(LEFT, nodes[0], shapes[0], order=plain[0]))
+        )
+        for factor in factors_in(operands[n], root, shapes[n], plain[n])
+    ]
+    if not terms:
+        return None
+    terms = list(map(turned, terms)) if orders.turned else terms
+    return ParameterExpr(tuple(size[k] for k in orders.result), (), tuple(terms))
+
+
+MATMULS = {(2, 2): "lm,mr->lr", (3, 3): "glm,gmr->glr"}  # of matrices and of stacks
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """An einsum that is a product of matrices [stack, left, summed] and [stack, summed, right].
+
+    operands: the orders that bring the dimensions of the two operands into this order; letters: their indices then.
+    counts: how many indices are of the stack, and on the left, summed and on the right.
+    result: the indices of the result. turned: whether it is [stack, right, left].
+    """
+
+    operands: tuple[Shape, Shape]
+    letters: tuple[str, str]
+    counts: tuple[int, int, int, int]
+    result: str
+    turned: bool
+
+    def split(self, sizes: Shape, last: bool = False) -> tuple[Shape, int, int]:
+        """(the size of the stack or nothing, the sizes of the matrix) of an operand. last: of the second one."""
+        stacked, left, summed, _ = self.counts
+        first = stacked + (summed if last else left)
+        stack = (math.prod(sizes[:stacked]),) if stacked else ()
+        return stack, math.prod(sizes[stacked:first]), math.prod(sizes[first:])
+
+
+def matrices_in(equation: str) -> Matrices | None:
+    """None unless every index is of the stack, on one side, or summed, and the result has them side by side."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    first, _, second = terms.partition(",")
+    distinct = all(len(set(side)) == len(side) for side in (first, second, result))
+    if not arrow or "." in equation or "," in second or not second or not distinct:
+        return None
+    stack = "".join(k for k in result if k in first and k in second)
+    summed = "".join(k for k in first if k in second and k not in result)
+    left, right = ("".join(k for k in result if k in side and k not in stack) for side in (first, second))
+    if {*stack, *left, *summed} != set(first) or {*stack, *summed, *right} != set(second) or not (left and right):
+        return None
+    if not summed or result not in (stack + left + right, stack + right + left):
+        return None
+    letters = stack + left + summed, stack + summed + right
+    orders = tuple(map(first.index, letters[0])), tuple(map(second.index, letters[1]))
+    counts = len(stack), len(left), len(summed), len(right)
+    return Matrices(orders, letters, counts, result, result != stack + left + right)
 
 
 def matrix(shape: Shape) -> Shape:
@@ -164,24 +261,29 @@ def matrix(shape: Shape) -> Shape:
     return shape[0], math.prod(shape[1:])
 
 
-def factors_in(value: ParameterExpr, root: nn.Module) -> list[ProductTerm]:
-    terms = list(value.products)
+def factors_in(value: ParameterExpr, root: nn.Module, shape: Shape, order: Shape = ()) -> list[ProductTerm]:
+    """The parameters in an operand of a product, which is used with its dimensions in this order and of this shape."""
+    terms = [product for product in value.products if not order and product.shape == shape]
     for slice_ in value.slices:
         whole_shape = tuple(attribute(root, slice_.parameter).shape)
         layout = layout_in(Piece(slice_.parameter, 0, 0, *whole_shape[:1] or (1,)), whole_shape, view_of(slice_))
         if layout is not None and slice_.shape == value.shape and not slice_.through:
-            shape = matrix(value.shape)
+            layout = layout.permute(order) if order else layout
             terms.append(ProductTerm(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
     return terms
 
 
 def reshaped(node: fx.Node, value: ParameterExpr, values: Mapping[fx.Node, Any]) -> ParameterExpr | None:
-    """A view of products that leaves their elements in their order, or turns a matrix."""
+    """A view of products that leaves their elements in their order, or turns matrices."""
     rest = without_data(node.args[1:], values)
     if value.slices:
         return None
-    if op_name(node) in PERMUTES and dims_after(node, len(value.shape), rest) == (1, 0):
-        return ParameterExpr(value.shape[::-1], (), tuple(map(turned, value.products)))
+    dims = len(value.shape)
+    turns = op_name(node) in PERMUTES and dims_after(node, dims, rest) == (*range(dims - 2), dims - 1, dims - 2)
+    if turns and all(len(product.shape) == dims for product in value.products):
+        return ParameterExpr(
+            (*value.shape[:-2], *value.shape[:-3:-1]), (), tuple(turned(product) for product in value.products)
+        )
     if op_name(node) not in KEEPS_ORDER:
         return None
     return ParameterExpr(
@@ -194,7 +296,25 @@ def turned(product: ProductTerm) -> ProductTerm:
         replace(partner, kind=OTHER_SIDE.get(partner.kind, partner.kind), turned=not partner.turned)
         for partner in product.partners
     )
-    return replace(product, layout=product.layout.permute((1, 0)), shape=product.shape[::-1], partners=partners)
+    order = (0, 2, 1) if len(product.shape) == 3 else (1, 0)
+    shape = tuple(product.shape[d] for d in order)
+    return replace(product, layout=product.layout.permute(order), shape=shape, partners=partners)
+
+
+def added(node: fx.Node, first: ParameterExpr, operands: Sequence[ParameterExpr], root: nn.Module) -> Any:
+    """The value of baddbmm(first, a, b, alpha=s) and addmm(first, a, b, alpha=s); None as of a sum."""
+    _, left, right = node.args
+    alpha: Any = node.kwargs.get("alpha", 1.0)
+    if node.kwargs.get("beta", 1) != 1:
+        return None
+    equation = MATMULS.get((len(operands[0].shape), len(operands[1].shape)), "")
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node), "bug in kfac_fx: a product of no tensors"
+    product = multiple_of(contracted(equation, (left, right), operands, root), float(alpha))
+    if product is None or first.shape != product.shape:
+        return None
+    if any(slice_.shape != first.shape for slice_ in first.slices):
+        return None
+    return ParameterExpr(first.shape, first.slices, (*first.products, *product.products))
 
 
 def sum_of(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | None:
@@ -258,27 +378,55 @@ def groups_in(use: Use) -> int:
 
 def use_of_factor(use: Use, value: ParameterExpr, product: ProductTerm, canonical: Layout, ids: bool) -> Use | None:
     """The use of a factor of a weight; None where it has no rows and gradient rows."""
-    turns = turns_to(product.shape, value.shape, canonical)
+    place = place_of(product.shape, value.shape, canonical)
     group = groups_of(product.partners)
     kinds = {partner.kind for partner in product.partners}
-    if turns is None or group is None or (ids and (group or kinds & set(KRON_KINDS))):
+    in_groups = len(product.shape) == 3 or bool(group)
+    if place is None or group is None or (ids and (in_groups or kinds & set(KRON_KINDS))):
         return None
+    turns, side = place
     pattern = {"": "l r -> 1 l r", RIGHT: "l r -> l 1 r", LEFT: "l r -> r l 1"}[group]
-    result = Layout(product.layout.result).rearrange(pattern)
+    result = Layout(product.layout.result)
+    result = result if len(result.shape) == 3 else result.rearrange(pattern)
     bound = Bound(product.parameter, product.layout, result.permute((0, 2, 1)) if turns else result, product.scale)
-    return replace(use, parameters={"weight": bound}, exprs={}, through=(ProductFactor(product.partners, turns),))
+    return replace(use, parameters={"weight": bound}, exprs={}, through=(ProductFactor(product.partners, turns, side),))
 
 
-def turns_to(shape: Shape, seen: Shape, canonical: Layout) -> bool | None:
-    """Whether the one group of a layer's matrix is the product transposed; None if it is neither."""
-    view = viewed(canonical, unallocated(seen))
-    if view is None or view.dim() != 3 or view.shape[0] != 1:
-        return None
-    for transposed, matrix in ((False, view[0]), (True, view[0].mT)):
-        strides = zip(matrix.shape, matrix.stride(), (shape[1], 1), strict=True)
-        if tuple(matrix.shape) == shape and all(size == 1 or step == wanted for size, step, wanted in strides):
-            return transposed
+def place_of(shape: Shape, seen: Shape, canonical: Layout) -> tuple[bool, str | None] | None:
+    """(whether a layer's matrix is the product transposed, in each of its groups; the side on which one group holds a
+    whole stack of products, if any); None if it is neither."""
+    stack = (1, *shape)[-3:]
+    wanted = unallocated(stack).stride()
+    for side, view in stacks_in(canonical, seen, stack[0]):
+        for transposed, matrices in ((False, view), (True, view.mT)):
+            strides = zip(stack, matrices.stride(), wanted, strict=True)
+            if tuple(matrices.shape) == stack and all(size == 1 or step == other for size, step, other in strides):
+                return transposed, side
     return None
+
+
+def stacks_in(canonical: Layout, seen: Shape, groups: int) -> Iterator[tuple[str | None, Tensor]]:
+    """The views [groups, o, i] of a weight that a layer lays out as a matrix: its own groups or, if it has one, the
+    matrices that are side by side in its outputs or in its inputs."""
+    whole = viewed(canonical, unallocated(seen))
+    if whole is not None and whole.dim() == 3 and whole.shape[0] == groups:
+        yield None, whole
+    if groups == 1 or not canonical.steps or len(canonical.result) != 3 or canonical.result[0] != 1:
+        return
+    last = canonical.steps[-1]
+    before = Layout(canonical.shape, canonical.steps[: -1 if last.order is None else None])  # it may merge dimensions
+    apart, (_, o, i) = viewed(before, unallocated(seen)), canonical.result
+    for side, split in ((OUTPUTS, (groups, o // groups, i)), (INPUTS, (o, groups, i // groups))):
+        view = None if apart is None else split_view(apart, split)
+        if view is not None:
+            yield side, view if side == OUTPUTS else view.transpose(0, 1)
+
+
+def split_view(tensor: Tensor, shape: Shape) -> Tensor | None:
+    """None where elements would be copied, or do not fit."""
+    if math.prod(shape) != tensor.numel():
+        return None
+    return viewed(Layout(tuple(tensor.shape)).reshape(shape), tensor)
 
 
 def groups_of(partners: Sequence[Partner]) -> str | None:
@@ -299,6 +447,9 @@ def groups_of(partners: Sequence[Partner]) -> str | None:
 
 EXAMPLES = {
     "product": WeightExample(lambda w, b: w @ b, {"w": (4, 4), "b": (4, 4)}),
+    "stack": WeightExample(
+        lambda w, b: (w.reshape(2, 2, 4) @ b.reshape(2, 4, 4)).reshape(4, 4), {"w": (4, 4), "b": (8, 4)}
+    ),
     "kronecker": WeightExample(lambda w, c: torch.kron(c, w), {"w": (2, 2), "c": (2, 2)}),
     "hadamard": WeightExample(
         lambda w, b, c, d: (w @ b) * (c @ d), {"w": (4, 2), "b": (2, 4), "c": (4, 3), "d": (3, 4)}

@@ -65,6 +65,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ..results import slots
 from ..torch_private import (
     BACKWARD_HOOKS,
     CALL,
@@ -265,17 +266,6 @@ def has_fields(value: Any) -> bool:
     if type(value) in ATOMS or isinstance(value, NO_OBJECTS):
         return False
     return not of_library(type(value)) or type(value).__module__.partition(".")[0] in OF_PYTHON
-
-
-def slots(value: Any) -> list[str]:
-    """The names in `__slots__` of the value's class and its bases, under which they are attributes."""
-    names = []
-    for kind in type(value).__mro__:
-        declared = kind.__dict__.get("__slots__", ())
-        for name in (declared,) if isinstance(declared, str) else declared:
-            private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def of_library(kind: type | FunctionType) -> bool:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import results
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..ir import copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
 from .effects import untouched
 from .random_streams import python_random
-from .settings import SYMBOLS, Observer, Walk, slots
+from .settings import SYMBOLS, Observer, Walk
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 ARGUMENT_DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
@@ -59,7 +60,8 @@ def refuse_nested(model: str, leaves: list[Any]) -> None:
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         raise UntraceableError(
             f"{model} takes a nested tensor. A captured graph would keep the lengths of this example.\n"
-            "Pass nested.to_padded_tensor(0.0) and a mask, and name the mask: compile(..., padding_mask=...)."
+            "Pass nested.to_padded_tensor(0.0) and a mask, and name the mask: compile(..., padding_mask=...). If no "
+            "layer looks at several positions, pass nested.values(), whose rows are the cases."
         )
 
 
@@ -93,7 +95,7 @@ def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
         return True
     if depth == 0 or isinstance(value, (nn.Module, type)):
         return False
-    inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
+    inside = results.attributes_of(value).values()
     return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.tree_leaves(attribute))
 
 
@@ -109,12 +111,12 @@ def autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The facts about a call that a capture holds for, except shapes: structure, dtypes, devices, values, autocast, and
-    the default dtype."""
+    """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
+    values, autocast, and the default dtype."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     walk = Walk(identity=False)
     kinds = tuple(
-        (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
+        (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
         for leaf in leaves
     )
     return autocast(), torch.get_default_dtype(), str(spec), kinds
@@ -133,6 +135,8 @@ def layouts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def layout(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return tensor.layout
     sizes, strides = tensor.shape, tensor.stride()
     order = sorted((d for d in range(tensor.dim()) if sizes[d] != 1), key=lambda d: strides[d])
     expected = 1
@@ -148,6 +152,8 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 
     Elements that overlap are copied apart.
     """
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     extent = 1
     for d in sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: tensor.stride(d)):
         if tensor.stride(d) < extent:
@@ -223,7 +229,7 @@ class Returned:
         told: see `passes.tracing.substitutes.recurrent_layers`.
     """
 
-    spec: pytree.TreeSpec | None = None
+    spec: results.TreeSpec | None = None
     left_out: dict[int, str] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     assigned: list[str] = field(default_factory=list)
@@ -258,7 +264,7 @@ class FlatModel(nn.Module):
                     buffers_of(owner)[name] = buffer.copy_(value)
         self.returned.drawn += drawn
         self.returned.assigned += assigned
-        returned, self.returned.spec = pytree.tree_flatten(result)
+        returned, self.returned.spec = results.tree_flatten(result)
         outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
         return outputs
@@ -266,7 +272,7 @@ class FlatModel(nn.Module):
     def unflatten(self, output: Any) -> Any:
         """The outputs of this module's graph, in the structure that the model returns."""
         assert self.returned.spec is not None, "bug in kfac_fx: a graph of a forward that did not return"
-        return pytree.tree_unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
+        return results.tree_unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:

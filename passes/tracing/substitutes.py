@@ -10,6 +10,9 @@ thread captures at a time, because torch's own tracers are not made for more.
 The draw is in [0, 1) and stays in the graph, so that the random stream advances as in the model. The rate is an
 attribute, and a capture is valid for one value of it.
 
+`SparseProducts`: the product of a sparse matrix and a dense one, which torch.export has no shapes for, is an
+operation of its own while the model is traced.
+
 `Bags`: bags of ids [cases, positions] have as many outputs as the ids have rows.
 
 `custom_functions`: applications of a user's autograd.Function are noted, or handed over.
@@ -313,9 +316,58 @@ class Bags(TorchFunctionMode):
         return func(**call)
 
 
+# --- products with sparse matrices ------------------------------------------------------------------------------------
+
+SPARSE_MM = torch.sparse.mm.__name__
+MULTIPLY = {"mm", "spmm", "mv", "matmul", "__matmul__", SPARSE_MM}
+
+
+class SparseProducts(TorchFunctionMode):
+    """Inside, torch.export meets a sparse matrix times a dense one as an operation of which only the shapes are known;
+    see `with_sparse_products`. A square matrix has one size, so that the rows behind the product are as many as before.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        operands = name in MULTIPLY and not kwargs and len(args) == 2 and all(isinstance(arg, Tensor) for arg in args)
+        if not operands or not torch.compiler.is_exporting():
+            return func(*args, **(kwargs or {}))
+        matrix, x = args
+        if matrix.layout is torch.strided or x.layout is not torch.strided or x.dim() > 2:
+            return func(*args)
+        assert_size(matrix.shape[1] == x.shape[0])  # type: ignore[no-untyped-call]
+        if matrix.shape[0] == matrix.shape[1]:
+            assert_size(matrix.shape[0] == matrix.shape[1])  # type: ignore[no-untyped-call]
+        return sparse_product(matrix, x, name == SPARSE_MM)
+
+
+def with_sparse_products(graph: fx.Graph) -> None:
+    """Let a traced graph compute the products that `SparseProducts` has left out. torch.sparse.mm is the one spelling
+    for matrices that are given, as sparse features are, which a weight may be multiplied with."""
+    for node in graph.nodes:
+        if node.target is torch.ops.kfac_fx.sparse_product.default:
+            matrix, x, by_sparse_mm = node.args
+            given = matrix.op in ("placeholder", "get_attr") and x.meta["val"].dim() == 2
+            node.target, node.args = torch.sparse.mm if by_sparse_mm or given else torch.matmul, (matrix, x)
+
+
 # --- operations that only know shapes ---------------------------------------------------------------------------------
 
 NOT_RUN = "bug in kfac_fx: an operation that only stands for another one was run"
+
+
+@torch.library.custom_op("kfac_fx::sparse_product", mutates_args=())
+def sparse_product(matrix: Tensor, x: Tensor, by_sparse_mm: bool) -> Tensor:
+    """A sparse matrix [n, m] times x [m, ...], by torch.sparse.mm or torch.matmul: their gradients by the matrix
+    differ."""
+    raise AssertionError(NOT_RUN)
+
+
+@sparse_product.register_fake
+def _(matrix: Tensor, x: Tensor, by_sparse_mm: bool) -> Tensor:
+    return x.new_empty(matrix.shape[0], *x.shape[1:])
 
 
 @torch.library.custom_op("kfac_fx::recurrent", mutates_args=())
@@ -344,9 +396,12 @@ def recurrent(
 
 @recurrent.register_fake
 def _(kind: str, x: Tensor, state: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    *_, bidirectional, _batch_first = options
+    *_, bidirectional, batch_first = options
     width = state[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(tensor) for tensor in state)]
+    steps_first = x.transpose(0, 1) if batch_first else x
+    output = x.new_empty(*steps_first.shape[:-1], width)
+    ends = (tensor.new_empty(tensor.shape) for tensor in state)
+    return [output.transpose(0, 1) if batch_first else output, *ends]
 
 
 @torch.library.custom_op("kfac_fx::recurrent_cell", mutates_args=())

@@ -45,6 +45,16 @@ def test_the_dimension_of_the_cases_is_the_one_with_their_size() -> None:
     assert with_batch_dim(use, "s77").batch_dim is None
 
 
+def test_where_the_cases_are_a_number_the_outputs_do_not_count_them() -> None:
+    """As in a forward with `len(x)`, for as many cases as outputs. Cases that are merged with positions are none."""
+    graph = fx.Graph()
+    for shape, outputs_last, wanted in (((144, 4), True, None), ((36, 4, 4), True, 1), ((4, 36), False, 0)):
+        output = graph.placeholder("x")
+        output.meta["val"] = torch.empty(shape)
+        use = Use("linear", 0, output, output, {}, {}, frozenset())
+        assert with_batch_dim(use, "4", outputs_last).batch_dim == wanted
+
+
 def test_without_sizes_the_dimension_of_the_cases_stays() -> None:
     bare = fx.Graph().placeholder("x")
     use = Use("linear", 0, bare, bare, {}, {}, frozenset(), batch_dim=0)

@@ -483,6 +483,22 @@ def test_transformations_are_counted() -> None:
     assert seen == [1, 2, 1] and private.transforms() == outside
 
 
+def test_functional_calls_are_told() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self) -> bool:
+            return private.in_functional_call()
+
+    model = Asking()
+    assert not model() and torch.func.functional_call(model, {"weight": torch.zeros(())}, ())
+    with pytest.warns(FutureWarning):
+        assert torch.nn.utils.stateless.functional_call(model, {"weight": torch.zeros(())}, ())
+    assert not model()
+
+
 def test_tensors_with_a_dimension_of_vmap_are_told() -> None:
     seen = []
 

@@ -57,7 +57,8 @@ def test_an_rnn_is_two_linear_layers_a_step() -> None:
         "rnn_tanh_l0_t1_linear_1 = linear(rnn_tanh_l0_t0_tanh, inner_weight_hh_l0, inner_bias_hh_l0)",
         "rnn_tanh_l0_t1_add = add(rnn_tanh_l0_t1_linear_1, rnn_tanh_l0_t1_linear)",
         "rnn_tanh_l0_t1_tanh = tanh(rnn_tanh_l0_t1_add)",
-        "rnn_tanh_stack = stack([rnn_tanh_l0_t0_tanh, rnn_tanh_l0_t1_tanh], 1)",
+        "rnn_tanh_stack = stack([rnn_tanh_l0_t0_tanh, rnn_tanh_l0_t1_tanh])",
+        "rnn_tanh_transpose = transpose(rnn_tanh_stack, 0, 1)",  # as torch's output lies in memory
         "rnn_tanh_stack_1 = stack((rnn_tanh_l0_t1_tanh,))",
     ]
 

@@ -41,7 +41,9 @@ MECHANISMS = functions, normalized, parts, product, tables
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }
-PAIRED = [name for name in EXAMPLES if name not in ("kronecker", "hadamard", "gathered inputs", "standardized")]
+PAIRED = [
+    name for name in EXAMPLES if name not in ("stack", "kronecker", "hadamard", "gathered inputs", "standardized")
+]
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": lambda x, w: F.linear(x[..., : w.shape[1]], w),
@@ -62,6 +64,7 @@ LINEAR = {
     "centered": "w",
     "gain": "w e",
     "product": "w b",
+    "stack": "w b",
     "kronecker": "w c",
     "hadamard": "w b c d",
     "gathered": "w",
@@ -69,7 +72,7 @@ LINEAR = {
 }
 # The mean of a filter is that of one output's inputs, which it is not of a transposed use, an embedding or a scale.
 TRANSPOSED = {name: function for name, function in LINEAR.items() if name not in ("standardized", "centered")}
-EMBEDDING = {name: function for name, function in TRANSPOSED.items() if name not in ("kronecker", "hadamard")}
+EMBEDDING = {name: function for name, function in TRANSPOSED.items() if name not in ("stack", "kronecker", "hadamard")}
 SCALE = {"slices": "w v", "multiple": "w", "exp": "w", "weight norm": "w g", "spectral norm": "w", "gain": "w e"}
 SCALE_AND_SHIFT = {**SCALE, "weight norm": "w", "gain": "w"}  # the gain of a shift has no input
 SHIFT = {**SCALE_AND_SHIFT, "gathered": "w", "gathered inputs": "w", "linear map": "w"}
@@ -296,7 +299,7 @@ class Shared(nn.Module):
 
 
 ALONE_OR_IN_PIECES = {"slices", "exp", "jacobian"}
-SHARED = [name for name in EXAMPLES if EXAMPLES[name].shapes["w"] == (4, 4)]
+SHARED = [name for name in EXAMPLES if EXAMPLES[name].shapes["w"] == (4, 4) and name != "stack"]
 
 
 @pytest.mark.usefixtures("no_jacobians")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
     "data": "passes.errors passes.users_code passes.torch_private passes.torch_losses passes.approximations "
-    "passes.matrix passes.parametrization passes.pieces passes.ir",
+    "passes.results passes.matrix passes.parametrization passes.pieces passes.ir",
     "graphs": "passes.graphs",
     "declarations": "passes.cases passes.layers passes.parametrizations passes.choose",
     "tracing": "passes.tracing",
@@ -38,6 +38,7 @@ SHARED = {
     "passes.torch_losses",
     "passes.matrix",
     "passes.pieces",
+    "passes.results",
     "passes.torch_private",
     "passes.users_code",
     "passes.ir",

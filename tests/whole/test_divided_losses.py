@@ -45,16 +45,13 @@ def test_a_part_of_the_batch_is_a_part_of_every_input() -> None:
 
 
 def test_an_output_without_tensors_has_no_loss() -> None:
-    class Output:
-        def __init__(self, logits: Tensor) -> None:
-            self.logits = logits
-
     class Wrapped(Branching):
         def forward(self, x: Tensor) -> Any:
-            return Output(super().forward(x))
+            logits = super().forward(x)
+            return lambda: logits
 
-    with pytest.raises(LossError, match="Wrapped returns no tensor in tuples, lists and dictionaries to build a loss"):
-        compiled(Wrapped(), loss=lambda out: kfac_fx.losses.Normal(out.logits))
+    with pytest.raises(LossError, match="Wrapped returns no tensor in tuples, lists, dictionaries and attributes"):
+        compiled(Wrapped(), loss=lambda out: kfac_fx.losses.Normal(out()))
 
 
 def test_an_input_that_python_writes_into_is_written_once() -> None:

@@ -329,3 +329,33 @@ def test_the_second_input_of_a_declared_layer_is_an_attribute() -> None:
     estimator.update_covariances(x)
     pairs = torch.einsum("bi,bj->bij", model.first(x), model.second(x)).flatten(1)
     torch.testing.assert_close(estimator.blocks["weight",].factors["A"].value[0], pairs.T @ pairs / len(x))
+
+
+class AutocastOff(nn.Module):
+    """A region that switches autocast off, with a region in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            h = torch.tanh(self.first(x.float())) * self.scale
+            with torch.autocast("cpu", enabled=False):
+                h = 2 * h + torch.ones(5)
+        logits: Tensor = self.last(h)
+        return logits
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_region_without_autocast_is_open_where_autocast_is_off(outside: bool) -> None:
+    torch.manual_seed(0)
+    model, x = AutocastOff(), torch.randn(6, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        net = kfac_fx.compile(model, (x,), loss="categorical", strict=True)
+        assert bool(net.program.submodules) is outside
+        torch.manual_seed(1)
+        of_graph, _ = net.functional({}, (x,), {})
+        torch.testing.assert_close(of_graph, model(x))
+        assert net.record((x,), {}).cases == 6

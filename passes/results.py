@@ -1,0 +1,128 @@
+"""The results of a forward as a tree: that of torch, in which objects that hold the tensors are branches, too.
+
+    @dataclass
+    class Outputs:                            tree_leaves(Outputs(logits, "a", cache))  ->  [logits, "a", cache]
+        logits: Tensor
+        ...
+
+An object is a branch if there is no tensor next to it: a dataclass, a subclass of dict, or anything with attributes.
+Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. The functions have the names of
+those of torch's pytree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from .torch_private import pytree
+
+NO_BRANCHES = (nn.Module, type, FunctionType, MethodType, ModuleType)
+DEPTH = 3  # objects in objects are searched for tensors down to this depth
+
+
+@dataclass(frozen=True)
+class ObjectSpec:
+    """An object. items: whether it is a dict, whose items stand next to its attributes."""
+
+    kind: type
+    items: bool
+    inside: TreeSpec
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """A tree without its leaves. objects: what stands for each leaf of torch's tree; None: a leaf. (): only leaves."""
+
+    spec: pytree.TreeSpec
+    objects: tuple[ObjectSpec | None, ...] = ()
+
+    @property
+    def num_leaves(self) -> int:
+        if not self.objects:
+            return self.spec.num_leaves
+        return sum(1 if branch is None else branch.inside.num_leaves for branch in self.objects)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(map(is_value, leaves)) or not any(map(holds_value, leaves)):
+        return leaves, TreeSpec(spec)
+    objects: list[ObjectSpec | None] = []
+    inside: list[Any] = []
+    for leaf in leaves:
+        branch, values = branch_of(leaf) if holds_value(leaf) else (None, [leaf])
+        objects.append(branch)
+        inside += values
+    return inside, TreeSpec(spec, tuple(objects))
+
+
+def branch_of(value: Any) -> tuple[ObjectSpec, list[Any]]:
+    items = dict(value) if isinstance(value, dict) else None
+    leaves, inside = tree_flatten((items, attributes_of(value)))
+    return ObjectSpec(type(value), items is not None, inside), leaves
+
+
+def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    if not spec.objects:
+        return pytree.tree_unflatten(leaves, spec.spec)
+    rest, values = list(leaves), []
+    for branch in spec.objects:
+        number = 1 if branch is None else branch.inside.num_leaves
+        its, rest = rest[:number], rest[number:]
+        values.append(its[0] if branch is None else made(branch, tree_unflatten(its, branch.inside)))
+    return pytree.tree_unflatten(values, spec.spec)
+
+
+def made(branch: ObjectSpec, parts: tuple[dict[Any, Any] | None, dict[str, Any]]) -> Any:
+    """An object with these items and attributes; its own `__init__` does not run."""
+    items, attributes = parts
+    kind: Any = branch.kind
+    result: Any = kind.__new__(kind)
+    if items is not None:
+        dict.update(result, items)
+    for name, value in attributes.items():
+        object.__setattr__(result, name, value)  # also of a frozen dataclass
+    return result
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    return tree_flatten(tree)[0]
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def is_value(value: Any) -> bool:
+    """Whether it is a tensor, or the node of one."""
+    return isinstance(value, (Tensor, fx.Node))
+
+
+def holds_value(value: Any, depth: int = DEPTH) -> bool:
+    """Whether it is an object with a tensor in it."""
+    if depth == 0 or value is None or isinstance(value, NO_BRANCHES) or is_value(value):
+        return False
+    inside = [*attributes_of(value).values(), *(value.values() if isinstance(value, dict) else ())]
+    return any(is_value(leaf) or holds_value(leaf, depth - 1) for part in inside for leaf in pytree.tree_leaves(part))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    attributes = dict(getattr(value, "__dict__", {}))
+    return attributes | {name: getattr(value, name) for name in slots(value) if hasattr(value, name)}
+
+
+def slots(value: Any) -> list[str]:
+    """The names in `__slots__` of the value's class and its bases, under which they are attributes."""
+    names = []
+    for kind in type(value).__mro__:
+        declared = kind.__dict__.get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -1,0 +1,173 @@
+"""Models that return objects: dataclasses, objects with attributes, subclasses of dict, classes that torch knows."""
+
+from __future__ import annotations
+
+import re
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import LossError
+from kfac_fx.passes import results
+from kfac_fx.passes.torch_private import pytree
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+Y = X[:, :3].argmax(1)
+
+
+class Plain:
+    def __init__(self, logits: Tensor, cache: Any = None) -> None:
+        self.logits, self.cache = logits, cache
+
+
+class Slotted:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class WithProperty:
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    @property
+    def logits(self) -> Tensor:
+        return self._logits
+
+
+class ByAttribute(dict[str, Tensor]):
+    @property
+    def logits(self) -> Tensor:
+        return self["logits"]
+
+
+class Wrapped(UserDict[str, Tensor]):
+    @property
+    def logits(self) -> Tensor:
+        return self["logits"]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    name: str = "frozen"
+
+
+@dataclass
+class Exported:
+    logits: Tensor
+
+
+class Registered(Plain):
+    """Known to torch's pytree by a function of the user's."""
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    number: int
+
+
+torch.export.register_dataclass(Exported, serialized_type_name="kfac_fx.tests.Exported")
+pytree.register_pytree_node(
+    Registered, lambda value: ([value.logits], None), lambda values, _: Registered(*values), flatten_with_keys_fn=None
+)
+MODES = ("empirical", "exact")
+Make = Callable[[Tensor, Tensor], Any]
+OUTPUTS: dict[str, Make] = {
+    "object": lambda logits, h: Plain(logits, [h.detach()]),
+    "object with an object": lambda logits, h: Plain(logits, Plain(h)),
+    "slots": lambda logits, h: Slotted(logits),
+    "property": lambda logits, h: WithProperty(logits),
+    "subclass of dict": lambda logits, h: ByAttribute(logits=logits, h=h),
+    "UserDict": lambda logits, h: Wrapped(logits=logits),
+    "frozen dataclass": lambda logits, h: Frozen(logits),
+    "registered dataclass": lambda logits, h: Exported(logits),
+    "registered class": lambda logits, h: Registered(logits),
+    "named tuple": lambda logits, h: Named(logits, 3),
+}
+
+
+class Model(nn.Module):
+    """branches: Python asks for a value, so that no single graph holds the model."""
+
+    def __init__(self, make: Make, branches: bool = False) -> None:
+        super().__init__()
+        self.first, self.head, self.make, self.branches = nn.Linear(4, 5), nn.Linear(5, 3), make, branches
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.first(x))
+        if self.branches and bool(h.sum() > 1e9):
+            h = 2 * h
+        return self.make(self.head(h), h)
+
+
+def loss(outputs: Any) -> kfac_fx.losses.Categorical:
+    return kfac_fx.losses.Categorical(outputs.logits)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Any:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Model(lambda logits, h: logits), (X,), loss="categorical")
+    return [net.record((X,), {}, mode=mode, targets=Y).statistics for mode in MODES]
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["one graph", "parts"])
+@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+def test_the_statistics_are_those_of_a_model_that_returns_a_tensor(make: Make, branches: bool, wanted: Any) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Model(make, branches), (X,), loss=loss)
+    assert bool(net.program.submodules) is branches
+    found = [net.record((X,), {}, mode=mode, targets=Y).statistics for mode in MODES]
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pytest.mark.parametrize("make", [OUTPUTS["object"], OUTPUTS["subclass of dict"], OUTPUTS["frozen dataclass"]])
+def test_training_returns_the_object_and_trains(make: Make, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Model(make)
+    net = kfac_fx.compile(model, (X,), loss=loss)
+    optimizer, losses = kfac_fx.KFAC(net, estimation_mode=mode), list[float]()
+    for _ in range(10):
+        optimizer.zero_grad()
+        outputs = net(X)
+        assert type(outputs) is type(model(X))
+        value = F.cross_entropy(outputs.logits, Y)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < 0.9 * losses[0] and "not checked" not in str(net.report)
+
+
+def test_a_loss_by_name_says_which_attribute_to_take() -> None:
+    text = "returns a Plain: say which, as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs.logits)"
+    with pytest.raises(LossError, match=re.escape(text)):
+        kfac_fx.compile(Model(OUTPUTS["object"]), (X,), loss="categorical")
+
+
+def test_an_object_next_to_tensors_is_left_out() -> None:
+    """As the caches of language models, which are no outputs of the Fisher."""
+    net = kfac_fx.compile(Model(lambda logits, h: (logits, Plain(h))), (X,), loss=lambda out: loss(Plain(out[0])))
+    assert [recorder.capture.effects for recorder in net.captures.all] == [("returns a Plain",)]
+
+
+def test_an_object_is_put_together_again() -> None:
+    logits, h = torch.zeros(2), torch.ones(3)
+    for make in OUTPUTS.values():
+        value = make(logits, h)
+        leaves, spec = results.tree_flatten(value)
+        assert spec.num_leaves == len(leaves) and any(leaf is logits for leaf in leaves)
+        again = results.tree_unflatten(leaves, spec)
+        assert type(again) is type(value) and again.logits is logits
+        assert results.tree_flatten(again)[1] == spec
+    without_tensors = Plain(cast(Any, [1, 2]))
+    assert results.tree_leaves((without_tensors, 3)) == [without_tensors, 3]

@@ -1,0 +1,73 @@
+"""Ordinary modules behind one another, in training mode: every pair compiles, and every parameter keeps its block."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+import torch
+
+import kfac_fx
+from tests.whole.pairs import IMAGES, SEQUENCES, SIDE, STEPS, WIDTH, Chain, Make, N
+
+FAMILIES: dict[str, tuple[Mapping[str, Make], tuple[int, ...]]] = {
+    "sequences": (SEQUENCES, (N, STEPS, WIDTH)),
+    "images": (IMAGES, (N, WIDTH, SIDE, SIDE)),
+}
+QUICK = 6  # the chains of each family that a quick test compiles
+Names = tuple[str, ...]
+
+
+def drawn(family: str, length: int, number: int, seed: int) -> list[Names]:
+    """Chains of this length by a seed."""
+    generator = random.Random(f"{family} {length} {seed}")
+    return [tuple(generator.choices(list(FAMILIES[family][0]), k=length)) for _ in range(number)]
+
+
+def failures(family: str, chains: Iterable[Sequence[str]]) -> dict[Sequence[str], str]:
+    """The chains that do not compile as one graph with a layer for every parameter, and why.
+
+    `compile` compares outputs and gradients with those of the model on the same random numbers.
+    """
+    modules, shape = FAMILIES[family]
+    failed: dict[Sequence[str], str] = {}
+    for chain in chains:
+        torch.manual_seed(0)
+        model = Chain(*(modules[name]() for name in chain))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                net = kfac_fx.compile(model, (torch.randn(shape),), loss="categorical")
+        except ValueError as error:
+            failed[chain] = str(error)
+            continue
+        generic = [f"{r.parameters[0]}: {r.reason}" for r in net.registrations if r.generic]
+        parts = [part.path for part in net.program.submodules]
+        if generic or parts:
+            failed[chain] = f"generic {generic}, parts {parts}"
+    return failed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chains_of_ordinary_modules_compile(family: str) -> None:
+    """The pairs that once failed, and some that a seed draws."""
+    known = {
+        "sequences": [(kind, "Dropout") for kind in ("LSTM", "GRU", "RNN")] + [("drop path by len", "token")],
+        "images": [("attention", "drop path by len"), ("drop path by len", "attention"), ("table", "Dropout")],
+    }
+    assert not failures(family, [*known[family], *drawn(family, 3, QUICK - len(known[family]), seed=0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "first"), [(family, name) for family in FAMILIES for name in FAMILIES[family][0]])
+def test_every_pair_of_ordinary_modules_compiles(family: str, first: str) -> None:
+    assert not failures(family, [(first, second) for second in FAMILIES[family][0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_triples_of_ordinary_modules_compile(family: str, seed: int) -> None:
+    assert not failures(family, drawn(family, 3, 40, seed))
