@@ -184,7 +184,7 @@ class Training:
 
 
 def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, Any]:
-    """All parameters after the steps, the damping, the multiplier of "eigen_moments", and what this process kept and decomposed."""
+    """All parameters after the steps, the damping, the multiplier, and what this process kept and decomposed."""
     training = Training(options, part, group)
     decomposed = 0
 
