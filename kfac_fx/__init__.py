@@ -23,6 +23,7 @@ from kfac_fx.estimator.saved import load_queries, load_spectrum, save_queries, s
 from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot, rules
+from kfac_fx.optim.checks import StalledWarning
 from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC
@@ -63,6 +64,7 @@ __all__ = [
     "Report",
     "Solution",
     "Spectrum",
+    "StalledWarning",
     "as_rows",
     "by_group",
     "capture",

@@ -37,6 +37,7 @@ CPU time.
   others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
+- Runs of KFAC were made before the default had a multiplier that finds its scale, with a momentum of 0.95.
 
 `benchmarks/results/convergence.jsonl` has a line for each of the {count} runs, with its command and its commit:
 

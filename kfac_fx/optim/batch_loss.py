@@ -39,7 +39,7 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import real_numbers
-from kfac_fx.linalg.processes import Replicas, in_place_of, shard
+from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
@@ -47,6 +47,7 @@ from kfac_fx.optim.loss_scale import hooked_leaves
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements
@@ -68,6 +69,7 @@ class ObservedForward:
     at_outputs: bool  # whether these are the Fisher's outputs
     precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
+    weights: tuple[tuple[int, int], ...] = ()  # of the forward, as of `weights_of`
 
     @staticmethod
     def of(
@@ -86,6 +88,7 @@ class ObservedForward:
         forward = ObservedForward(
             recorder, args, kwargs, results.tree_unflatten(kept, spec), leaves, at_outputs, precision
         )
+        forward.weights = weights_of(recorder)
         for leaf in leaves:
             if returned[leaf].requires_grad:
                 returned[leaf].register_hook(partial(forward.take, leaf))
@@ -94,6 +97,15 @@ class ObservedForward:
     def take(self, leaf: int, gradient: Tensor) -> None:
         taken = gradient.detach().clone()
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
+
+
+def weights_of(recorder: Recorder) -> tuple[tuple[int, int], ...]:
+    """Where the parameters of a model lie, and how often they were written: equal at two times if none has changed."""
+    return tuple(
+        (parameter.data_ptr(), version(parameter))
+        for parameter in recorder.model.parameters()
+        if not is_sharded(parameter)  # FSDP2 moves these without a change
+    )
 
 
 @dataclass
@@ -166,6 +178,29 @@ class BatchLoss:
                 self.values_of(forward, forward.returned) if forward.at_outputs else self.values(forward, parameters)
                 for forward in self.forwards
             ]
+
+    def repeats(self, parameters: NamedTensors) -> bool:
+        """Whether the forwards returned the values at `parameters`, those before the step.
+
+        They did not if the weights were changed between forward and step, as by SAM or a sample of a posterior; if
+        noise enters, because several forwards have drawn theirs one behind another with a backward in between; and if
+        a forward changes a buffer that the next one reads. One comparison a capture finds the latter; the host waits.
+        """
+        for forward in self.forwards:
+            recorder = forward.recorder
+            if not isinstance(recorder.emitted, EmittedGraph) or recorder.emitted.random:
+                return False
+            if forward.weights != weights_of(recorder):
+                return False
+            if recorder.repeats is None and forward.at_outputs:
+                with self.same_noise():
+                    again = self.values(forward, parameters)
+                    first = self.values_of(forward, forward.returned)
+                of_first, of_second = (sampled_elements(list(values.leaves)) for values in (first, again))
+                recorder.repeats = not bool(differ(of_first, of_second, forward.precision.rounding))
+            if recorder.repeats is False:
+                return False
+        return True
 
     def values(self, forward: ObservedForward, parameters: NamedTensors) -> Values:
         recorder, args, kwargs = forward.recorder, forward.args, forward.kwargs

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
+SINCE = ("multiplier", "peak_lr", "last_update")  # in no older states: a training goes on with the first values
 
 # --- the checkpoint, written ------------------------------------------------------------------------------------------
 
@@ -157,6 +158,9 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     check_choices(state, checkpoint.whole)
+    scalars = state.options.rule.scalars
+    added = {f"{WHOLE}{name}": torch.tensor(scalars[name]) for name in SINCE if name in scalars}
+    checkpoint = replace(checkpoint, whole={**added, **checkpoint.whole})
     needed = {name: tensor for name, tensor in whole(state).items() if not name.startswith(LATE)}
     if wrong := sorted(needed.keys() ^ checkpoint.whole.keys()):
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
@@ -177,6 +181,9 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
             continue
         parameter, first_order = parameters[place]
         new = new_adam_state if first_order else state.options.rule.new_state
+        for name, first in new(parameter).items() if any(name not in values for name in SINCE) else ():
+            if name in SINCE:
+                values.setdefault(name, first)
         has, needs = shapes(values), shapes(new(torch.empty_like(parameter, device="meta")))
         if has != needs:
             rows.append((state.vectors.names[parameter], f"has {has}, and needs {needs}"))

@@ -19,24 +19,25 @@ parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import copy_if_
+from kfac_fx.linalg.matrices import HostCopy, copy_if_
 from kfac_fx.linalg.processes import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, Values, part_of_batch, share_of_checks
 from kfac_fx.optim.curvature import COARSE
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.passes.graphs.labels import gradient_stop
-from kfac_fx.passes.users_code import where
+from kfac_fx.passes.users_code import warn_user, where
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
+SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -85,10 +86,13 @@ class Check:
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
         """by_quotient: whether to take a difference quotient instead of a product with the Jacobian."""
         rounding = batch.rounding
-        repeated = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
-        before = batch.returned(parameters) if repeated else batch.at(parameters)
+        as_returned = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
+        returned = batch.returned(parameters) if as_returned else None
+        # Both sides of a difference are the same function: of the same weights, under the same noise.
+        same = returned is not None and batch.repeats(parameters)
+        before = returned if returned is not None and same else batch.at(parameters)
         step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
-        return Check(batch, parameters, before, batch.value(before), steps, step)
+        return Check(batch, parameters, before, batch.value(before if returned is None else returned), steps, step)
 
     def values_at(self, there: Tensors) -> list[Values]:
         """The values at other parameters, or other shards of them, by name."""
@@ -108,11 +112,62 @@ class Check:
         return (*self.batch.between(self.before, self.values_at(probe), step), self.before)
 
 
+class StalledWarning(UserWarning):
+    """Checks shorten all steps, or undo them, so that the training hardly moves."""
+
+
+@dataclass
+class Watch:
+    """Warns once of a training that checks hold where it is.
+
+    The host reads a check when the next one is made, so that it hardly waits.
+    """
+
+    last: HostCopy | None = None  # by what the last check divided steps, and whether it undid one
+    step: int = 0  # of the last check
+    undone: int = 0  # checks in a row that undid a step
+    short_since: int | None = None  # the step of the first check in a row that shortened steps by much
+    warned: bool = False
+
+    def look(self, divisor: Tensor, undone: Tensor, step: int) -> None:
+        """After the check of a step; tensors are 0-dim.
+
+        divisor: of the rule's steps. undone: whether the check undid this step or those before it.
+        """
+        if self.warned:
+            return
+        if self.last is not None:
+            divided_by, was_undone = self.last.wait().tolist()
+            self.undone = self.undone + 1 if was_undone else 0
+            self.short_since = (
+                None if divided_by <= SHORT else self.step if self.short_since is None else self.short_since
+            )
+        if self.undone >= MOST_UNDONE:
+            self.warn(f"checks undid steps {self.undone} times in a row, up to step {self.step}")
+        elif self.short_since is not None and step - self.short_since >= SHORT_STEPS:
+            self.warn(f"steps are shorter than a tenth of their length from step {self.short_since} on, up to {step}")
+        self.last, self.step = HostCopy(torch.stack([divisor, undone.to(divisor.dtype)])), step
+
+    def warn(self, happened: str) -> None:
+        self.warned = True
+        warn_user(
+            StalledWarning(
+                f"{happened}: the loss of a step's batch rises along the step, or the predictions move too far in it. "
+                "Usual causes are gradients that are not those of the registered loss, such as those of another batch "
+                "or other weights than the forward had, outputs that differ in a second forward pass, and an lr that "
+                "is too large. Compare the gradients of net(x) and of the loss that you train, leave out what changes "
+                "weights between forward and step, or write a smaller lr; print(net.report) names what the checks "
+                "could not see."
+            )
+        )
+
+
 @dataclass
 class Checks:
     """The checks of an optimizer: what they keep from one to the next, and why they are not as they should be."""
 
     size: StepSize
+    watch: Watch = field(default_factory=Watch)
     unobserved: bool = False  # a check did not know the gradient of the outputs
     by_product: str | None = None  # why the last check took a product with the Jacobian
     share: float = 1.0  # the part of the examples that the last check took

@@ -213,9 +213,9 @@ class FlatParameters:
         """A 0-dim bool."""
         return is_finite(self.division.total(vector.sum()))
 
-    def has_finite_squares(self, vector: Tensor) -> Tensor:
-        """Whether sums of up to `MOST_SUMMED` such squared vectors are finite, a 0-dim bool."""
-        return is_finite(MOST_SUMMED * self.division.total(torch.linalg.vector_norm(vector).square()))
+    def squared_norm(self, vector: Tensor) -> Tensor:
+        """|v|², 0-dim."""
+        return self.division.total(torch.linalg.vector_norm(vector).square())
 
 
 def rule_state(state: Tensors) -> Tensors:

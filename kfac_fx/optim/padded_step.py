@@ -42,6 +42,7 @@ from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mu
 from kfac_fx.recording.backends import CudaGraph
 
 Scalars = Mapping[str, Tensors]
+Grow = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
@@ -188,12 +189,14 @@ class PaddedGroup:
         return self.group.alike.unpack_apart(matrices[..., :o, : i - 1], biases[..., :o, 0])
 
     def renew_bases(self) -> None:
-        """Copy the bases of the blocks, if they have changed."""
+        """Copy the bases of the blocks, and turn the last directions into them, if they have changed."""
         present = [self.group.extras[f"basis/{side}"] for side in self.group.sides if not side.diagonal]
         versions = tuple(map(version, present))
         if versions != self.seen:
+            last = self.turned(self.directions, transpose=False)
             for target, basis in zip(self.bases, present, strict=True):
                 target[..., : basis.shape[-2], : basis.shape[-1]].copy_(basis)
+            self.directions.copy_(self.turned(last.to(self.directions.dtype), transpose=True))
             self.seen = versions
 
     def to_eigenbasis(self) -> Tensor:
@@ -250,7 +253,8 @@ class PaddedStep:
         means: those of the groups.
         names: of the parameters in the blocks.
         accept: whether the step's gradient is taken, and then whether the step is made; 0-dim, written in place.
-        length: the factor of the updates, 0-dim, written in place.
+        length: the factor of the updates, 0-dim, written in place; zero before the first.
+        squared: the sum of the squares of the directions, 0-dim, written in place.
         decay: β₂.
         exponent: w.
         packed: whose gradients the buffers have.
@@ -262,6 +266,7 @@ class PaddedStep:
     names: frozenset[str]
     accept: Tensor
     length: Tensor
+    squared: Tensor
     decay: float
     exponent: float
     region: KernelOrPlain
@@ -283,7 +288,8 @@ class PaddedStep:
             registrations,
             frozenset(name for registration in registrations for name in registration.owners),
             torch.ones_like(scalar, dtype=torch.bool),
-            torch.ones_like(scalar),
+            torch.zeros_like(scalar),
+            torch.zeros_like(scalar),
             decay,
             exponent,
             region,
@@ -333,42 +339,56 @@ class PaddedStep:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
-    def updates(self, momentum: Mapping[str, Tensor], nesterov: Tensor) -> Tensors:
-        """`length` Δ by the names of the registrations, after the gradient has entered both means.
+    def updates(
+        self, momentum: Mapping[str, Tensor], nesterov: Tensor, grow: Grow, rate: Callable[[], Tensor]
+    ) -> Tensors:
+        """rate Δ by the names of the registrations, after the gradient has entered both means.
 
         Where `accept` is false, or becomes false because an update is not finite, they are zero.
 
-        momentum: β₁ by parameter, 0-dim. nesterov: 0-dim; whether n is not m̂ alone.
+        Args:
+            momentum: β₁ by parameter, 0-dim.
+            nesterov: 0-dim; whether n is not m̂ alone.
+            grow: takes `accept`, <g, Δ'>, |g|² and |Δ'|² with the last update Δ', before `rate` is asked.
         """
         means, of_blocks = self.means, []
+        turned = [padded.to_eigenbasis() for padded in self.groups]
+        last = [padded.inside(padded.directions) for padded in self.groups]
+        products = [(h * d).sum(dtype=h.dtype) for h, d in zip(turned, last, strict=True)]
+        squares = torch.stack([torch.linalg.vector_norm(h) for h in turned]).square().sum()
+        grow(self.accept, torch.stack(products).sum() * self.length.sign(), squares, self.squared)
+        self.length.copy_(rate())
         scalars = means.advance(self.accept, momentum_of(means.groups, momentum), self.decay, nesterov)
         for n, padded in enumerate(self.groups):
             of_blocks.append(
                 self.region(
-                    padded.to_eigenbasis(),
+                    turned[n],
                     means.averages[n].moment,
                     means.squares[n].moment,
                     scalars[0 if len(scalars) == 1 else n],
                     eigenvalues_of(padded.group),
                     self.exponent,
                     self.accept,
-                    padded.inside(padded.directions),
+                    last[n],
                 )
             )
         of_adam, of_directions = torch.cat(of_blocks, dim=1)
         self.accept.logical_and_((of_adam + of_directions).isfinite().all())
         scales = self.length * of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
+        self.squared.copy_(torch.where(self.accept, (self.length * of_adam).square().sum(), 0))
         for padded, scale in zip(self.groups, means.split(torch.where(self.accept, scales, 0)), strict=True):
             self.scale(padded.directions, scale)
         return {name: update for padded in self.groups for name, update in padded.updates().items()}
 
-    def vector(self, flat: FlatParameters, ok: Tensor, momentum: Mapping[str, Tensor], nesterov: Tensor) -> Tensor:
+    def vector(
+        self, flat: FlatParameters, ok: Tensor, momentum: Mapping[str, Tensor], nesterov: Tensor, grow: Grow
+    ) -> Tensor:
         """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
         with on_device(self.accept.device):
             self.prepare(flat, ok)
-            self.length.fill_(1)
             self.packed = None  # it holds the gradients
-            return flat.flat.joined(joined(self.updates(momentum, nesterov), self.registrations, flat.gradients))
+            updates = self.updates(momentum, nesterov, grow, lambda: torch.ones_like(self.length))
+            return flat.flat.joined(joined(updates, self.registrations, flat.gradients))
 
     def step(
         self,
@@ -377,6 +397,7 @@ class PaddedStep:
         rate: Callable[[], Tensor],
         scalars: Scalars,
         nesterov: Callable[[], Tensor],
+        grow: Grow,
     ) -> Tensor:
         """Move the parameters by -rate lr (Δ + weight_decay θ). Returns whether they moved, 0-dim.
 
@@ -384,6 +405,7 @@ class PaddedStep:
             ok: 0-dim, whether the gradient is taken.
             rate, nesterov: compute 0-dim tensors from others that lie where they are.
             scalars: lr, momentum and weight_decay of the parameters by name, 0-dim.
+            grow: as of `updates`.
         """
         with on_device(self.accept.device):
             self.prepare(flat, ok)
@@ -391,7 +413,7 @@ class PaddedStep:
             tensors = [*flat.copies.values(), *(scalar for by_name in scalars.values() for scalar in by_name.values())]
             decisions = self.means.have_equal_weights(), flat.weight_decay is None, flat.lr.dim()
             self.graph(
-                lambda: self.move(flat, rate(), scalars, nesterov()),
+                lambda: self.move(flat, rate, scalars, nesterov(), grow),
                 (*decisions, *(tensor.data_ptr() for tensor in tensors)),
             )
         self.packed = None
@@ -403,19 +425,20 @@ class PaddedStep:
         for padded in self.groups:
             padded.renew_bases()
 
-    def move(self, flat: FlatParameters, rate: Tensor, scalars: Scalars, nesterov: Tensor) -> None:
+    def move(
+        self, flat: FlatParameters, rate: Callable[[], Tensor], scalars: Scalars, nesterov: Tensor, grow: Grow
+    ) -> None:
         """The operations of `step` that one graph holds. They read and write tensors that lie where they are."""
         one_lr = flat.lr.dim() == 0
-        self.length.copy_(-rate * flat.lr if one_lr else -rate)
         targets = split(flat.copies, self.registrations)
-        updates = self.updates(scalars["momentum"], nesterov)
+        updates = self.updates(scalars["momentum"], nesterov, grow, lambda: -rate() * flat.lr if one_lr else -rate())
         if not one_lr:
             owners = {n: o for r in self.registrations for n, o in zip(r.parameters, r.owners, strict=True)}
             for names, (lr,) in by_scalars(owners, scalars["lr"]):
                 foreach_mul_([updates[name] for name in names], lr)
         if flat.weight_decay is not None:
             for names, (lr, decay) in by_scalars({n: n for n in flat.copies}, scalars["lr"], scalars["weight_decay"]):
-                foreach_mul_([flat.copies[name] for name in names], 1 - rate * lr * decay * self.accept)
+                foreach_mul_([flat.copies[name] for name in names], 1 - rate() * lr * decay * self.accept)
         for parameters, moves in lists_alike([(targets[name], update) for name, update in updates.items()]):
             foreach_add_(parameters, moves)
 

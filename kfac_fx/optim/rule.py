@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -145,6 +146,7 @@ class BlockStep:
         flat: the parameters that have a gradient, as vectors [P].
         ok: whether the gradient is taken, 0-dim; known in `direction`.
         check: of this step; None without one.
+        risen: whether it undid the steps before this one, 0-dim; None: it did not look.
         estimator: has the blocks.
         damping: λ, 0-dim, written in place.
         size: the step size from check to check.
@@ -169,6 +171,7 @@ class BlockStep:
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]]
     exact_products: Products
     check: Check | None = None
+    risen: Tensor | None = None
     ok: Tensor = field(init=False)
 
     @property
@@ -237,7 +240,8 @@ class Rule:
         has_bases       whether it turns vectors into the eigenbases of the factors, which are kept up to date then
         is_exact        whether it multiplies with the exact Fisher of the step's batch
         checked         whether steps are checked now and then with the loss of their batch (`kfac_fx.optim.checks`)
-        scalars         names of its 0-dim tensors (`BlockStep.scalars`), NaN at first; the checkpoint has them
+        scalars         its 0-dim tensors (`BlockStep.scalars`) by name, each with its first value; the checkpoint has
+                        them
         default_lr      the lr of the parameter groups if none is given; None: it must be given
         factor_decay    the default of KFAC's `cov_ema_decay`
         intervals       of statistics, inverses and checks, until others are chosen
@@ -250,7 +254,7 @@ class Rule:
     has_bases: ClassVar[bool] = False
     is_exact: ClassVar[bool] = False
     checked: ClassVar[bool] = False
-    scalars: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[Mapping[str, float]] = MappingProxyType({})
     default_lr: ClassVar[float | None] = None
     factor_decay: ClassVar[float] = 0.95
     intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
@@ -285,7 +289,11 @@ class Rule:
     @property
     def reported(self) -> tuple[str, ...]:
         """The names of scalars that `Metrics` shows."""
-        return self.scalars
+        return tuple(self.scalars)
+
+    def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
+        """For the report: where the rule's scalars stand. Waits for the device."""
+        return []
 
     @property
     def written(self) -> str:
@@ -414,6 +422,10 @@ class CheckedRule(Rule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         """Called after a checked move."""
+
+    def divisor(self, step: BlockStep) -> Tensor:
+        """By how much steps are shorter than the rule would have them without checks, 0-dim."""
+        return step.size.ratio
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         """Called when a check may have undone the steps since the last one; risen: whether it has, 0-dim."""

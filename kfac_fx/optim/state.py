@@ -85,8 +85,8 @@ class StepState:
 
     def __post_init__(self) -> None:
         scalar, rule = self.vectors.scalar, self.options.rule
-        names = (*SCALARS, *rule.scalars, "kappa")
-        self.scalars = {name: torch.full_like(self.damping, torch.nan) for name in names}
+        first = {**dict.fromkeys((*SCALARS, "kappa"), torch.nan), **rule.scalars}
+        self.scalars = {name: torch.full_like(self.damping, value) for name, value in first.items()}
         self.checks = Checks(StepSize.first(scalar))
         self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
         self.memory = rule.memory(scalar, self.estimator)
@@ -166,7 +166,8 @@ class StepState:
         computes."""
         share = self.checks.share
         part = f"checks take the first {Fraction(share)} of the examples of a batch, rounded up, on an accelerator"
-        return [*self.schedule.described(), *[part] * (share < 1.0), *self.memory.described()]
+        of_rule = self.options.rule.described(self.scalars)
+        return [*self.schedule.described(), *[part] * (share < 1.0), *of_rule, *self.memory.described()]
 
     def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
         """Each part that was not done as it should be, and why."""

@@ -146,7 +146,7 @@ def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: 
     with state.phases.measure("update"):
         step.check = new_check(state, rule, loss_scale)
         if state.schedule.counter:
-            risen = revert(step.size, step.flat, step.check, rule.is_noisy, ok)
+            step.risen = risen = revert(step.size, step.flat, step.check, rule.is_noisy, ok)
             rule.reverted(step, step.check, risen)
             ok = ok & ~risen
     return ok
@@ -269,6 +269,9 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     size.store(tried, ratio=ratio, value=check.value, **update.scalars, **measured.scalars)
     outcome = Outcome(tried, kept, change, predicted)
     rule.checked_move(step, check, measured, outcome)
+    undone = tried & ~kept
+    undone = undone if step.risen is None else undone | step.risen
+    state.checks.watch.look(rule.divisor(step), undone, state.schedule.counter)
     keep(state, predicted_change=predicted, rho=torch.where(ok, outcome.rho, state.scalars["rho"]))
     return kept
 

@@ -57,6 +57,7 @@ class Recorder:
         verify: whether exact passes are to be verified.
         parts_differ: how the outputs of a part of a batch differ from those of the batch, in words; empty: they do not;
             None: not looked for yet.
+        repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum.
@@ -75,6 +76,7 @@ class Recorder:
     rows_reason: str | None = field(default=None, init=False)
     meeting: frozenset[Key] | None = field(default=None, init=False)
     parts_differ: str | None = field(default=None, init=False)
+    repeats: bool | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
     is_mean: bool | None = None

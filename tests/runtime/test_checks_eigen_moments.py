@@ -16,7 +16,8 @@ from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.rules.eigen_moments import FALL, RATE, STRETCH, next_divisor
+from kfac_fx.optim.rules.eigen_moments import RATE, next_divisor
+from tests.runtime.multiplier import Multiplier
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import Curved, fisher, step, theta
 
@@ -27,37 +28,74 @@ def made(**options: Any) -> tuple[Any, KFAC]:
     return net, KFAC(net, seed=0, **intervals, **options)
 
 
-def next_ratio(last: float, rho: float, lr: float) -> float:
-    """The formula of the module's docstring in numbers."""
-    target = max(lr * rho, min(1.0, max(math.sqrt(rho), 1 / STRETCH)))
-    return max(target, math.sqrt(last * target), FALL * min(1.0, last))
+def next_ratio(last: float, norm: float) -> float:
+    """The formula of the module's docstring in numbers. norm: lr ρ."""
+    return max(1.0, norm, math.sqrt(last * max(1.0, norm)))
+
+
+class Lengths:
+    """m and r of one optimizer."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound, self.multiplier, self.ratio = bound, Multiplier(), 1.0
+
+    @property
+    def rate(self) -> float:
+        return self.multiplier.value / self.ratio
+
+    def check(self, squared_norm: float, loss: float, lr: float, is_first: bool) -> None:
+        """squared_norm: of a step with m = r = 1."""
+        norm = self.multiplier.value * math.sqrt(squared_norm / (self.bound * max(1.0, loss)))
+        norm *= self.multiplier.first(norm / lr) if is_first else 1.0
+        self.ratio = next_ratio(self.ratio, norm)
 
 
 @pytest.mark.parametrize("bound", [1e-6, 0.003])
 @pytest.mark.parametrize("options", [{}, {"lr": 0.3}, {"weight_decay": 0.1}], ids=str)
 def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, Any], bound: float) -> None:
-    """Beside an optimizer whose bound is too large to be felt, which sees the same gradients at the same parameters."""
-    ratio, of_other, ratios, lr = 1.0, 1.0, [], options.get("lr", 1.0)
+    """Compared with an optimizer whose bound is too large to be felt, which sees the same gradients at the same
+    parameters. Its steps give the direction, and m and r of both are those of the formulas."""
+    lr, decay = options.get("lr", 1.0), options.get("weight_decay", 0.0)
+    ours, others, ratios, firsts = Lengths(bound), Lengths(1e30), list[float](), list[float]()
     (net, opt), (other, free) = made(norm_constraint=bound, **options), made(norm_constraint=1e30, **options)
+    update = torch.zeros_like(theta(net))
     for number in range(20):
         at, (x, y) = theta(net), batch(number)
         with torch.no_grad():
             for to, parameter in zip(other.parameters(), net.parameters(), strict=True):
                 to.copy_(parameter)
-            loss = F.cross_entropy(net(x), y).item()
         free._step_state.checks.size.near.copy_(opt._step_state.checks.size.near)  # for steps along the same direction
-        step(net, opt, number)
+        loss = step(net, opt, number).item()
         step(other, free, number)
-        move = theta(other) - at
-        if number < 3 or number % 4 == 0:
-            of_other = next_ratio(of_other, 0.0, lr)
-            whole = move * of_other
-            norm = whole @ fisher(net.model, at, x) @ whole
-            ratio = next_ratio(ratio, math.sqrt(norm / (bound * max(1.0, loss))) / lr, lr)
-            ratios.append(ratio)
-        torch.testing.assert_close(theta(net) - at, move * of_other / ratio)
+        gradient, checks = gradient_of(net), number < 3 or number % 4 == 0
+        for lengths in (ours, others):
+            lengths.multiplier.grow(gradient, update, lr)
+        if number == 0:
+            others.multiplier.first(1e-9)
+        whole = (theta(other) - at) / others.rate  # with m = r = 1
+        if checks:
+            fisher_matrix = fisher(net.model, at, x)
+            ours.check(float(whole @ fisher_matrix @ whole), loss, lr, number == 0)
+            ratios.append(ours.ratio)
+        if number == 0:
+            firsts.append(ours.multiplier.value)
+        move = whole * ours.rate
+        torch.testing.assert_close(theta(net) - at, move)
+        update = -whole / (lr * RATE) - decay * at
+        for lengths, model in ((ours, net), (others, other)) if checks else ():
+            made_move = theta(model) - at
+            with torch.no_grad():
+                change = F.cross_entropy(model(x), y).item() - loss
+            lengths.multiplier.checked(
+                change, float(gradient @ made_move + 0.5 * made_move @ fisher_matrix @ made_move)
+            )
+        torch.testing.assert_close(float(opt.scalars["multiplier"]), ours.multiplier.value)
     assert opt.skipped == free.skipped == 0
-    assert max(ratios) > 1 if bound == 1e-6 else min(ratios) < 0.9
+    assert max(ratios) > 1 if bound == 1e-6 else 1 < firsts[0] < 10
+
+
+def gradient_of(net: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
 def first_checks(net: Any, opt: KFAC, x: Tensor) -> list[tuple[Check, tuple[Tensor, ...], tuple[Tensor, ...]]]:
@@ -148,7 +186,7 @@ def test_a_check_is_calm_where_the_step_is_far_below_its_bound(bound: float, cal
 
 @pytest.mark.parametrize("share", [0.39, 0.41])
 def test_a_calm_step_has_at_most_two_fifths_of_the_norm_that_is_its_bound(share: float) -> None:
-    """The first check: r is 1 / FALL of Adam's step, whose norm the second optimizer's bound is a multiple of."""
+    """The first check: the step is ten times Adam's, whose norm the second optimizer's bound is a multiple of."""
     (net, opt), (x, y) = made(norm_constraint=1e30), batch(0)
     at = theta(net)
     step(net, opt, 0)
@@ -161,10 +199,12 @@ def test_a_calm_step_has_at_most_two_fifths_of_the_norm_that_is_its_bound(share:
     assert bool(bounded._step_state.checks.size.calm) is (share < 0.4)
 
 
-def test_a_schedule_does_not_change_how_far_steps_are_lengthened() -> None:
-    lr, scale = torch.tensor(0.01), torch.tensor(0.2)
-    torch.testing.assert_close(next_divisor(torch.tensor(0.5), lr * scale, lr), scale.sqrt().clamp(min=0.95 * 0.5))
-    assert next_divisor(torch.tensor(0.5), torch.tensor(0.0), torch.tensor(0.0)) == 0.95 * 0.5  # lr 0
+@pytest.mark.parametrize(("last", "norm"), [(1.0, 0.2), (1.0, 3.0), (5.0, 20.0), (5.0, 3.0), (5.0, 0.2), (1.0, 0.0)])
+def test_steps_are_shortened_at_once_and_get_longer_half_of_the_way(last: float, norm: float) -> None:
+    """On a logarithmic scale; r is at least 1."""
+    expected = torch.tensor(next_ratio(last, norm))
+    torch.testing.assert_close(next_divisor(torch.tensor(last), torch.tensor(norm)), expected)
+    assert expected >= 1
 
 
 def test_the_predicted_change_and_rho_are_those_of_the_shortened_step() -> None:
@@ -181,13 +221,13 @@ def test_the_predicted_change_and_rho_are_those_of_the_shortened_step() -> None:
         torch.testing.assert_close(opt.rho, (F.cross_entropy(net(x), y) - before) / predicted)
 
 
-def test_the_first_step_has_the_rate_of_adam() -> None:
-    """In the eigenbasis the elements of the first step are RATE / FALL or its negative, or 0 where the gradient is."""
+def test_the_first_step_has_ten_times_the_rate_of_adam_where_its_bound_allows() -> None:
+    """In the eigenbasis the elements of the first step are that rate or its negative, or 0 where the gradient is."""
     net, opt = made(norm_constraint=1e30)
     at = theta(net)
     step(net, opt, 0)
     move = theta(net) - at
-    longest = RATE / FALL * math.sqrt(len(move))
+    longest = 10 * RATE * math.sqrt(len(move))
     assert 0.5 * longest < move.norm() <= longest * (1 + 1e-6)
 
 
@@ -206,7 +246,7 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     opt.step()
     assert not net.model.linear.weight.any()  # type: ignore[union-attr, operator]
     assert opt.skipped == 1 and opt.rho < 0
-    assert opt._step_state.checks.size.ratio == 2 * FALL and not opt._step_state.checks.size.calm
+    assert opt._step_state.checks.size.ratio == 2 and not opt._step_state.checks.size.calm
 
 
 def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> None:

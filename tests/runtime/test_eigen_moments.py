@@ -19,6 +19,7 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import EigenMoments
 from kfac_fx.optim.rules.eigen_moments import step_in_bases
 from kfac_fx.passes.errors import ApproximationError
+from tests.runtime.multiplier import Multiplier
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 MOMENTUM = torch.tensor(0.9, dtype=torch.float64)
@@ -256,9 +257,10 @@ def two_layers() -> CompiledModule:
 
 def optimizer(net: CompiledModule, **options: Any) -> KFAC:
     defaults = {
-        "lr": 5.0,
+        "lr": 0.5,
         "momentum_type": "eigen_moments",
         "norm_constraint": 1e30,
+        "damping_adaptation_interval": 4,
         "cov_update_every": 1,
         "estimation_mode": "empirical",
         "invert_every": 3,
@@ -289,7 +291,10 @@ class Slow:
         nesterov: bool = True,
         exponent: float = 0.5,
         damping: float = 0.003,
+        bound: float = 1e30,
+        interval: int = 4,
     ) -> None:
+        """bound: far above the norm of the first step, or far below it. interval: of the checks."""
         self.w = [net.model[n].weight.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.b = [net.model[n].bias.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
         self.m, self.v = [0.0, 0.0], [0.0, 0.0]
@@ -298,14 +303,18 @@ class Slow:
         self.values: Any = [None, None]
         self.exponent, self.damping = exponent, damping
         self.momentum, self.decay, self.nesterov, self.t = momentum, decay, nesterov, 0
+        self.multiplier, self.last = Multiplier(), torch.zeros(sum(map(torch.numel, [*self.w, *self.b])))
+        self.bound, self.interval = bound, interval
 
-    def step(self, number: int, lr: float, weight_decay: float) -> None:
+    def step(self, number: int, opt: KFAC, weight_decay: float = 0.0) -> None:
+        """opt: an optimizer after the same step, which knows r and what its check saw."""
         x, y = data(number)
         hidden = torch.tanh(x @ self.w[0].T + self.b[0])
         d1 = 2 * (hidden @ self.w[1].T + self.b[1] - y) / y.numel()
         d0 = (d1 @ self.w[1]) * (1 - hidden**2)
         ones = torch.ones(len(x), 1, dtype=x.dtype)
         self.t += 1
+        both, updates = list[Tensor](), list[Tensor]()
         for n, (rows, d) in enumerate([(torch.cat([x, ones], 1), d0), (torch.cat([hidden, ones], 1), d1)]):
             self.a[n], self.g[n] = 0.98 * self.a[n] + rows.T @ rows, 0.98 * self.g[n] + d.T @ d
             if self.t - 1 in (0, 1, 2, 3, 6, 9):
@@ -326,9 +335,26 @@ class Slow:
             turned, divisor = self.q[n].T @ mean, root + EPSILON
             adam = turned / divisor
             direction = turned / (divisor ** (1 - self.exponent) * self.values[n] ** self.exponent)
-            update = (self.q[n] @ direction * adam.norm() / direction.norm()).view(d.shape[1], rows.shape[1])
-            self.w[n] = self.w[n] - lr * (update[:, :-1] + weight_decay * self.w[n])
-            self.b[n] = self.b[n] - lr * (update[:, -1] + weight_decay * self.b[n])
+            both.append(gradient)
+            updates.append(self.q[n] @ direction * adam.norm() / direction.norm())
+        rate = 0.01 * self.multiplier_of_step(torch.cat(both), torch.cat(updates)) / opt._step_state.checks.size.ratio
+        if self.checks:
+            self.multiplier.checked(float(opt.rho * opt.predicted_change), float(opt.predicted_change))
+        for n, flat in enumerate(updates):
+            update = flat.view(len(self.w[n]), -1)
+            self.w[n] = self.w[n] - rate * (update[:, :-1] + weight_decay * self.w[n])
+            self.b[n] = self.b[n] - rate * (update[:, -1] + weight_decay * self.b[n])
+
+    @property
+    def checks(self) -> bool:
+        return self.t <= 3 or (self.t - 1) % self.interval == 0
+
+    def multiplier_of_step(self, gradient: Tensor, update: Tensor) -> float:
+        self.multiplier.grow(gradient, self.last, 0.5)
+        self.last = update
+        if self.t == 1:
+            self.multiplier.first(1 / self.bound)
+        return self.multiplier.value
 
 
 @pytest.mark.parametrize(
@@ -344,12 +370,12 @@ class Slow:
 )
 def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     net, opt = made(**options)
-    momentum = options.get("momentum", 0.95)
+    momentum = options.get("momentum", 0.9)
     exponent, damping = options.get("eigenvalue_exponent", 0.5), options.get("relative_damping", 0.003)
     slow = Slow(net, (momentum, momentum), options.get("second_moment_decay", 0.95), exponent=exponent, damping=damping)
     for number in range(10):
         step(net, opt, number)
-        slow.step(number, 0.1 / opt._step_state.checks.size.ratio.item(), options.get("weight_decay", 0.0))
+        slow.step(number, opt, options.get("weight_decay", 0.0))
         for name, parameter in zip(("w", "b"), (net.model[2].weight, net.model[2].bias), strict=True):
             torch.testing.assert_close(parameter.detach(), getattr(slow, name)[1], rtol=1e-6, atol=1e-8)
     assert opt.skipped == 0
@@ -361,14 +387,20 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     ids=["noise", "the same batch", "a step at its bound"],
 )
 def test_momentum_is_nesterovs_where_noise_limits_steps(batches: str, bound: float, nesterov: bool) -> None:
-    """The first step has one gradient, so its mean is that gradient either way."""
+    """The first step has one gradient, so its mean is that gradient either way. Above 1, r is lr ρ if that is more than
+    the last r, and the root of the product of both if it is less."""
     net, opt = made(norm_constraint=bound, damping_adaptation_interval=2)
-    slow = Slow(net, (0.95, 0.95), 0.95, nesterov)
+    slow, divisor, decided = Slow(net, (0.9, 0.9), 0.95, nesterov, bound=bound, interval=2), 1.0, []
     for number in range(8):
         of = number if batches == "others" else 0
         step(net, opt, of)
-        slow.step(of, 0.1 / opt._step_state.checks.size.ratio.item(), 0.0)
+        slow.step(of, opt)
         torch.testing.assert_close(net.model[2].weight.detach(), slow.w[1], rtol=1e-6, atol=1e-12)  # type: ignore[index, union-attr]
+        if bound < 1 and slow.checks:
+            last, divisor = divisor, float(opt._step_state.checks.size.ratio)
+            slow.nesterov = divisor / last < 0.75
+            decided.append(slow.nesterov)
+    assert decided.count(False) >= len(decided) - 1
 
 
 def test_blocks_have_the_momentum_of_their_parameter_group() -> None:
@@ -379,7 +411,7 @@ def test_blocks_have_the_momentum_of_their_parameter_group() -> None:
     slow = Slow(net, (0.5, 0.8), 0.95)
     for number in range(6):
         step(net, opt, number)
-        slow.step(number, 0.1 / opt._step_state.checks.size.ratio.item(), 0.0)
+        slow.step(number, opt)
         for parameters, expected in zip(layers, zip(slow.w, slow.b, strict=True), strict=True):
             torch.testing.assert_close([p.detach() for p in parameters], list(expected), rtol=1e-6, atol=1e-8)
 
@@ -393,11 +425,11 @@ def test_several_momenta_in_a_block_are_refused_with_all_blocks() -> None:
     assert str(error.value) == (
         "momentum_type='eigen_moments' averages the gradient of a Fisher block in the block's eigenbasis, so all "
         "parameters of a block have one momentum. 2 blocks have several:\n"
-        "  linear(0.weight, 0.bias)  0.95 of 0.weight, 0.5 of 0.bias\n"
-        "  linear(2.weight, 2.bias)  0.95 of 2.weight, 0.5 of 2.bias\n"
+        "  linear(0.weight, 0.bias)  0.9 of 0.weight, 0.5 of 0.bias\n"
+        "  linear(2.weight, 2.bias)  0.9 of 2.weight, 0.5 of 2.bias\n"
         "Give the parameter groups of these parameters the same momentum."
     )
-    opt.param_groups[1]["momentum"] = 0.95
+    opt.param_groups[1]["momentum"] = 0.9
     step(net, opt, 0)
     assert opt.skipped == 0
 
@@ -424,11 +456,11 @@ def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     net, opt = made()
-    for number in range(4):  # the next step makes no bases
+    for number in range(5):  # the next step makes no bases, and is no check
         step(net, opt, number)
     state = opt.state_dict()["state"]
     before = {(n, name): tensor.clone() for n, values in state.items() for name, tensor in values.items()}
-    x, y = data(4)
+    x, y = data(5)
     opt.zero_grad()
     F.mse_loss(net(x), y).backward()
     next(net.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]

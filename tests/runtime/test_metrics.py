@@ -42,9 +42,12 @@ def test_the_values_are_the_optimizers_own(options: dict[str, Any]) -> None:
     got = metrics.values
     scalars = ["damping", "rho", "predicted_change"]
     scalars += ["qmodel_learning_rate", "qmodel_momentum"] * ("qmodel" in options.get("momentum_type", ""))
+    scalars += ["multiplier"] * (options.get("momentum_type") == "eigen_moments")
     for name in scalars:
-        assert got[name] == pytest.approx(getattr(opt, name).item(), rel=0, abs=0, nan_ok=True), name
-    assert ("qmodel_momentum" in got) == ("qmodel_momentum" in scalars)
+        value = opt.scalars[name] if name in opt.scalars else getattr(opt, name)
+        assert got[name] == pytest.approx(value.item(), rel=0, abs=0, nan_ok=True), name
+    for name in ("qmodel_momentum", "multiplier"):
+        assert (name in got) == (name in scalars)
     assert got["lr/0"] == opt.param_groups[0]["lr"]
     gradients = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
     assert got["norm/gradient"] == pytest.approx(euclidean(gradients))

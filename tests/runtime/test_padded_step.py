@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -145,16 +147,16 @@ def test_every_step_is_that_of_matrices_as_they_are(case: str, monkeypatch: pyte
         kinds.append("vector")
         return update
 
-    def step(padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, nesterov: Any) -> Tensor:
+    def step(
+        padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, nesterov: Any, grow: Any
+    ) -> Tensor:
         update = expected_update(training, padded, flat, ok)
-        expected = {
-            name: parameter - rate() * scalars["lr"][name] * (update[name] + scalars["weight_decay"][name] * parameter)
-            for name, parameter in flat.copies.items()
-        }
-        moved = plain_step(padded, flat, ok, rate, scalars, nesterov)
+        before = {name: parameter.clone() for name, parameter in flat.copies.items()}
+        moved = plain_step(padded, flat, ok, rate, scalars, nesterov, grow)
         assert moved
-        for name, parameter in flat.copies.items():
-            torch.testing.assert_close(parameter, expected[name], **EXACT)
+        for name, parameter in flat.copies.items():  # the step has changed the rate
+            whole = update[name] + scalars["weight_decay"][name] * before[name]
+            torch.testing.assert_close(parameter, before[name] - rate() * scalars["lr"][name] * whole, **EXACT)
         kinds.append("step")
         return moved
 
@@ -165,6 +167,44 @@ def test_every_step_is_that_of_matrices_as_they_are(case: str, monkeypatch: pyte
         training.step()
     assert kinds == ["vector", "vector", "vector", "step", "step", "vector", "step", "step", "step"]
     assert int(training.optimizer.skipped) == 0
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("case", CASES)
+def test_the_multiplier_grows_as_with_updates_that_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a schedule, new bases after 0, 1, 2, 5, 10 and 20 steps, and steps that the check of step 20 undoes."""
+    training = Training(case, torch.float64)
+    multiplier, skipped = training.optimizer.scalars["multiplier"], training.optimizer.skipped
+    last, peak, inside, forgotten = None, 0.0, 0, 0
+
+    def growing(padded: PaddedStep, flat: FlatParameters, ok: Tensor, *arguments: Any, make: Any) -> Tensor:
+        nonlocal last, peak, inside
+        update, gradient = flat.flat.joined(expected_update(training, padded, flat, ok)), flat.g.clone()
+        lr, before = float(flat.largest_lr), float(multiplier)
+        peak = max(peak, lr)
+        result: Tensor = make(padded, flat, ok, *arguments)
+        if ok:
+            cosine = 0.0 if last is None else float(gradient @ last / (gradient.norm() * last.norm()))
+            expected = min(30.0, before * math.exp(cosine * lr / peak))
+            assert float(multiplier) == pytest.approx(expected, rel=1e-6)
+            inside += cosine != 0 and expected < 30
+            last = update
+        return result
+
+    for name in ("vector", "step"):
+        monkeypatch.setattr(PaddedStep, name, partialmethod(growing, make=getattr(PaddedStep, name)))
+    for number in range(24):
+        for group in training.optimizer.param_groups:
+            group["lr"] *= 0.8
+        if number == 17:
+            with torch.no_grad():
+                for parameter in training.net.parameters():
+                    parameter.add_(10 * torch.randn_like(parameter))
+        before = int(skipped)
+        training.step()
+        if int(skipped) > before:
+            last, forgotten = None, forgotten + 1
+    assert inside > 5 and forgotten
 
 
 @pytest.mark.usefixtures("exact_products")

@@ -7,6 +7,8 @@ import ast
 import copy
 import functools
 import inspect
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
@@ -45,7 +47,7 @@ class Clipped(Rule):
     """
 
     name: ClassVar[str] = "clipped"
-    scalars: ClassVar[tuple[str, ...]] = ("longest",)
+    scalars: ClassVar[Mapping[str, float]] = {"longest": math.nan}
     relative_damping: Annotated[float, positive] = 0.1
     growth: Annotated[float, positive] = 2.0
     every: Annotated[int, whole_number(1, "steps")] = 100
@@ -68,7 +70,7 @@ class LineSearch(CheckedRule):
     """The gradient, as long as the exact Fisher of a batch says at a check."""
 
     name: ClassVar[str] = "line_search"
-    scalars: ClassVar[tuple[str, ...]] = ("kept", "undone")
+    scalars: ClassVar[Mapping[str, float]] = {"kept": 0.0, "undone": 0.0}
     relative_damping: Annotated[float, positive] = 0.1
     damping_adaptation_interval: Annotated[int, whole_number(1, "steps")] = 3
 
@@ -87,10 +89,10 @@ class LineSearch(CheckedRule):
         return MeasuredMove(best * whole, finite, best * slope, best.square() * fisher, before, rise, 1 / best)
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
-        step.scalars["kept"].copy_(step.scalars["kept"].nan_to_num() + outcome.kept)
+        step.scalars["kept"].add_(outcome.kept)
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
-        step.scalars["undone"].copy_(step.scalars["undone"].nan_to_num() + risen)
+        step.scalars["undone"].add_(risen)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -282,6 +284,7 @@ def test_a_rule_refuses_the_state_of_every_other(name: str) -> None:
 
 def test_the_state_and_the_scalars_of_a_user_s_rule_are_in_the_checkpoint() -> None:
     net, opt = of_rule("clipped")
+    assert opt.scalars["longest"].isnan()
     train(net, opt, range(3))
     states = opt.state_dict()["state"]
     assert all({"velocity", "total"} <= states[place].keys() for place in range(4))

@@ -336,7 +336,7 @@ OPTIMIZERS: Rows = {
     },
     "a state of an unknown kind": (
         lambda: loaded(lambda s: s["state"][0].update({"kfac/momentum_type": torch.tensor(77)})), ValueError,
-        "momentum_type  another kind in the state, 'regular' here",
+        "momentum_type  another one in the state, 'regular' here",
     ),
 }  # fmt: skip
 COLLECTIONS: Rows = {

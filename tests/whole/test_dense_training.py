@@ -24,7 +24,8 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.optim.rules.eigen_moments import FALL, RATE
+from kfac_fx.optim.rules.eigen_moments import RATE
+from tests.runtime.multiplier import Multiplier
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS, CASES, CLASSES, DAMPING, DECAY = 6, 6, 3, 0.1, 0.9
@@ -154,7 +155,7 @@ class Dense:
         self.total, self.weight, self.t = torch.zeros(()), 0.0, 0
         self.velocity = self.squares = torch.zeros(sum(self.sizes))
         self.lr = torch.cat([torch.full((p.numel(),), lr_of(name, chosen)) for name, p in self.parameters.items()])
-        self.ratio = 1.0
+        self.multiplier, self.last = Multiplier(), torch.zeros_like(self.lr)
 
     def flat(self, tensors: Mapping[str, Tensor], lead: int = 0) -> Tensor:
         return torch.cat([tensors[name].detach().flatten(lead) for name in self.parameters], -1)
@@ -203,9 +204,13 @@ class Dense:
         loss = F.cross_entropy(self.model(x), y)
         g = self.flat(dict(zip(self.parameters, torch.autograd.grad(loss, [*self.parameters.values()]), strict=True)))
         if finite:
-            rate = RATE / self.next_ratio() if chosen["momentum_type"] == "eigen_moments" else 1.0
-            decay = chosen["weight_decay"] * self.flat(self.parameters)
-            self.move(rate * self.lr * (self.update(g, damped, x, y) + decay))
+            update, decay = self.update(g, damped, x, y), chosen["weight_decay"] * self.flat(self.parameters)
+            if chosen["momentum_type"] != "eigen_moments":
+                self.move(self.lr * (update + decay))
+                return
+            self.multiplier.grow(g, self.last, 0.5)
+            self.last = update
+            self.checked_move(RATE * self.multiplier.value * self.lr * (update + decay), g, loss, x, y)
 
     def move(self, delta: Tensor) -> None:
         with torch.no_grad():
@@ -236,10 +241,17 @@ class Dense:
         n, root = mu * mean + (1 - mu) * g, square.sqrt() + 1e-8
         return torch.cat([*map(between_adam_and_kfac, *(v.split(self.sizes) for v in (n, root, self.eigenvalues)))])
 
-    def next_ratio(self) -> float:
+    def checked_move(self, delta: Tensor, g: Tensor, loss: Tensor, x: Tensor, y: Tensor) -> None:
         """Far below the bound, with checks after 0, 1, 2 and 5 steps."""
-        self.ratio *= FALL if self.k - 1 in (0, 1, 2, 5) else 1.0
-        return self.ratio
+        if self.k - 1 not in (0, 1, 2, 5):
+            self.move(delta)
+            return
+        fisher = self.fisher(x, y, "exact")
+        if self.k == 1:
+            delta = self.multiplier.first(math.sqrt(float(delta @ fisher @ delta) / 1e30) / 0.5) * delta
+        self.move(delta)
+        change = F.cross_entropy(self.model(x), y).item() - loss.item()
+        self.multiplier.checked(change, float(0.5 * delta @ fisher @ delta - g @ delta))
 
     def kappa(self, a: Tensor, u: Tensor) -> float:
         return min(1.0, math.sqrt(1e-3 / float(a @ u))) if self.chosen["constraint"] == "gradient" else 1.0

@@ -27,21 +27,26 @@ the scale of Λ̃ does not matter. `eigenvalues` has Λ_G / λ_G + 1 and Λ_A / 
 **Between them**, w = 1/2 is the geometric mean of both divisors. v̂ has what the Kronecker product leaves out, and the
 noise of batches, whose root takes most of the curvature out of a direction; Λ̃ has the curvature alone.
 
-**The length of a step** is that of Adam's times `RATE`, scaled by the exact Fisher (`kfac_fx.optim.checks`):
+**The length of a step** is that of Adam's times `RATE`, times a multiplier m, and bounded by the exact Fisher:
 
-    θ <- θ - lr a d / r         a = `RATE`
-    r <- max(t, √(r t), 0.95 min(1, r))
-    t = max(lr ρ, min(1, max(√ρ, 1/3)))
-                                ρ = a √(<d, F d> / (c max(1, h))), with c the `norm_constraint`. The squared Fisher norm
-                                of the step is twice the Kullback-Leibler divergence between the predictions before and
-                                after it. It is at most c max(1, h), as r >= lr ρ. A step that is far below this bound
-                                gets longer, half of the way to it on a logarithmic scale, and at most three times; this
-                                does not depend on lr, so that it leaves a schedule alone
+    θ <- θ - lr a m Δ / r       a = `RATE`
+    m <- m exp(η c lr / lr₀)    c = <g, Δ'> / (|g| |Δ'|), with Δ' the update of the last step: the cosine of the angle
+                                between the gradient and the way back. lr₀ is the largest lr so far.
+    r <- max(t, √(r t))         at a check; t = max(1, lr ρ),
+                                ρ = a m √(<Δ, F Δ> / (c max(1, h))), with c the `norm_constraint`
 
-A check whose ρ is near 1 says little: Adam's steps make a small loss rise and fall on its way, even where the quadratic
-model predicts a rise. ρ falls below 0 where training fails; there the squared exact Fisher norm of the step is large
-compared with max(1, h). So a bound on this norm decides the length of a step. The guard tolerates a rise by `RISE`
-max(1, h), or by `RISE_AGAIN` h if that is less.
+While the loss still falls along the last step, that step was too short, and m grows; where steps swing about a minimum,
+c is negative and m shrinks (Baydin et al. 2018, "Online learning rate adaptation with hypergradient descent"). The
+factor lr / lr₀ leaves a schedule alone: an lr that falls does not make m grow instead. The first check multiplies m by
+1 / ρ, at least 1 and at most `FIRST`, so that the first step goes as far as the bound allows: a job without
+curvature to fear has its scale after one step, and a transformer, whose first steps must be short, has a large ρ. The
+cosine sees the loss along a step and not beyond it. So a check multiplies m by `OVERSHOT` if the loss of its own batch
+rose in the step, and by more than twice what the quadratic model says.
+
+The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
+it. It is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by `RISE_AGAIN` h
+if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on its way, even
+where the quadratic model predicts a rise.
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -63,6 +68,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -77,7 +83,7 @@ from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, update_bases
 from kfac_fx.optim.checks import Check, StepSize, tolerated
-from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.means import (
     Means,
     StepScalars,
@@ -100,15 +106,18 @@ from kfac_fx.optim.rule import (
     StepIntervals,
     Update,
     checkpoint_of,
+    zeros_for,
 )
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
 RATE = 0.02
-STRETCH = 3.0  # the largest multiple of Adam's step
+GROWTH = 1.0  # η
+OVERSHOT = 0.3
+FIRST = 10.0  # the largest m that the first check gives
+LEAST, MOST = 0.1, 30.0  # of m
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
-FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
 RELATIVE_DAMPING = 0.003
 
 
@@ -141,8 +150,9 @@ class EigenMoments(CheckedRule):
     has_bases: ClassVar[bool] = True
     factor_decay: ClassVar[float] = 0.98
     longest: ClassVar[StepIntervals] = StepIntervals(statistics=30, inverses=ANY, checks=10)
+    scalars: ClassVar[Mapping[str, float]] = {"multiplier": 1.0, "peak_lr": 0.0}
 
-    momentum: Annotated[float, a_decay] = 0.95
+    momentum: Annotated[float, a_decay] = 0.9
     second_moment_decay: Annotated[float, a_weight] = 0.95
     eigenvalue_exponent: Annotated[float, a_weight] = 0.5
     relative_damping: Annotated[float | None, positive] = None
@@ -165,13 +175,16 @@ class EigenMoments(CheckedRule):
 
     @property
     def reported(self) -> tuple[str, ...]:
-        return ()
+        return ("multiplier",)
+
+    def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
+        return [f"steps are {float(scalars['multiplier']):.2g} times as long as at the rate of {RATE}"]
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def new_state(self, parameter: Tensor) -> Tensors:
-        """The parameter at the last check; both means belong to the blocks."""
-        return checkpoint_of(parameter)
+        """The parameter at the last check, and the last update; both means belong to the blocks."""
+        return {**checkpoint_of(parameter), "last_update": zeros_for(parameter)}
 
     def new_extras(self, groups: Sequence[BlockGroup]) -> list[Tensors]:
         """Zero bases of the dense sides, eigenvalues of 1, and both means before the first update."""
@@ -202,21 +215,27 @@ class EigenMoments(CheckedRule):
         padded = step.memory.padded(step.flat)
         if padded is None:
             return None
-        size = step.size
-        return padded.step(
-            step.flat, step.ok, lambda: RATE / size.divisor, step.of_groups, lambda: nesterov(size)
-        ), None
+        size, scalars = step.size, step.scalars
+
+        def rate() -> Tensor:
+            return RATE * scalars["multiplier"] / size.divisor
+
+        ok = padded.step(step.flat, step.ok, rate, step.of_groups, lambda: nesterov(size), partial(self.grow, step))
+        return ok, None
 
     def direction(self, step: BlockStep) -> Update:
         """The gradient enters the means if it is taken, and becomes zero if not."""
         flat, memory, beta = step.flat, step.memory, step.of_groups["momentum"]
         padded = memory.padded(flat)
         if padded is not None:
-            return Update(padded.vector(flat, step.ok, beta, nesterov(step.size)), ok=padded.accept.clone())
-        ok = step.ok & flat.has_finite_squares(flat.g)
+            update = padded.vector(flat, step.ok, beta, nesterov(step.size), partial(self.grow, step))
+            return Update(update, ok=padded.accept.clone())
+        last, squared = step.state["last_update"], flat.squared_norm(flat.g)
+        ok = step.ok & (MOST_SUMMED * squared).isfinite()
+        self.grow(step, ok, flat.inner(flat.g, last), squared, flat.squared_norm(last))
         parts = flat.flat.parts(zero_unless_(ok, flat.g))
         gradient = flat.division.to_blocks(parts)
-        update = step_in_bases(
+        by_name = step_in_bases(
             step.estimator,
             memory.means,
             {**gradient, **step.absent},
@@ -228,37 +247,69 @@ class EigenMoments(CheckedRule):
             still=step.absent.keys(),
             run=step.compiled(directions),
         )
-        wholes = {name: update[name] for name in gradient}
-        return Update(flat.flat.joined(flat.division.from_blocks(wholes, parts)), ok=ok)
+        wholes = {name: by_name[name] for name in gradient}
+        update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
+        return Update(update, {"last_update": update}, ok=ok)
+
+    def grow(self, step: BlockStep, ok: Tensor, product: Tensor, squared: Tensor, squared_last: Tensor) -> None:
+        """Take the cosine of the gradient and the last update into m where `ok` is true; all are 0-dim.
+
+        product: <g, Δ'>. squared, squared_last: |g|² and |Δ'|².
+        """
+        lr, multiplier, peak = step.flat.largest_lr, step.scalars["multiplier"], step.scalars["peak_lr"]
+        peak.copy_(torch.maximum(peak, lr))
+        norms = (squared * squared_last).sqrt()
+        cosine = torch.where(norms > 0, product / norms, 0.0) * torch.where(peak > 0, lr / peak, 0.0)
+        grown = (multiplier * (GROWTH * cosine).exp()).clamp(LEAST, MOST)
+        multiplier.copy_(torch.where(ok, grown, multiplier))
 
     def move(self, step: BlockStep, update: Update) -> Tensor:
-        return step.flat.displacement(update.vector, RATE / step.size.divisor)
+        return step.flat.displacement(update.vector, RATE * step.scalars["multiplier"] / step.size.divisor)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
-        flat, last = step.flat, step.size.divisor
-        proposed = flat.displacement(update.vector, RATE)
+        flat, last, multiplier = step.flat, step.size.divisor, step.scalars["multiplier"]
+        proposed = flat.displacement(update.vector, RATE * multiplier)
         fisher, slope, before = check.along(flat, proposed)
         longest = self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
         norm = (fisher / longest).sqrt()
-        ratio = next_divisor(last, norm, flat.largest_lr)
+        first = torch.where(step.size.norm.isinf(), first_multiple(norm, flat.largest_lr), 1.0)
+        multiplier.mul_(first)
+        norm = norm * first
+        ratio = next_divisor(last, norm)
+        length = first / ratio
         return MeasuredMove(
-            proposed / ratio,
+            proposed * length,
             fisher.isfinite(),
-            slope / ratio,
-            fisher / ratio.square(),
+            slope * length,
+            fisher * length.square(),
             before,
             tolerated(check.value),
             ratio,
-            norm=norm,
+            {"norm": torch.where(norm > 0, norm, step.size.norm)},
+            norm,
         )
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
+        self.forget_update(step, outcome.tried & ~outcome.kept)
+        overshot = (outcome.change > 0) & (outcome.change > 2 * outcome.predicted)
+        multiplier = step.scalars["multiplier"]
+        multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
+
+    def divisor(self, step: BlockStep) -> Tensor:
+        """r / m: a multiplier that the bound takes back shortens nothing."""
+        return step.size.ratio / step.scalars["multiplier"]
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         step.memory.means.forget_average(risen)
+        self.forget_update(step, risen)
+
+    def forget_update(self, step: BlockStep, where: Tensor) -> None:
+        """Forget the last update where `where` is true, 0-dim: the parameters are no longer behind it."""
+        step.state["last_update"].masked_fill_(where, 0)
+        step.memory.forget_update(where)
 
 
 class EigenMemory(Memory):
@@ -289,6 +340,10 @@ class EigenMemory(Memory):
             self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
         return self._padded if self._padded.fits(means, flat) else None
 
+    def forget_update(self, where: Tensor) -> None:
+        if self._padded is not None:
+            self._padded.squared.masked_fill_(where, 0)
+
     def static(self) -> list[Tensor]:
         """Tensors that stay where they are, for CUDA graphs."""
         return [stack.moment for stack in self.means.joint or ()]
@@ -302,16 +357,21 @@ class EigenMemory(Memory):
         return [] if self._padded is None else self._padded.reasons
 
 
+def first_multiple(norm: Tensor, lr: Tensor) -> Tensor:
+    """By which the first check multiplies m: 1 / ρ, at least 1 and at most `FIRST`; 1 while lr is zero. norm: lr ρ. All
+    are 0-dim."""
+    return torch.where(norm > 0, lr / norm, 1.0).clamp(min=1.0, max=FIRST)
+
+
 def nesterov(size: StepSize) -> Tensor:
     """Whether the mean gradient has Nesterov's momentum, 0-dim."""
     return ~(size.same | size.near)
 
 
-def next_divisor(last: Tensor, norm: Tensor, lr: Tensor) -> Tensor:
+def next_divisor(last: Tensor, norm: Tensor) -> Tensor:
     """r; all are 0-dim. last: r at the last check. norm: lr ρ."""
-    rho = norm / lr.clamp(min=torch.finfo(norm.dtype).tiny)
-    target = torch.maximum(norm, rho.sqrt().clamp(min=1 / STRETCH, max=1.0))
-    return torch.stack([target, (last * target).sqrt(), FALL * last.clamp(max=1.0)]).amax(0)
+    target = norm.clamp(min=1.0)
+    return torch.maximum(target, (last * target).sqrt())
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -29,17 +30,13 @@ class QModel(AdaptedDamping, Damped):
 
     name: ClassVar[str] = "qmodel"
     is_exact: ClassVar[bool] = True
-    scalars: ClassVar[tuple[str, ...]] = ("qmodel_learning_rate", "qmodel_momentum")
+    scalars: ClassVar[Mapping[str, float]] = {"qmodel_learning_rate": math.nan, "qmodel_momentum": math.nan}
 
     qmodel_update_rescale: Annotated[float, positive] = 1.0
 
     def check_options(self) -> None:
         super().check_options()
         self.check_adapted_damping()
-
-    @property
-    def reported(self) -> tuple[str, ...]:
-        return self.scalars
 
     def group_lr(self, lr: float | Tensor | None) -> float | Tensor:
         if lr is not None:
