@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.linalg.matrices import is_differentiable, real_numbers
+from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import LossSpec
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
@@ -225,7 +225,7 @@ def within(
     recorder: Recorder, values: tuple[Any, ...], hooked: Sequence[int], start: RandomState
 ) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
     """The Fisher's outputs inside a forward that returns numbers, and the gradients of those numbers."""
-    live = {name: value.detach().requires_grad_() for name, value in recorder.live_parameters().items()}
+    live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
     with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_gradient
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
@@ -261,7 +261,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
     unused = [prover.program.generic(name, None) for name in prover.program.unused]
     taps = proof_taps(prover)
     with prover.emitted.isolated():
-        live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
+        live = {name: with_gradient(revealing(value.detach())) for name, value in prover.live_parameters().items()}
         idle = [
             registration for registration in unused if live.keys() >= set(registration.owners)
         ]  # the others are not in the emitted module
