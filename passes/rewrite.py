@@ -177,7 +177,7 @@ class Emission:
         held |= {f"taps.{name}": tap for name, tap in self.taps.items()}
         held |= {f"links.{name}": link for name, link in self.links.items()}
         module = fx.GraphModule({**held, **self.modules}, graph, "Emitted")
-        module.meta[RENAMED] = {name: target for name, target in targets.items() if name != target}
+        module.meta[OTHER_NAMES] = {name: target for name, target in targets.items() if name != target}
         # fx's own call prints generated code beside an error; each GraphModule has a class of its own.
         type(module).__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return module
@@ -185,26 +185,26 @@ class Emission:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-RENAMED = "renamed"  # key of the meta of an emitted module
-PLAIN = nn.Module()
-OWN = ("taps", "links", "computed", RENAMED)  # modules in an emitted module
+OTHER_NAMES = "renamed"  # key of the meta of an emitted module
+MODULE = nn.Module()
+OWN = ("taps", "links", "computed", OTHER_NAMES)  # modules in an emitted module
 
 
 def renamed(module: fx.GraphModule) -> dict[str, str]:
     """The tensors that an emitted module has under other names than the model: theirs -> those of the module."""
-    return dict(module.meta[RENAMED])
+    return dict(module.meta[OTHER_NAMES])
 
 
 @cache
 def names_of_modules() -> frozenset[str]:
     """The attributes of a module with a graph, such as `code` and `meta`."""
-    return frozenset((*dir(fx.GraphModule(PLAIN, fx.Graph())), *OWN))
+    return frozenset((*dir(fx.GraphModule(MODULE, fx.Graph())), *OWN))
 
 
 def written_names(names: Iterable[str]) -> dict[str, str]:
     """The names of tensors, with those that an emitted module has for them."""
     names = list(names)
-    prefix = RENAMED
+    prefix = OTHER_NAMES
     while any(name.split(".")[0] == prefix for name in names):
         prefix += "_"
     return {name: name if is_written(name) else f"{prefix}.{number}" for number, name in enumerate(names)}
@@ -303,6 +303,6 @@ class Numbered(dict[str, nn.Module]):
         self.tried: Counter[str] = Counter()
 
     def fresh(self, name: str) -> str:
-        while (free := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self or hasattr(PLAIN, free):
+        while (free := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self or hasattr(MODULE, free):
             self.tried[name] += 1
         return free

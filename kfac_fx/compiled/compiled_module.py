@@ -33,7 +33,7 @@ from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.linalg.processes import Shard
-from kfac_fx.losses.declared import LossSpec, loss_from, replaced
+from kfac_fx.losses.declared import LossSpec, loss_from, no_loss_known, replaced
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     ApproximationError,
@@ -424,6 +424,12 @@ class CompiledModule(nn.Module):
         recorder = self.recorder(*call)
         of, values = recorder.losses, recorder.capture.flatten(*call)
         return of.averaged(of.real(lambda new: replaced(outputs, fisher, new), fisher, values, targets))
+
+    def refuse_unknown_loss(self) -> None:
+        """Raises LossError if the whole model is captured, and no loss of it is known."""
+        first = self.captures.first
+        if first is not None and first.whole and not first.losses.are_known:
+            raise no_loss_known()
 
     # --- attachment and change --------------------------------------------------------------------------------------
 

@@ -46,10 +46,11 @@ from kfac_fx.compiled.text import (
     wrap,
 )
 from kfac_fx.passes.errors import plural
-from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
+from kfac_fx.passes.graphs.labels import ancestors, labels_of, parameters_behind, symbolic_sizes, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder
@@ -68,6 +69,10 @@ COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
 RIGHT = (True, False, False, True, False, False)  # the columns whose cells end at the right
 LONG_TABLE = 20  # rows, from which on those of equal layers are one
 TITLE_WIDTH = 10  # of the titles of sections
+NO_KNOWN_LOSS = (
+    "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule: name "
+    "its loss with compile(..., loss=lambda outputs: [...])"
+)
 COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
     "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
@@ -116,6 +121,15 @@ class Report:
     def unused(self) -> tuple[str, ...]:
         """The parameters that no loss depends on."""
         return self.program.unused
+
+    @property
+    def behind_no_loss(self) -> tuple[str, ...]:
+        """Those of the unused parameters that the model's outputs depend on: their losses are not known."""
+        if not self.unused or self.program.submodules or not self.program.losses:
+            return ()
+        returned = [node for node in pytree.tree_leaves(self.program.returned) if isinstance(node, fx.Node)]
+        reached = {str(node.target) for node in ancestors(returned) if node.op == "get_attr"}
+        return tuple(name for name in self.unused if self.program.owner(name) in reached)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -187,12 +201,14 @@ class Report:
         reasons = [(row.names, row.reason) for row in self.rows if row.reason and not row.generic]
         left_out = [f"{', '.join(self.left_out)}: not registered, so they follow KFAC's first-order rule"]
         passes = ", ".join(f"{record.name} {record.summary or f'{record.nodes:,} nodes'}" for record in self.history)
+        unused, no_loss = [name for name in self.unused if name not in self.behind_no_loss], fold(self.behind_no_loss)
         sections = {
             "cases": self.cases,
             "generic": with_reasons(generic, expand) or ["none"],
             "reasons": with_reasons(reasons, expand),
             "dropped": with_reasons([(note.subject, note.reason) for note in self.dropped], expand) or ["none"],
-            "unused": (list(self.unused) if expand else [group.counted for group in alike(self.unused)]) or ["none"],
+            "unused": (unused if expand else [group.counted for group in alike(unused)]) or ["none"],
+            "no loss": [f"{no_loss}: {NO_KNOWN_LOSS}"] if no_loss else [],
             "left out": left_out if self.left_out else [],
             "captured": self.captured,
             "python": self.python,
@@ -274,14 +290,14 @@ class Report:
         """The report as plain data.
 
         Returns:
-            "parameters": the numbers of `elements`, and the names of the unused ones. "registrations":
+            "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss. "registrations":
             `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason. "submodules":
             those that were captured, with the number of their calls. "cases", "sampling", "casts", "fallbacks": lines
             of text. "passes": name, nodes, seconds.
         """
         program = self.program
         return {
-            "parameters": {**self.elements, "unused": list(self.unused)},
+            "parameters": {**self.elements, "unused": list(self.unused), "behind no loss": list(self.behind_no_loss)},
             "registrations": [row.to_dict() for row in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
             "submodules": [{"module": submodule.path, "calls": submodule.calls} for submodule in program.submodules],

@@ -32,6 +32,7 @@ from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
@@ -632,7 +633,12 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     right = torch.stack([curved[name] | ~gradients[name].any() for name in names])
     wrong = [name for name, is_right in zip(names, right.tolist(), strict=True) if not is_right]
     if wrong:
-        certain = whole or len(wrong) == len(names)
+        registrations = [block.registration for block in estimator.blocks.values()]
+        behind = {
+            name for registration in registrations if registration.reason == NO_LOSS for name in registration.owners
+        }
+        heads = [name for name in wrong if name in behind]
+        wrong, certain = heads or wrong, not heads and (whole or len(wrong) == len(names))
         more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
         cause, remedy = (
             (

@@ -61,6 +61,7 @@ class KFAC(Optimizer, Joinable):
         options: the arguments.
 
     Raises:
+        LossError: the model is captured, and no loss of it is known.
         RegistrationError: for a net without Fisher blocks, and with "eigen_moments" for blocks without an eigenbasis.
         AlreadyAttachedError: for a second optimizer on one net.
     """
@@ -162,6 +163,7 @@ class KFAC(Optimizer, Joinable):
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
+        net.refuse_unknown_loss()
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()

@@ -230,7 +230,7 @@ class EmittedGraph(EmittedModel):
     def held(self, parameters: Tensors, buffers: Tensors) -> Tensors:
         """The tensors of a run by the names that the emitted module has for them."""
         tensors = {**parameters, **buffers}
-        return with_names(tensors, self.renamed) if self.renamed else tensors
+        return renamed_tensors(tensors, self.renamed) if self.renamed else tensors
 
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
@@ -309,7 +309,7 @@ def attributes_read(module: fx.GraphModule) -> set[str]:
     return {names.get(target, target) for target in targets}
 
 
-def with_names(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+def renamed_tensors(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     """The tensors, some of them under other names."""
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 

@@ -56,8 +56,8 @@ from kfac_fx.recording.emitted import (
     attributes_read,
     compiled_graph,
     isolated,
+    renamed_tensors,
     tap_factory,
-    with_names,
 )
 from kfac_fx.recording.masks import (
     MaskedInputs,
@@ -231,7 +231,7 @@ def one_call(module: fx.GraphModule) -> Callable[..., Any]:
     names = renamed(module)
 
     def call(held: dict[str, Tensor], values: tuple[Any, ...], probes: Any) -> Any:
-        return functional_call(module, with_names(held, names), (*values, probes))
+        return functional_call(module, renamed_tensors(held, names), (*values, probes))
 
     return call
 
