@@ -290,9 +290,10 @@ class Report:
         """The report as plain data.
 
         Returns:
-            "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss. "registrations":
-            `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason. "submodules":
-            those that were captured, with the number of their calls. "cases", "sampling", "casts", "fallbacks": lines
+            "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss.
+            "registrations": `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason.
+            "submodules": those that were captured, with their numbers of calls. "cases", "sampling", "casts",
+            "fallbacks": lines
             of text. "passes": name, nodes, seconds.
         """
         program = self.program

@@ -491,7 +491,7 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
 
 
 def key_of_tensor(outputs: Any) -> Any:
-    """The key of an output that a loss may be of: logits, or the first tensor that is no single number, as a loss is."""
+    """The key of an output that a loss may be of: logits, or the first tensor that is more than one number."""
     if isinstance(outputs, Mapping):
         pairs = list(outputs.items())
     else:

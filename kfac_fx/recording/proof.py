@@ -46,8 +46,8 @@ PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong 
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
 AXIS_TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
 NO_LOSS = (  # why the curvature of a registration is zero
-    "outputs depend on it, and no loss does, so it has no curvature: name the losses of all outputs that are trained, as "
-    "in loss=lambda outputs: [...]"
+    "outputs depend on it, and no loss does, so it has no curvature: name the losses of all outputs that are trained, "
+    "as in loss=lambda outputs: [...]"
 )
 MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
