@@ -293,8 +293,7 @@ class Report:
             "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss.
             "registrations": `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason.
             "submodules": those that were captured, with their numbers of calls. "cases", "sampling", "casts",
-            "fallbacks": lines
-            of text. "passes": name, nodes, seconds.
+            "fallbacks": lines of text. "passes": name, nodes, seconds.
         """
         program = self.program
         return {
