@@ -6,7 +6,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast

@@ -12,9 +12,26 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^::: kfac_fx\.(\w+)$", text, re.MULTILINE))
-    assert named == set(kfac_fx.__all__)
+    from docs.hooks import groups
+
+    assert list(groups()) == ["Compile and report", "Train", "Statistics", "Extend", "Errors"]
+    named = [name for names in groups().values() for name in names]
+    assert sorted(named) == sorted(kfac_fx.__all__)
+
+
+def test_the_members_that_pages_of_the_reference_show_exist() -> None:
+    from docs.hooks import MEMBERS
+
+    for name, members in MEMBERS.items():
+        known = {*dir(getattr(kfac_fx, name)), *vars(getattr(kfac_fx, name)).get("__annotations__", ())}
+        assert [member for member in members if member not in known] == [], name
+
+
+def test_the_makefile_knows_its_targets_and_silences_the_notice_of_the_theme() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert sorted(phony.split()) == sorted(re.findall(r"^([a-z]+):.*## ", text, re.MULTILINE))
+    assert "NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build" in text
 
 
 def test_the_site_builds_without_warnings(
@@ -31,9 +48,19 @@ def test_the_site_builds_without_warnings(
     assert not list(tmp_path.rglob("*.py"))
     guide = (tmp_path / "contributing" / "index.html").read_text(encoding="utf-8")
     assert "A new Fisher block" in guide and 'href="../examples/own_layer/"' in guide
-    page = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
-    assert "cov_update_every" in page and "example_inputs" in page
-    assert not re.search(r'(?:src|href)="https?://[^"]+\.(?:js|css)"', page), "the site loads nothing from elsewhere"
+    pages = {
+        name: (tmp_path / name / "index.html").read_text(encoding="utf-8")
+        for name in ("", "reference/KFAC", "reference/compile", "reference/errors", "reference", "gallery")
+    }
+    assert "cov_update_every" in pages["reference/KFAC"] and "example_inputs" in pages["reference/compile"]
+    assert "on_forward" not in pages["reference/KFAC"] and "LossError" in pages["reference/errors"]
+    assert 'href="KFAC/"' in pages["reference"] and 'href="errors/#losserror"' in pages["reference"]
+    text = pages[""][pages[""].index("<article") :]
+    places = [text.index(part) for part in ("optimizer", "results/deep.png", "A compiler finds", "Where to begin")]
+    assert places == sorted(places), "code, figure and three sentences come first"
+    for page in pages.values():
+        assert not re.search(r'(?:src|href)="https?://[^"]+\.(?:js|css|png|svg)"', page), "nothing is loaded"
+        assert f"kfac_fx {kfac_fx.__version__}" in page and "md-footer__link--" in page and "data-md-color-media" in page
 
 
 def test_the_pictures_are_those_of_the_passes_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
