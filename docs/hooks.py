@@ -33,6 +33,20 @@ MEMBERS: dict[str, list[str]] = {  # what users call; the others are for the lib
     ],
     "ModelSpectrum": ["correct", "part", "solve", "precondition", "self_scores"],
     "Queries": ["scores", "scores_of_all"],
+    "CapturedModel": ["graph", "node", "inputs_of", "outputs_of"],
+    "LayerCollection": [
+        "node", "inputs_of", "outputs_of", "auto_register_layers", "register_generic", "register_fully_connected",
+        "register_fully_connected_multi", "register_embedding", "register_embedding_multi",
+        "register_scale_and_shift", "register_conv1d", "register_conv2d", "register_conv2d_multi",
+        "register_convolution", "register_depthwise_conv2d", "register_separable_conv2d",
+        "register_categorical_predictive_distribution", "register_softmax_cross_entropy_loss",
+        "register_normal_predictive_distribution", "register_squared_error_loss",
+        "register_multi_bernoulli_predictive_distribution", "register_sigmoid_cross_entropy_loss",
+        "register_loss_function", "define_linked_parameters", "linked_parameters", "default_approximation",
+        "set_default_approximation", "set_default_sub_sampling", "define_padding_mask", "registered_variables",
+        "check_registration", "registrations", "get_blocks", "get_factors", "losses", "towers_by_loss",
+        "eval_losses", "eval_losses_on_samples", "total_loss", "total_sampled_loss", "as_default",
+    ],
 }  # fmt: skip
 ARGUMENTS = {"KFAC": "kfac_fx.optim.options.KFACOptions"}  # a class whose fields are the arguments of a name
 
@@ -82,7 +96,11 @@ def page(name: str) -> str:
         for member in MEMBERS[name]:
             lines += ["", f"::: kfac_fx.{name}.{member}", "    options:", "      heading_level: 2"]
     elif name in MEMBERS:
-        lines += ["      members:", *(f"        - {member}" for member in MEMBERS[name])]
+        lines += [
+            "      inherited_members: true",
+            "      members:",
+            *(f"        - {member}" for member in MEMBERS[name]),
+        ]
     return "\n".join(lines) + "\n"
 
 
