@@ -48,7 +48,6 @@ MEMBERS: dict[str, list[str]] = {  # what users call; the others are for the lib
         "eval_losses", "eval_losses_on_samples", "total_loss", "total_sampled_loss", "as_default",
     ],
 }  # fmt: skip
-ARGUMENTS = {"KFAC": "kfac_fx.optim.options.KFACOptions"}  # a class whose fields are the arguments of a name
 
 
 def on_config(config: Any) -> Any:
@@ -87,20 +86,9 @@ def page_of(name: str) -> str:
 
 def page(name: str) -> str:
     """The page of a public name: its docstring, its arguments with types and defaults, and its members."""
-    heading = [f"# {name}", ""] if name in ARGUMENTS else []  # its signature is that of its arguments
-    lines = [*heading, f"::: kfac_fx.{name}", "    options:"]
-    lines += ["      show_root_heading: false"] if heading else ["      heading_level: 1"]
-    if name in ARGUMENTS:
-        lines += ["      members: []", "", f"::: {ARGUMENTS[name]}"]
-        lines += ["    options:", "      heading_level: 2", "      members: []", "      show_source: false"]
-        for member in MEMBERS[name]:
-            lines += ["", f"::: kfac_fx.{name}.{member}", "    options:", "      heading_level: 2"]
-    elif name in MEMBERS:
-        lines += [
-            "      inherited_members: true",
-            "      members:",
-            *(f"        - {member}" for member in MEMBERS[name]),
-        ]
+    lines = [f"::: kfac_fx.{name}", "    options:", "      heading_level: 1"]
+    if name in MEMBERS:
+        lines += ["      inherited_members: true", "      members:", *(f"        - {m}" for m in MEMBERS[name])]
     return "\n".join(lines) + "\n"
 
 

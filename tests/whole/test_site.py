@@ -14,9 +14,11 @@ ROOT = Path(__file__).parents[2]
 def test_every_public_name_is_in_the_reference() -> None:
     from docs.hooks import groups
 
-    assert list(groups()) == ["Compile and report", "Train", "Statistics", "Extend", "Errors"]
+    assert list(groups()) == ["Compile and report", "Train", "Update rules", "Statistics", "Extend", "Errors"]
     named = [name for names in groups().values() for name in names]
-    assert sorted(named) == sorted(kfac_fx.__all__)
+    rules = {name for name in named if name.startswith("rules.")}
+    assert all(hasattr(kfac_fx.rules, name.removeprefix("rules.")) for name in rules)
+    assert sorted({*named} - rules | {"rules"}) == sorted(kfac_fx.__all__) and len(named) == len({*named})
 
 
 def test_the_members_that_pages_of_the_reference_show_exist() -> None:
@@ -60,7 +62,9 @@ def test_the_site_builds_without_warnings(
     assert places == sorted(places), "code, figure and three sentences come first"
     for page in pages.values():
         assert not re.search(r'(?:src|href)="https?://[^"]+\.(?:js|css|png|svg)"', page), "nothing is loaded"
-        assert f"kfac_fx {kfac_fx.__version__}" in page and "md-footer__link--" in page and "data-md-color-media" in page
+        assert (
+            f"kfac_fx {kfac_fx.__version__}" in page and "md-footer__link--" in page and "data-md-color-media" in page
+        )
 
 
 def test_the_pictures_are_those_of_the_passes_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
