@@ -21,9 +21,9 @@ SHORT = ("AdamW", "SOAP", "Muon", "KFAC")  # the methods of the first table
 FIGURE = "deep"  # the task of the first figure
 OPENING = """# Training losses of K-FAC and of other optimizers
 
-The lowest training loss of tuned AdamW, SOAP and Muon and of `KFAC(net)` on {tasks} small tasks, as medians over {seeds}
-seeds. The last two columns are the steps and the CPU time that KFAC takes to AdamW's lowest loss, as multiples of
-AdamW's. The best loss of the four is bold.
+The lowest training loss of tuned AdamW, SOAP and Muon and of `KFAC(net)` on {tasks} small tasks, as medians over
+{seeds} seeds. The last two columns are the steps and the CPU time that KFAC takes to AdamW's lowest loss, as multiples
+of AdamW's. The best loss of the four is bold.
 """
 CAPTION = """\
 ![training loss of all methods on the deep network]({figures}/{figure}.png)

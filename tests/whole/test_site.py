@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import kfac_fx
 
@@ -76,3 +78,33 @@ def test_the_pictures_are_those_of_the_passes_today(tmp_path: Path, monkeypatch:
         kept = ROOT / "docs" / "images" / path.name
         assert path.read_text() == kept.read_text(), f"{kept.name} is out of date: python -m docs.pictures"
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_gallery_shows_every_picture_and_every_example() -> None:
+    from docs.gallery import IMAGES, NAMES
+
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"images/gallery/(\w+)\.png", text)) == sorted(NAMES)
+    assert sorted(path.stem for path in IMAGES.iterdir()) == sorted(NAMES)
+    examples = {path.stem for path in (ROOT / "examples").glob("[!_]*.py")}
+    assert set(re.findall(r"\]\(\.\./examples/(\w+)\.py\)", text)) == examples
+
+
+def test_the_pictures_of_the_gallery_have_the_losses_of_a_training() -> None:
+    from docs.gallery import watched
+
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    net = kfac_fx.compile(layer, loss="normal")
+    optimizers = [kfac_fx.KFAC(net), torch.optim.SGD(layer.parameters(), lr=0.1), torch.optim.SGD(layer.parameters())]
+    losses = []
+    with watched() as curves:
+        for optimizer in optimizers:
+            for _ in range(2):
+                loss = net(x).square().sum(1).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert curves == {"K-FAC": losses[:2], "SGD, lr 0.1": losses[2:4], "SGD, lr 0.001": losses[4:]}
+    net(x).sum().backward()  # is watched no more
+    assert sum(map(len, curves.values())) == 6
