@@ -27,7 +27,8 @@ from kfac_fx.optim.plot import INK, SOFT
 
 IMAGES = Path(__file__).parent / "images" / "gallery"
 NAMES = (
-    "convolution", "deep_network", "gpt", "lora", "own_layer", "own_rule", "pinn", "recurrent", "shared_weights", "tied_autoencoder"
+    "convolution", "deep_network", "gpt", "lora", "own_layer", "own_rule", "pinn", "recurrent", "shared_weights",
+    "tied_autoencoder",
 )  # fmt: skip
 OURS, OTHERS = "#1d4f91", ("#d9822b", "#8a8f98", "#7a9a3a", "#b0508f", "#3fa58f")
 SMOOTHED = 10  # steps of the mean that is drawn over the noisy losses
