@@ -41,7 +41,7 @@ class Named(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for name in self.names_of_kind:
             held = getattr(self, name)
-            x = x + torch.tanh(held(x) if self.kind in ("child", "norm") else x * held)
+            x = x + 0.1 * torch.tanh(held(x) if self.kind in ("child", "norm") else x * held)
         return self.lin(x)  # type: ignore[no-any-return]
 
 
