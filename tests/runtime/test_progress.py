@@ -92,7 +92,7 @@ def test_long_work_of_the_library_is_in_the_log(
     lines = [re.sub(r", \d+ s$", "", record.getMessage()) for record in caplog.records]
     assert lines == [
         "capturing Sequential",
-        "factors of 1 block: 2 of 2",
-        "corrected eigenvalues: 2 of 2",
+        "factors of 2 parameters: 2 of 2",
+        "correction of 2 parameters: 2 of 2",
         "scores of 8 queries: 1 of 1",
     ]
