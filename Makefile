@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick slow guards cuda bench site format clean
+.PHONY: help demo test quick slow trainers guards cuda bench site format clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
@@ -52,11 +52,11 @@ guards: ## the compiler, with another torch: make guards TORCH=2.11.0, or TORCH=
 cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
 	PYTHON=$(PYTHON) tests/run_cuda.sh
 
-bench: .venv/installed ## step times and memory, beside the cost model's floor
+bench: .venv/installed ## step times and memory, next to the cost model's floor
 	$(BIN)/python -m benchmarks
 
 site: .venv/installed ## the documentation as web pages, in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: .venv/installed ## rewrite the sources as `make test` wants them
 	$(BIN)/ruff check --quiet --fix .

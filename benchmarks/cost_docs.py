@@ -36,7 +36,7 @@ averages over batches. singd and curvlinops leave the parameters of batch normal
 
 The steps are the usual ones, after a warm-up. Two things make some steps longer, and few of a training. Inverses are
 also computed early, after 1, 2, 5, 10, 20, 50, ... steps. The outputs of the recordings 1, 2, 4, 8, ... and of every
-1000th are compared with the model's, which takes two forwards more, unless each recording has a forward beside it. The
+1000th are compared with the model's, which takes two forwards more, unless each recording comes with a forward. The
 benchmark prints the time of such a comparison.
 
 On the autoencoder a plain step of asdl is the shortest, because asdl multiplies the gradients of every module where
@@ -63,7 +63,7 @@ median steps, which have none of these.
 
 A plain step turns the gradient into both bases, and the step back. For a layer of i inputs and o outputs these products
 take 4 i o (i + o) flops, where forward and backward of n cases take 6 n i o. So the ratio is largest where layers are
-wide beside the batch, as in the autoencoder.
+wide compared with the batch, as in the autoencoder.
 
     {command}
 """
@@ -130,7 +130,7 @@ peak. All libraries have the empirical Fisher of the same linear modules in floa
 sequences. kfac_fx and kronfluence decompose in float64, and score with a damping of a tenth of the mean eigenvalue.
 *Positions* is a network of three layers at 32 positions, width 64; *wide positions* has width 256.
 
-kfac_fx keeps the sums of a batch beside the factors, so its factors take twice the memory. kronfluence reads a
+kfac_fx keeps the sums of a batch next to the factors, so its factors take twice the memory. kronfluence reads a
 DataLoader and writes every result to files, which is in its time. curvlinops has plain hooks on modules, which take
 less time than taps on small models. It has no scores, and no corrected eigenvalues for sequences.
 

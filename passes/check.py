@@ -172,7 +172,8 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
 def culprits(program: Program, variables: Iterable[str] | None, used: Edges, registered: Edges) -> list[str]:
     by_name = {name: registration for registration in program.registrations for name in registration.parameters}
     in_use = {name for name in program.parameters if any(map(used.get, program.parts(name)))}
-    needed = [name for name in program.parameters if name in in_use or name in program.python]
+    empty = {name for name in by_name if 0 in program.shapes[name]}  # the weight of a layer of 0 inputs, with its bias
+    needed = [name for name in program.parameters if name in in_use or name in program.python or name in empty]
     wanted = list(variables) if variables is not None else needed
     errors: list[str] = []
     for name in wanted:

@@ -241,7 +241,8 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
     classes = [options.modules.get(path, object) for name in names for path in owners(name)[:1]]
-    wild = {key for key in options.patterns if any(fnmatchcase(name, key) for name in (*names, *paths))}
+    patterns = [key for key in options.patterns if key not in program.aliases and key not in options.modules]
+    wild = {key for key in patterns if any(fnmatchcase(name, key) for name in (*names, *paths))}
     levels: list[set[str]] = [
         {asked[name] for name in names if name in asked},
         *({asked[path]} for path in paths if path in asked),

@@ -2,7 +2,7 @@
 
 Rules, in this order; order in the graph or among the layers never decides which match stays:
 
-1. a match of parameters that the user wants generic goes;
+1. a match of parameters that the user wants generic goes, and one of parameters without elements;
 2. a match that splits a linked group goes;
 3. a match of a layer of ours goes where one of the user's own layers claims the same use, unless ours explains more of
    the graph around it;
@@ -37,6 +37,7 @@ from .pieces import same_elements
 from .users_code import source_line, where
 
 Reason = Callable[[Use], str | None]  # why a match goes; None: it stays
+EMPTY = "its parameters have no elements"
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
 
@@ -62,6 +63,7 @@ def resolve(program: Program) -> Program:
 def claims(program: Program, notes: list[Note]) -> list[Use]:
     """The matches that stay; a note for each of the others. Raises AmbiguousRegistrationError with all culprits."""
     matches = drop(program.matches, lambda use: WANTED if declared_generic(program, use) else None, notes)
+    matches = drop(matches, lambda use: EMPTY if is_empty(program, use) else None, notes)
     matches = drop(matches, lambda use: split_linked_group(program, use), notes)
     matches = drop(matches, users_layers(program, matches), notes)
     matches = drop(matches, joined_elsewhere(program, matches), notes)
@@ -80,6 +82,10 @@ def drop(matches: Iterable[Use], reason: Reason, notes: list[Note]) -> list[Use]
         else:
             notes.append(Note(str(use), words))
     return remaining
+
+
+def is_empty(program: Program, use: Use) -> bool:
+    return all(0 in program.shapes[name] for name in use.parameter_set)
 
 
 def split_linked_group(program: Program, use: Use) -> str | None:

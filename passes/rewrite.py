@@ -9,13 +9,18 @@ Before                                          After
 
 A tap returns its first argument unchanged. The caller passes the module, which decides what happens in the backward.
 The second output holds the Fisher's outputs, in the order of `program.outputs`.
+
+The module has Python code, with names of the user's in it. Names that the code or the module has for itself, and names
+that Python reads as others, are replaced; `renamed` tells which.
 """
 
 from __future__ import annotations
 
 import operator
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -162,15 +167,69 @@ class Emission:
         protect(graph)
         graph.eliminate_dead_code(is_impure_node=has_effect)
         cut_tangents(graph)
+        rename_nodes(graph)
         graph.lint()
-        targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-        held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
+        names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+        targets = written_names(names)
+        for node in graph.find_nodes(op="get_attr"):
+            node.target = targets[str(node.target)]
+        held: dict[str, Any] = {target: attribute(program.root, name) for name, target in targets.items()}
         held |= {f"taps.{name}": tap for name, tap in self.taps.items()}
         held |= {f"links.{name}": link for name, link in self.links.items()}
         module = fx.GraphModule({**held, **self.modules}, graph, "Emitted")
+        module.meta[OTHER_NAMES] = {name: target for name, target in targets.items() if name != target}
         # fx's own call prints generated code beside an error; each GraphModule has a class of its own.
         type(module).__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return module
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+OTHER_NAMES = "renamed"  # key of the meta of an emitted module
+MODULE = nn.Module()
+OWN = ("taps", "links", "computed", OTHER_NAMES)  # modules in an emitted module
+
+
+def renamed(module: fx.GraphModule) -> dict[str, str]:
+    """The tensors that an emitted module has under other names than the model: theirs -> those of the module."""
+    return dict(module.meta[OTHER_NAMES])
+
+
+@cache
+def names_of_modules() -> frozenset[str]:
+    """The attributes of a module with a graph, such as `code` and `meta`."""
+    return frozenset((*dir(fx.GraphModule(MODULE, fx.Graph())), *OWN))
+
+
+def written_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of tensors, with those that an emitted module has for them."""
+    names = list(names)
+    prefix = OTHER_NAMES
+    while any(name.split(".")[0] == prefix for name in names):
+        prefix += "_"
+    return {name: name if is_written(name) else f"{prefix}.{number}" for number, name in enumerate(names)}
+
+
+def is_written(name: str) -> bool:
+    """Whether the code of a module may have this name. Python takes some letters for others, as "ﬁ" for "fi"."""
+    return name.split(".")[0] not in names_of_modules() and as_python_reads(name) == name
+
+
+def as_python_reads(name: str) -> str:
+    return unicodedata.normalize("NFKC", name)
+
+
+def rename_nodes(graph: fx.Graph) -> None:
+    """Arguments of the code have the names of their nodes, and no node is called `self`."""
+    taken = {node.name for node in graph.nodes} | {"self"}
+    for node in graph.nodes:
+        if node.name == "self":
+            node.name = next(name for name in (f"self_{n}" for n in range(len(taken))) if name not in taken)
+        if node.op == "placeholder":
+            node.target = node.name
+
+
+# --- parts of an emission ---------------------------------------------------------------------------------------------
 
 
 class IfRecorded(nn.Module):
@@ -233,7 +292,7 @@ def cut_tangents(graph: fx.Graph) -> None:
 def tap_name(registration: Registration) -> str:
     """`"encoder.0.weight"` -> `"encoder_0"`: the module, if the parameter has one."""
     path, _, last = registration.parameters[0].rpartition(".")
-    return (path or last).replace(".", "_")
+    return as_python_reads((path or last).replace(".", "_"))
 
 
 class Numbered(dict[str, nn.Module]):
@@ -244,6 +303,6 @@ class Numbered(dict[str, nn.Module]):
         self.tried: Counter[str] = Counter()
 
     def fresh(self, name: str) -> str:
-        while (free := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self:
+        while (free := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self or hasattr(MODULE, free):
             self.tried[name] += 1
         return free

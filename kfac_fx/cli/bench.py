@@ -21,8 +21,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import kfac_fx
 from kfac_fx.cli.demo import clock
 from kfac_fx.cli.problem import DEVICE, PROBLEM, CommandError, Problem, Subcommand, argument, failure, read, step_count
-from kfac_fx.compiled.report import memory_text
+from kfac_fx.compiled.text import memory_text
 from kfac_fx.passes.torch_private import pytree
+from kfac_fx.recording.progress import tracked
 
 NEVER = 1_000_000  # steps
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps
@@ -95,26 +96,29 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
         raise CommandError("the model has no trained parameters")
     problem.model.train()
     contestants = {"SGD": plain_contestant(problem, SGD), "AdamW": plain_contestant(problem, AdamW)}
-    for name, (statistics_every, inverses_every, checks_every) in PHASE_INTERVALS.items():
-        net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
-        optimizer = kfac_fx.KFAC(
-            net,
-            lr=LEARNING_RATE,
-            cov_update_every=statistics_every,
-            invert_every=inverses_every,
-            damping_adaptation_interval=checks_every,
-        )
-        contestants[name] = Contestant(net, optimizer, problem)
+    try:
+        for name, (statistics_every, inverses_every, checks_every) in PHASE_INTERVALS.items():
+            net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
+            optimizer = kfac_fx.KFAC(
+                net,
+                lr=LEARNING_RATE,
+                cov_update_every=statistics_every,
+                invert_every=inverses_every,
+                damping_adaptation_interval=checks_every,
+            )
+            contestants[name] = Contestant(net, optimizer, problem)
+    except (ValueError, RuntimeError) as error:
+        raise failure(error) from error
     order, shuffle = list(contestants.values()), random.Random(0).shuffle
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kfac_fx.LossScaleWarning)  # the loss here is not the one that is trained
         try:
-            for contestant in order:
+            for contestant in tracked(((1, contestant) for contestant in order), len(order), "first steps"):
                 for _ in range(WARM):
                     contestant.step()
         except (ValueError, RuntimeError) as error:
             raise failure(error) from error
-        for _ in range(rounds):
+        for _ in tracked(((1, number) for number in range(rounds)), rounds, "rounds"):
             shuffle(order)
             for contestant in order:
                 contestant.timed_step()

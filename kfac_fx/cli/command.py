@@ -185,7 +185,7 @@ COMPLETION = Subcommand(
 def print_report(options: argparse.Namespace) -> None:
     report = read(options).compiled().report
     formats = {"json": report.to_json, "html": report.to_html, "dot": report.to_dot}
-    print(formats[options.format]() if options.format in formats else report)
+    print(formats[options.format]() if options.format in formats else report.to_text(expand=options.expand))
 
 
 REPORT = Subcommand(
@@ -193,7 +193,11 @@ REPORT = Subcommand(
     print_report,
     "the Fisher block of every parameter of a model",
     "Print the Fisher block of every parameter of a model, and the reason if it is not the default.",
-    [*PROBLEM, argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s")],
+    [
+        *PROBLEM,
+        argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s"),
+        argument("--expand", action="store_true", help="a row for each of several equal layers, and all lines of text"),
+    ],
     "example: kfac-fx report torchvision/resnet18 --input 2,3,224,224",
 )
 

@@ -33,7 +33,7 @@ from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.linalg.processes import Shard
-from kfac_fx.losses.declared import LossSpec, loss_from, replaced
+from kfac_fx.losses.declared import LossSpec, loss_from, no_loss_known, replaced
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     ApproximationError,
@@ -135,6 +135,9 @@ class CompiledModule(nn.Module):
     If it is compiled in place, the model itself records, too, as long as an optimizer is attached: a call of `model` is
     then a call of this module.
 
+    Where the model has an attribute, child, parameter or buffer with a name of this class, such as `report`, it is
+    `net.model.report`.
+
     Attributes:
         in_place: whether the model itself records.
         model: the original module, without wrappers of data parallelism and torch.compile. Forwards go through these
@@ -157,7 +160,7 @@ class CompiledModule(nn.Module):
         in_place: bool = False,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
+        self.model = model
         share_state(self, model)
         self.backend = arguments.backend
         self.captures = CaptureCache(model, arguments)
@@ -166,14 +169,13 @@ class CompiledModule(nn.Module):
         self._collection: LayerCollection | None = None
         self._case_recorders: list[tuple[Recorder, CaseRecorder]] = []
         self._unrecorded = 0  # forwards with other tensors than the parameters, or inside of transformations
-        outer = model if wrapper is None else wrapper
-        object.__setattr__(self, "_wrapper", outer)
+        self._wrapper = outer = model if wrapper is None else wrapper
         self.in_place = in_place
         plain: Callable[..., Any] = self.call_beneath if in_place else outer
         if self.backend != "eager":
             plain = compiled_model(own_call(outer) if in_place else outer, self.backend)
-        object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
-        object.__setattr__(self, "forward", MethodType(with_signature_of(model, CompiledModule.forward), self))
+        self._plain = plain
+        self.__dict__["forward"] = MethodType(with_signature_of(model, CompiledModule.forward), self)
         if in_place:
             cast(Any, self).register_load_state_dict_pre_hook(keep_state)
         if traced is not None:
@@ -452,6 +454,12 @@ class CompiledModule(nn.Module):
         of, values = recorder.losses, recorder.capture.flatten(*call)
         return of.averaged(of.real(lambda new: replaced(outputs, fisher, new), fisher, values, targets))
 
+    def refuse_unknown_loss(self) -> None:
+        """Raises LossError if the whole model is captured, and no loss of it is known."""
+        first = self.captures.first
+        if first is not None and first.whole and not first.losses.are_known:
+            raise no_loss_known()
+
     # --- attachment and change --------------------------------------------------------------------------------------
 
     def attach(self, listener: ForwardListener) -> None:
@@ -549,9 +557,21 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the model's attributes on the model."""
-        of_wrapper = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
-        super().__setattr__(name, value) if of_wrapper else setattr(self.model, name, value)
+        """Set the model's attributes on the model.
+
+        Those of this module are no children of it: names must not gain a prefix, and the model may have such names.
+        """
+        of_this = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
+        object.__setattr__(self, name, value) if of_this else setattr(self.model, name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.model.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self.model.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        return self.model.get_buffer(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """A copy of the model, compiled anew with the same arguments; without an optimizer."""
@@ -882,6 +902,7 @@ def refuse_other_models(model: Any, by: str) -> None:
 
 
 UNFIT = "\"'\\\n\r\0"  # characters that generated code does not quote
+OF_STATE = "kfac/"  # begins the names of what KFAC keeps of no parameter
 
 
 def refuse_unfit_names(model: nn.Module) -> None:
@@ -899,6 +920,11 @@ def refuse_unfit_names(model: nn.Module) -> None:
         raise UntraceableError(
             f"torch cannot write these names into the code of a graph: {', '.join(map(ascii, unfit))}.\n"
             "Rename the modules and parameters, without quotes, backslashes, line breaks and keywords of Python."
+        )
+    if taken := [name for name, _ in model.named_parameters() if f"{name}/".startswith(OF_STATE)]:
+        raise UntraceableError(
+            f"the state of KFAC has names of its own that begin with {OF_STATE!r}, and those of the states of these "
+            f"parameters would, too: {', '.join(taken)}.\nRename the parameters or their modules."
         )
 
 

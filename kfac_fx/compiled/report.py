@@ -1,8 +1,8 @@
 """The report: which Fisher block every parameter got, and why; as text, on a rich terminal, as data, page or graph.
 
 The text answers in this order: whether anything is left out; the block of each parameter; the reason for everything
-that is not the default; the cost; what the compiler did. It is plain ASCII and contains no timings, so that two reports
-can be compared.
+that is not the default; the cost; what the compiler did. It is plain ASCII of 80 columns and contains no timings, so
+that two reports can be compared. Equal layers of a deep model are one row; `to_text(expand=True)` has all rows.
 
 The graph, of networkx, leads from parameters, or pieces of them, to uses and on to Fisher blocks:
 
@@ -21,8 +21,7 @@ import base64
 import hashlib
 import json
 import math
-import textwrap
-import unicodedata
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +33,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from kfac_fx.compiled.text import (
+    WIDTH,
+    alike,
+    ascii_only,
+    fold,
+    memory_text,
+    percent,
+    printable,
+    shortened,
+    table_lines,
+    wrap,
+)
 from kfac_fx.passes.errors import plural
-from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
+from kfac_fx.passes.graphs.labels import ancestors, labels_of, parameters_behind, symbolic_sizes, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder
@@ -54,9 +66,14 @@ CASTS_TO = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfl
 Counters = Callable[[], Mapping[str, int]]
 Fallbacks = Callable[[], Sequence[str]]  # lines of text
 COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
-WIDTH = 101  # of wrapped lines; the table may be wider
-NAME_WIDTH = 44
-SECTION_LINES = 8  # of one section, before a line says how many more there are
+RIGHT = (True, False, False, True, False, False)  # the columns whose cells end at the right
+LONG_TABLE = 20  # rows, from which on those of equal layers are one
+TITLE_WIDTH = 10  # of the titles of sections
+NO_KNOWN_LOSS = (
+    "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule: name "
+    "its loss with compile(..., loss=lambda outputs: [...])"
+)
+COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
     "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
     "use": ("u", ""),
@@ -104,6 +121,15 @@ class Report:
     def unused(self) -> tuple[str, ...]:
         """The parameters that no loss depends on."""
         return self.program.unused
+
+    @property
+    def behind_no_loss(self) -> tuple[str, ...]:
+        """Those of the unused parameters that the model's outputs depend on: their losses are not known."""
+        if not self.unused or self.program.submodules or not self.program.losses:
+            return ()
+        returned = [node for node in pytree.tree_leaves(self.program.returned) if isinstance(node, fx.Node)]
+        reached = {str(node.target) for node in ancestors(returned) if node.op == "get_attr"}
+        return tuple(name for name in self.unused if self.program.owner(name) in reached)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -168,19 +194,21 @@ class Report:
         """The submodules that stay Python, and why."""
         return texts(self.program.left)
 
-    def sections(self) -> list[tuple[str, list[str]]]:
-        """The sections below the table: (title, lines)."""
+    def sections(self, expand: bool = True) -> list[tuple[str, list[str]]]:
+        """The sections below the table: (title, lines). expand: one line for each of several that are alike."""
         program = self.program
-        generic = [f"{row.names}: {row.reason or 'no layer has this form'}" for row in self.rows if row.generic]
-        reasons = [f"{row.names}: {row.reason}" for row in self.rows if row.reason and not row.generic]
+        generic = [(row.names, row.reason or "no layer has this form") for row in self.rows if row.generic]
+        reasons = [(row.names, row.reason) for row in self.rows if row.reason and not row.generic]
         left_out = [f"{', '.join(self.left_out)}: not registered, so they follow KFAC's first-order rule"]
         passes = ", ".join(f"{record.name} {record.summary or f'{record.nodes:,} nodes'}" for record in self.history)
+        unused, no_loss = [name for name in self.unused if name not in self.behind_no_loss], fold(self.behind_no_loss)
         sections = {
             "cases": self.cases,
-            "generic": generic or ["none"],
-            "reasons": reasons,
-            "dropped": texts(self.dropped) or ["none"],
-            "unused": list(self.unused) or ["none"],
+            "generic": with_reasons(generic, expand) or ["none"],
+            "reasons": with_reasons(reasons, expand),
+            "dropped": with_reasons([(note.subject, note.reason) for note in self.dropped], expand) or ["none"],
+            "unused": (unused if expand else [group.counted for group in alike(unused)]) or ["none"],
+            "no loss": [f"{no_loss}: {NO_KNOWN_LOSS}"] if no_loss else [],
             "left out": left_out if self.left_out else [],
             "captured": self.captured,
             "python": self.python,
@@ -204,30 +232,41 @@ class Report:
     # --- formats ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        lines = [self.headline, "", *self._table(), ""]
-        for title, entries in self.sections():
-            wrapped = [line for entry in shortened(entries) for line in wrap(entry)]
-            lines += [f"{head:<8}  {line}" for head, line in zip(chain([title], repeat("")), wrapped, strict=False)]
-        return "\n".join(ascii_only(line.rstrip()) for line in lines)
+        return self.to_text()
 
     __repr__ = __str__
 
-    def _table(self) -> list[str]:
-        names = told_apart([row.names for row in self.rows])
-        cells = [
-            (str(number), layer, name, *rest)
-            for number, ((layer, _, *rest), name) in enumerate(
-                zip((row.cells for row in self.rows), names, strict=True)
-            )
+    def to_text(self, *, expand: bool = False, width: int = WIDTH) -> str:
+        """The report as plain text, which `print(net.report)` shows.
+
+        Args:
+            expand: a row for each of several equal layers, and all lines of all sections.
+            width: characters of a line.
+        """
+        headline = self.headline if len(self.headline) <= width else self.headline.replace(", ", ",\n  ")
+        lines = [
+            *(line for clause in headline.split("\n") for line in wrap(clause, width)),
+            "",
+            *table_lines(COLUMNS, self._cells(expand), RIGHT, width),
+            "",
         ]
-        widths = [max(1, *map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-        right = (True, False, False, True, False, False)
+        for title, entries in self.sections(expand):
+            shown = entries if expand else shortened(entries)
+            wrapped = [line for entry in shown for line in wrap(entry, width - TITLE_WIDTH)]
+            heads = chain([title], repeat(""))
+            lines += [f"{head:<{TITLE_WIDTH - 2}}  {line}" for head, line in zip(heads, wrapped, strict=False)]
+        return "\n".join(ascii_only(line.rstrip()) for line in lines)
 
-        def line(values: Sequence[str]) -> str:
-            aligned = (v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True))
-            return "  ".join(aligned).rstrip()
-
-        return [line(COLUMNS), line(["-" * width for width in widths]), *map(line, cells)]
+    def _cells(self, expand: bool) -> list[tuple[str, ...]]:
+        """The cells of all rows of the table; rows of equal layers are one, unless `expand`."""
+        cells = [row.cells for row in self.rows]
+        if expand or len(cells) < LONG_TABLE:
+            return [(str(number), *values) for number, values in enumerate(cells)]
+        groups = alike([names for _, names, *_ in cells], [(layer, *rest) for layer, _, *rest in cells])
+        return [
+            (str(group.places[0]), cells[group.places[0]][0], group.counted, *cells[group.places[0]][2:])
+            for group in groups
+        ]
 
     def __rich__(self) -> RenderableType:
         from rich.console import Group
@@ -237,14 +276,13 @@ class Report:
         table = Table(title=self.headline, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in COLUMNS:
             table.add_column(name or "#", justify="right" if name in ("", "uses") else "left", overflow="fold")
-        for number, row in enumerate(self.rows):
-            table.add_row(
-                *(Text(printable(cell)) for cell in (str(number), *row.cells)), style="yellow" if row.generic else ""
-            )
+        for cells in self._cells(expand=False):
+            generic = self.rows[int(cells[0])].generic
+            table.add_row(*(Text(printable(cell)) for cell in cells), style="yellow" if generic else "")
         below = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         below.add_column(style="bold")
         below.add_column(overflow="fold")
-        for title, entries in self.sections():
+        for title, entries in self.sections(expand=False):
             below.add_row(Text(title), Text("\n".join(shortened(entries))))
         return Group(table, Text(), below)
 
@@ -252,14 +290,14 @@ class Report:
         """The report as plain data.
 
         Returns:
-            "parameters": the numbers of `elements`, and the names of the unused ones. "registrations":
-            `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason. "submodules":
-            those that were captured, with the number of their calls. "cases", "sampling", "casts", "fallbacks": lines
-            of text. "passes": name, nodes, seconds.
+            "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss.
+            "registrations": `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason.
+            "submodules": those that were captured, with their numbers of calls. "cases", "sampling", "casts",
+            "fallbacks": lines of text. "passes": name, nodes, seconds.
         """
         program = self.program
         return {
-            "parameters": {**self.elements, "unused": list(self.unused)},
+            "parameters": {**self.elements, "unused": list(self.unused), "behind no loss": list(self.behind_no_loss)},
             "registrations": [row.to_dict() for row in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
             "submodules": [{"module": submodule.path, "calls": submodule.calls} for submodule in program.submodules],
@@ -608,15 +646,6 @@ def quote(text: str) -> str:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def fold(names: Iterable[str]) -> str:
-    """`("stem.weight", "stem.bias")` -> `"stem.{weight, bias}"`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        prefix, dot, last = name.rpartition(".")
-        groups.setdefault(prefix + dot, []).append(last)
-    return ", ".join(p + (lasts[0] if len(lasts) == 1 else f"{{{', '.join(lasts)}}}") for p, lasts in groups.items())
-
-
 def factor_text(name: str, shape: tuple[int, ...], blocks: int = 1) -> str:
     """`"A 10 x 10"`, `"A diag 50"`, `"A 8 blocks of 64 x 64"`."""
     if len(shape) == 1:
@@ -624,59 +653,17 @@ def factor_text(name: str, shape: tuple[int, ...], blocks: int = 1) -> str:
     return f"{name} {f'{blocks:,} blocks of ' if blocks > 1 else ''}{shape[0]:,} x {shape[1]:,}"
 
 
-def memory_text(count: float) -> str:
-    """`"36.2 KiB"`; numbers below one KiB in bytes."""
-    if count < 1024:
-        return f"{count:.0f} bytes"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:,.1f} {unit}"
-    return f"{count / 1024:,.1f} TiB"
+def with_reasons(entries: Sequence[tuple[str, str]], expand: bool) -> list[str]:
+    """Names with their reasons, a line each; those of equal layers with one reason are one line, unless `expand`."""
+    if expand:
+        return [f"{names}: {reason}" for names, reason in entries]
+    groups = alike([names for names, _ in entries], [COPY.sub("", reason) for _, reason in entries])
+    return [f"{group.counted}: {entries[group.places[0]][1]}" for group in groups]
 
 
 def texts(notes: Sequence[Note]) -> list[str]:
     """Every note as a line."""
     return [f"{note.subject}: {note.reason}" for note in notes]
-
-
-def shorten(text: str, width: int = NAME_WIDTH) -> str:
-    """The two ends of a long name: the part of the model and that of the parameter."""
-    if len(text) <= width:
-        return text
-    tail = (width - 3) * 2 // 3
-    return f"{text[: width - 3 - tail]}...{text[-tail:]}"
-
-
-def told_apart(names: Sequence[str]) -> list[str]:
-    """The names, shortened to the width of those that shortening would make equal."""
-    counts = Counter(map(shorten, names))
-    width = max((len(name) for name in names if counts[shorten(name)] > 1), default=NAME_WIDTH)
-    return [shorten(name, width) for name in names]
-
-
-def percent(part: int, whole: int) -> str:
-    """Rounded down, so that "100 %" means all."""
-    return f"{math.floor(10000 * part / whole) / 100:g} %"
-
-
-def shortened(entries: list[str]) -> list[str]:
-    """The first entries, and a line with the number of the others."""
-    hidden = len(entries) - SECTION_LINES
-    return entries if hidden <= 1 else [*entries[:SECTION_LINES], f"... and {hidden:,} more, all in to_dict()"]
-
-
-def wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH - 10, subsequent_indent="  ", break_on_hyphens=False) or [""]
-
-
-def ascii_only(text: str) -> str:
-    return printable(text).encode("ascii", "backslashreplace").decode("ascii")
-
-
-def printable(text: str) -> str:
-    """The text with control characters written out, so that a name with escapes changes no terminal."""
-    return "".join(ascii(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -36,7 +36,14 @@ from kfac_fx.linalg.arguments import (
     whole_number,
     wrong_value,
 )
-from kfac_fx.linalg.matrices import Root, are_finite, full_precision, pack_symmetric, unpack_symmetric
+from kfac_fx.linalg.matrices import (
+    Root,
+    are_finite,
+    at_least_float32,
+    full_precision,
+    pack_symmetric,
+    unpack_symmetric,
+)
 from kfac_fx.linalg.processes import Replicas, scattered
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.approximations import Approximation
@@ -141,11 +148,13 @@ class FisherEstimator(BlockDiagonalFisher):
         optional(a_process_group, "process_group", process_group)
         roots: list[Root] = sorted(set(finite_numbers("exps", exps)) - {1.0})
         roots += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
-        example = next(iter(named.values()))
+        example = next(
+            (parameter for parameter in named.values() if parameter.requires_grad), next(iter(named.values()))
+        )
         if factor_dtype is not None and factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}.")
         if not isinstance(damping, Tensor):
-            precision = factor_dtype or torch.promote_types(example.dtype.to_real(), torch.float32)
+            precision = factor_dtype or at_least_float32(example.dtype)
             damping = torch.full((), float(damping), dtype=precision, device=example.device)
         super().__init__(roots, damping.reshape(()) if damping.dim() else damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)

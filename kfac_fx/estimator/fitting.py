@@ -51,9 +51,10 @@ from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
-from kfac_fx.passes.errors import RegistrationError, table
+from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.progress import tracked
 
 FACTORS, CORRECTION = "factors", "correction"  # the passes over the data
 
@@ -282,8 +283,10 @@ def over_data(
 
     Raises ValueError if the batches up to there are not those of that run.
     """
+    total = len(batches) if isinstance(batches, Sized) else 0
+    shown = tracked(((1, item) for item in batches), total, f"{stage} of {plural(len(names), 'parameter')}")
     if folder is None:
-        for item in batches:
+        for item in shown:
             take(as_batch(item))
         return
     progress = folder.progress_of(stage, names)
@@ -291,7 +294,7 @@ def over_data(
     if progress is not None:
         load_state(progress.tensors)
     data, number = NO_DATA, 0
-    for number, item in enumerate(batches, 1):
+    for number, item in enumerate(shown, 1):
         batch = as_batch(item)
         data = with_batch(data, batch)
         if number < done:

@@ -6,7 +6,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -37,6 +37,7 @@ from kfac_fx.recording.case_gradients import (
     sum_of_squares,
     weighted_squares,
 )
+from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
 
 CASE_KINDS = ("row", "position", "sequence")
@@ -97,7 +98,8 @@ class ModelSpectrum(Spectrum):
         no batches.
         """
         correction = Correction(self, case, mode, measurement, generator)
-        for batch in batches:
+        total = len(batches) if isinstance(batches, Sized) else 0
+        for batch in tracked(((1, item) for item in batches), total, "corrected eigenvalues"):
             correction.add(batch)
         return correction.result()
 

@@ -78,6 +78,16 @@ def is_differentiable(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def with_gradient(tensor: Tensor) -> Tensor:
+    """The tensor, a leaf, which from now on gets a gradient if it may have one: frozen parameters may be integers."""
+    return tensor.requires_grad_(is_differentiable(tensor))
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The precision of statistics and steps of a parameter; a frozen one may be complex, an integer or of 8 bits."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype.to_real(), torch.float32)
+
+
 def real_numbers(tensor: Tensor) -> Tensor:
     """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

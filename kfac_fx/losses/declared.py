@@ -346,13 +346,7 @@ class LossesInForward(DeclaredLosses):
     ) -> WeightedLosses:
         """Raises LossError if there is none."""
         if not self.found:
-            first, *names = (f'"{name}"' for name in DISTRIBUTIONS)
-            *others, last = BY_NAME
-            raise LossError(
-                "no loss is known: the Fisher is that of an output distribution.\n"
-                f"Name it with compile(..., loss={first}), {', '.join(names)} or a function of the model's outputs, or "
-                f"let forward compute {', '.join(others)} or {last}."
-            )
+            raise no_loss_known()
         number = len(self.found)
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
         rows = rows or [RowsOfLoss(weights=constant_of(site)) for site in self.found]
@@ -409,6 +403,16 @@ def constant_of(site: FoundLoss) -> float | None:
     if isinstance(site, ObservedLoss):
         return site.weights if isinstance(site.weights, float) else None
     return None if site.way is None else site.way.constant
+
+
+def no_loss_known() -> LossError:
+    first, *names = (f'"{name}"' for name in DISTRIBUTIONS)
+    *others, last = BY_NAME
+    return LossError(
+        "no loss is known: the Fisher is that of an output distribution.\n"
+        f"Name it with compile(..., loss={first}), {', '.join(names)} or a function of the model's outputs, or let "
+        f"forward compute {', '.join(others)} or {last}."
+    )
 
 
 # --- losses of what the model returns ---------------------------------------------------------------------------------
@@ -586,7 +590,7 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
     if isinstance(outputs, list | tuple) and len(outputs) == 1:
         (outputs,) = outputs
     if not isinstance(outputs, Tensor):
-        key = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
+        key = key_of_tensor(outputs)
         attribute = next((n for n, value in results.attributes_of(outputs).items() if isinstance(value, Tensor)), "")
         which = f"outputs.{attribute}" if attribute and not isinstance(outputs, Mapping) else f"outputs[{key!r}]"
         raise LossError(
@@ -603,6 +607,17 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
         shape = list(outputs.shape)
         raise LossError(f"{name} needs logits of shape [cases, ..., classes], and the model returns {shape}")
     return outputs
+
+
+def key_of_tensor(outputs: Any) -> Any:
+    """The key of an output that a loss may be of: logits, or the first tensor that is more than one number."""
+    if isinstance(outputs, Mapping):
+        pairs = list(outputs.items())
+    else:
+        pairs = list(enumerate(outputs)) if isinstance(outputs, (list, tuple)) else []
+    tensors = [key for key, value in pairs if isinstance(value, Tensor) and value.ndim]
+    first = next((key for key, _ in pairs), "logits" if isinstance(outputs, Mapping) else 0)
+    return "logits" if "logits" in tensors else next(iter(tensors), first)
 
 
 def perturbed(value: Tensor) -> Tensor:

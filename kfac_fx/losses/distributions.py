@@ -75,6 +75,14 @@ class LossFunction(ABC):
         """Raises LossError for outputs that are no tensors, or complex."""
         if others := [type(output).__name__ for output in outputs if not isinstance(output, Tensor)]:
             raise LossError(f"{cls.__name__} takes tensors that forward returns, and got a {others[0]}")
+        if empty := [
+            output for output in outputs if isinstance(output, Tensor) and output.dim() > 1 and not output.shape[-1]
+        ]:
+            raise LossError(
+                f"{cls.__name__} takes outputs that have numbers, and got one of shape {list(empty[0].shape)}: give "
+                "the last layer features, or name the outputs that the loss is of, as in "
+                f"loss=lambda outputs: kfac_fx.losses.{cls.__name__}(outputs[0])"
+            )
         if any(isinstance(output, Tensor) and output.is_complex() for output in outputs):
             raise LossError(
                 f"{cls.__name__} takes real tensors, and got a complex one: write what the loss is of, as in "

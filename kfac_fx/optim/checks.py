@@ -108,7 +108,8 @@ class Check:
         if self.quotient_step is None:
             return self.batch.along(self.parameters, flat.everywhere(move))
         step = self.quotient_step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
-        probe = {name: flat.copies[name] + part for name, part in flat.everywhere(move * step).items()}
+        steps = flat.everywhere(move * step).items()  # in the widest precision of all parameters
+        probe = {name: (flat.copies[name] + part).to(flat.copies[name].dtype) for name, part in steps}
         return (*self.batch.between(self.before, self.values_at(probe), step), self.before)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.linalg.matrices import is_differentiable, real_numbers
+from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
@@ -33,6 +33,7 @@ from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_roots, pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
@@ -229,7 +230,7 @@ def within(
     recorder: Recorder, values: tuple[Any, ...], hooked: Sequence[int], start: RandomState
 ) -> tuple[list[Tensor], dict[int, list[Tensor]], str | None]:
     """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, and `part_around`."""
-    live = {name: value.detach().requires_grad_() for name, value in recorder.live_parameters().items()}
+    live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
     with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)
@@ -651,7 +652,12 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     right = torch.stack([curved[name] | ~gradients[name].any() for name in names])
     wrong = [name for name, is_right in zip(names, right.tolist(), strict=True) if not is_right]
     if wrong:
-        certain = whole or len(wrong) == len(names)
+        registrations = [block.registration for block in estimator.blocks.values()]
+        behind = {
+            name for registration in registrations if registration.reason == NO_LOSS for name in registration.owners
+        }
+        heads = [name for name in wrong if name in behind]
+        wrong, certain = heads or wrong, not heads and (whole or len(wrong) == len(names))
         more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
         cause, remedy = (
             (

@@ -16,6 +16,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
+from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import Replicas, Shards
 from kfac_fx.optim.checkpoint import check_state, publish, restore
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
@@ -60,6 +61,7 @@ class KFAC(Optimizer, Joinable):
         options: the arguments.
 
     Raises:
+        LossError: the model is captured, and no loss of it is known.
         RegistrationError: for a net without Fisher blocks, and with "eigen_moments" for blocks without an eigenbasis.
         AlreadyAttachedError: for a second optimizer on one net.
     """
@@ -161,12 +163,13 @@ class KFAC(Optimizer, Joinable):
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
+        net.refuse_unknown_loss()
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
         super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
-        example = next(iter(names))
-        precision = torch.promote_types(example.dtype.to_real(), torch.float32)
+        example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
+        precision = at_least_float32(example.dtype)
         scalar = torch.zeros((), dtype=precision, device=example.device)
         schedule = Schedule(options)
         self.estimator = FisherEstimator(

@@ -90,7 +90,7 @@ class LayerFlops:
                 statistics += 2 * n * dense
                 preconditioning += 2 * len(members) * elements * (1 if side.diagonal else width)
                 inverses += len(members) * dense * (0 if side.diagonal else width)
-                widths += 0 if side.diagonal else len(members) * dense / side.size(group.whole_shape)
+                widths += 0 if side.diagonal else len(members) * dense / max(1, side.size(group.whole_shape))
         return LayerFlops(forward, statistics, preconditioning, inverses, widths)
 
 

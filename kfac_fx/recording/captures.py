@@ -45,6 +45,7 @@ from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCa
 from kfac_fx.recording.examples import ExamplesOf
 from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
+from kfac_fx.recording.progress import phase, working
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.returned_loss import is_mean
@@ -101,10 +102,12 @@ class Capturing:
             must agree.
         """
         arguments = self.arguments
+        phase("graph")
         try:
             traced = trace_model(
                 self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
             )
+            phase("registrations")
             parts = self.around_autocast(traced.program, args, kwargs)
             if parts is not None and not generic_parameters(parts):
                 return parts
@@ -150,6 +153,7 @@ class Capturing:
 
         error: why the whole model was not captured. earlier: the captures from other inputs, which are kept.
         """
+        phase("submodules")
         division, program = self.division(args, kwargs, error, None if earlier is None else earlier.division)
         if earlier is not None:
             program = with_generic(program, earlier.program)
@@ -209,6 +213,7 @@ class Capturing:
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The recorder with what the proof has shown, if `verify`."""
+        phase("proof")
         verdict = prove(recorder, args, kwargs) if self.arguments.verify else None
         if verdict is not None and verdict.program.registrations != recorder.program.registrations:
             recorder = recorder.with_program(verdict.program)
@@ -376,7 +381,7 @@ class CaptureCache:
             )
         if self.arguments.verify:
             refuse_without_values(self.model)
-        with CAPTURING, self.trained.in_captures():
+        with CAPTURING, self.trained.in_captures(), working(f"capturing {class_of(self.model).__name__}"):
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
                 args, kwargs, every_size=any(map(self.has_settings_of, cached)), first=self.first is None
             )

@@ -32,7 +32,7 @@ from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, 
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.returned_loss import weights_on
-from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
@@ -212,7 +212,7 @@ class EmittedGraph(EmittedModel):
             tap_factory(self.taps, self.make_tap, layers),
             lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
         )
-        read = attributes_read(self.module)
+        self.renamed, read = renamed(self.module), attributes_read(self.module)
         self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
         self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
         self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
@@ -233,9 +233,14 @@ class EmittedGraph(EmittedModel):
 
     def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
         results: RunOutputs = functional_call(
-            self.module, {**parameters, **buffers}, (*values, probes), tie_weights=self.tied
+            self.module, self.held(parameters, buffers), (*values, probes), tie_weights=self.tied
         )
         return results
+
+    def held(self, parameters: Tensors, buffers: Tensors) -> Tensors:
+        """The tensors of a run by the names that the emitted module has for them."""
+        tensors = {**parameters, **buffers}
+        return renamed_tensors(tensors, self.renamed) if self.renamed else tensors
 
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
@@ -252,7 +257,7 @@ class EmittedGraph(EmittedModel):
     def run_on_shards(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], average: bool
     ) -> RunOutputs:
-        tensors, backward = {**parameters, **buffers}, any(probe is not None for probe in probes)
+        tensors, backward = self.held(parameters, buffers), any(probe is not None for probe in probes)
         result: RunOutputs = run_on_shards(self.module, tensors, (*values, probes), backward=backward, average=average)
         return result
 
@@ -319,8 +324,15 @@ def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) ->
 
 
 def attributes_read(module: fx.GraphModule) -> set[str]:
-    """The names of the parameters and buffers that an emitted module reads."""
-    return {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    """The names in the model of the parameters and buffers that an emitted module reads."""
+    names = {target: name for name, target in renamed(module).items()}
+    targets = (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+    return {names.get(target, target) for target in targets}
+
+
+def renamed_tensors(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """The tensors, some of them under other names."""
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:

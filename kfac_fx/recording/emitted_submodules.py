@@ -41,7 +41,7 @@ from kfac_fx.passes.divide import (
 )
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import ROW_MASK, Dims, Program
-from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
@@ -57,6 +57,7 @@ from kfac_fx.recording.emitted import (
     attributes_read,
     compiled_graph,
     isolated,
+    renamed_tensors,
     tap_factory,
 )
 from kfac_fx.recording.masks import (
@@ -327,8 +328,10 @@ def writable(output: Tensor) -> Tensor:
 
 
 def one_call(module: fx.GraphModule) -> Callable[..., Any]:
+    names = renamed(module)
+
     def call(held: dict[str, Tensor], values: tuple[Any, ...], probes: Any) -> Any:
-        return functional_call(module, held, (*values, probes))
+        return functional_call(module, renamed_tensors(held, names), (*values, probes))
 
     return call
 

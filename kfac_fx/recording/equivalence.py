@@ -331,6 +331,8 @@ def equal_up_to_rounding(value: Tensor, other: Any, rounding: float = 0.0) -> bo
         return all(equal_up_to_rounding(*part, rounding) for part in parts)
     if not value.is_floating_point():
         return torch.equal(value, other)
+    if value.dtype.itemsize == 1:  # torch computes nothing in 8 bits
+        value, other, rounding = value.float(), other.float(), max(rounding, torch.finfo(value.dtype).eps)
     coarse = 4 * max(rounding, torch.finfo(value.dtype).eps)
     largest = float(value.detach().abs().nan_to_num(0.0, 0.0).max()) if value.numel() else 0.0
     return torch.allclose(value, other, rtol=max(1e-4, coarse), atol=max(1e-5, coarse * largest), equal_nan=True)

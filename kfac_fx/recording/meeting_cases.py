@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import pulled
+from kfac_fx.linalg.matrices import pulled, with_gradient
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.losses.sources import Cotangents
 from kfac_fx.passes.approximations import KRON
@@ -143,7 +143,7 @@ def keys_that_meet(
     if not taps:
         return frozenset()
     with emitted.isolated():
-        live = {name: revealing(unsharded(value.detach())).requires_grad_() for name, value in parameters.items()}
+        live = {name: with_gradient(revealing(unsharded(value.detach()))) for name, value in parameters.items()}
         probes = row_probes(emitted.program.registrations, taps, next(iter(live.values())))
         of_loss = loss_rows(*emitted.run(live, buffers, values, probes, compiled=False))
         if any(bool(output.isnan().any()) for output in of_loss.outputs):

@@ -29,7 +29,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def refuse_wrapped(net: Any, by: str) -> None:
     """Raises ValueError for a wrapper of a compiled module, which hides the parameters' names from what uses them."""
     inner = unwrapped(net) if isinstance(net, nn.Module) else net
-    if inner is not net and hasattr(inner, "registrations"):
+    if inner is not net and is_compiled(inner):
         raise ValueError(
             f"{by} takes the module that kfac_fx.compile returned, and got {type(net).__name__} around it: write "
             f"{by}(net, ...) with net = kfac_fx.compile(model, ...), and call the wrapper, as in wrapper(x)"
@@ -48,7 +48,7 @@ def compiled(name: str, value: Any) -> None:
 
 def is_compiled(value: Any) -> bool:
     """Whether this is what `kfac_fx.compile` returns."""
-    return hasattr(value, "attach") and hasattr(value, "registrations")
+    return hasattr(type(value), "attach") and hasattr(type(value), "registrations")  # a model may have such children
 
 
 def refuse_compiled(model: nn.Module, by: str) -> None:
@@ -70,6 +70,18 @@ def averages_gradients(wrapper: nn.Module) -> bool:
 
 
 # --- models that no capture can handle --------------------------------------------------------------------------------
+
+
+def repeats_elements(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor lie in one place of memory."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    end = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 TensorTest = Callable[[Tensor], bool]
@@ -133,6 +145,19 @@ UNFIT_MODELS: tuple[tuple[Culprits, str], ...] = (
         "the Fisher is of real parameters, and these are complex: {names}.\n"
         "Let their real and imaginary parts be the parameters, before an optimizer is made: "
         "model = kfac_fx.with_real_parameters(model).",
+    ),
+    (
+        parameters_that(lambda param: param.requires_grad and param.is_floating_point() and param.dtype.itemsize == 1),
+        "torch computes no steps in 8 bits, and these trained parameters have them: {names}.\n"
+        "Train a parameter of 16 or 32 bits and cast it in forward, as in w.to(torch.float8_e4m3fn), or freeze it with "
+        "requires_grad_(False).",
+    ),
+    (
+        parameters_that(lambda param: param.requires_grad and repeats_elements(param)),
+        "several elements of these trained parameters lie in one place of memory, as those of an expanded tensor do, "
+        "so that no optimizer can give each of them a step: {names}.\n"
+        "Make the small tensor the parameter, and expand it in forward; or give every element its own memory, as in "
+        "nn.Parameter(w.clone()).",
     ),
 )
 WITHOUT_VALUES: tuple[Culprits, str] = (

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_gradient
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
-from kfac_fx.passes.graphs.labels import sizes_of, symbolic_sizes
+from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
@@ -45,6 +45,10 @@ from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_g
 PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
 AXIS_TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
+NO_LOSS = (  # why the curvature of a registration is zero
+    "outputs depend on it, and no loss does, so it has no curvature: name the losses of all outputs that are trained, "
+    "as in loss=lambda outputs: [...]"
+)
 MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
 
@@ -143,12 +147,14 @@ class Gradients:
         fisher: the Fisher's outputs.
         missed: the parameters that are registered as unused and have a gradient.
         misfits: see `OutputLosses.misfits`.
+        unreached: the Fisher's outputs that no loss depends on, by number.
     """
 
     pairs: Iterator[tuple[Registration, Tensor, Tensor, Tensor]]
     fisher: tuple[Tensor, ...]
     missed: list[str]
     misfits: list[str]
+    unreached: frozenset[int]
 
 
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
@@ -174,6 +180,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if not conclusive:
         return Verdict(recorder.program, {}, conclusive=False)
     taps, towers = proof_taps(prover), prover.losses.declared.tower_cases(gradients.fisher)
+    silent = behind_no_loss(recorder.program, gradients.unreached)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
     changed: dict[Key, tuple[str, str]] = {}
     for registration in recorder.registrations:
@@ -184,6 +191,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         failure = next((tap.failure for tap in taps[key] if tap.failure), None)
         if reason := failure or differs[key]:
             failed[key] = reason
+        elif silent.issuperset(registration.owners):
+            changed[key] = registration.approximation, NO_LOSS
         elif other := fitting_approximation(registration, taps[key], cases, key in mixing):
             changed[key] = other
     if failed and recorder.program.options.strict:
@@ -261,7 +270,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
     unused = [prover.program.generic(name, None) for name in prover.program.unused]
     taps = proof_taps(prover)
     with prover.emitted.isolated():
-        live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
+        live = {name: with_gradient(revealing(value.detach())) for name, value in prover.live_parameters().items()}
         idle = [
             registration for registration in unused if live.keys() >= set(registration.owners)
         ]  # the others are not in the emitted module
@@ -269,6 +278,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         output, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
         misfits = prover.losses.misfits(output, fisher, values) if prover.emitted.examples(values) else []
         outputs = [out for out in fisher if out.requires_grad]
+        unreached = unreached_outputs(prover, output, fisher) if prover.emitted.examples(values) else frozenset()
         if registrations and fisher and not outputs:
             name = class_of(prover.model).__name__
             raise UntraceableError(f"the graph of {name} has uses of parameters, and its outputs have no gradient")
@@ -301,7 +311,29 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             yield registration, registration.matrix.pack(split(by_name, [registration])), computed, bound
 
     missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
-    return Gradients(pairs(), fisher, missed, misfits)
+    return Gradients(pairs(), fisher, missed, misfits, unreached)
+
+
+def unreached_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...]) -> frozenset[int]:
+    """The Fisher's outputs that no declared loss depends on, by number."""
+    if not prover.losses.declared.of_outputs:
+        return frozenset()
+    leaves = [with_gradient(value.detach()) for value in fisher]
+    pairs = prover.losses.on(prover.losses.rebuilt(output, fisher, leaves), tuple(leaves))
+    inputs = [loss.inputs.sum() for _, loss in pairs if loss.inputs.requires_grad]
+    learned = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
+    wanted = [leaves[number] for number in learned]
+    gradients = torch.autograd.grad(inputs, wanted, allow_unused=True) if inputs and wanted else ()
+    return frozenset(number for number, gradient in zip(learned, gradients, strict=False) if gradient is None)
+
+
+def behind_no_loss(program: Program, unreached: frozenset[int]) -> frozenset[str]:
+    """The parameters that only those of the Fisher's outputs depend on that no loss depends on."""
+    if not unreached or program.submodules:
+        return frozenset()
+    nodes = [node for number, node in enumerate(program.outputs) if number not in unreached]
+    reached = {str(node.target) for node in ancestors(nodes) if node.op == "get_attr"}
+    return frozenset(program.parameters.keys() - reached)
 
 
 def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:

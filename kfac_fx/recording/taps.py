@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import bordered, full_precision_in_eager
+from kfac_fx.linalg.matrices import at_least_float32, bordered, full_precision_in_eager
 from kfac_fx.passes.approximations import A1, G1, LAGGED, PAIRS, A, Matrix, Statistic, named
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural
 from kfac_fx.passes.ir import CASES, ROW_MASK, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs
@@ -603,8 +603,7 @@ def make_probes(registration: Registration, names: Iterable[str], cases: int, li
     """
     assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
     matrix, _ = registration.rows
-    dtype = torch.promote_types(like.dtype.to_real(), torch.float32)  # a frozen parameter may be complex
-    zero = torch.zeros((), dtype=dtype, device=like.device)
+    zero = torch.zeros((), dtype=at_least_float32(like.dtype), device=like.device)
 
     cases *= registration.towers
     return {name: zero.expand(named(name).shape(matrix, cases)).requires_grad_() for name in names}

@@ -222,11 +222,14 @@ def parameters_behind(
 
 
 def entries(program: Program) -> dict[Edge, set[str]]:
-    """Every place where parameters enter the graph behind the losses, in graph order, and the parameters behind it."""
+    """Every place where parameters enter the graph behind the losses, in graph order, and the parameters behind it.
+
+    No loss depends on a parameter without elements, as those of a layer with 0 features have.
+    """
     label = labels_of(program)
     edges = use_edges(program.graph, label, program.outputs)
     behind = {pure: parameters_behind(pure, label, program.behind) for pure, _ in edges}
-    return {(pure, act): behind[pure] for pure, act in edges}
+    return {(pure, act): {name for name in behind[pure] if 0 not in program.shapes[name]} for pure, act in edges}
 
 
 # --- where gradients stop ---------------------------------------------------------------------------------------------

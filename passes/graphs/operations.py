@@ -58,6 +58,7 @@ JOINS = {"cat", "concat", "concatenate", "stack"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 AS_COMPLEX, CONJUGATES = "view_as_complex", {"conj", "_conj", "conj_physical"}
 LOOKUPS = {"embedding", "index", "index_select"}
+KINDS_OF_CALLS = ("call_function", "call_method")  # kinds of nodes whose targets are operations
 # Keys of a node's meta.
 SIZED_BY_CASES = "sized by cases"  # whether its size goes with the number of cases, in a graph without symbolic sizes
 LOOKED_UP = "looked up"  # the node looks a table up for all its readers, and counts as an embedding of data
@@ -65,7 +66,12 @@ VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze"
 
 
 def op_name(node: fx.Node) -> str:
-    """The operation without its spelling: `aten.add.Tensor`, `torch.add`, `operator.add`, `x.add` are all "add"."""
+    """The operation without its spelling: `aten.add.Tensor`, `torch.add`, `operator.add`, `x.add` are all "add".
+
+    A node that is no call has its kind instead, such as "placeholder", because its target is a name of the user's.
+    """
+    if node.op not in KINDS_OF_CALLS:
+        return node.op
     return str(node.args[1]) if node.target is getattr else name_of(node.target)
 
 

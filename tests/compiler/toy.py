@@ -60,7 +60,8 @@ def code(program: Program | fx.Graph) -> list[str]:
 
 def line(one: fx.Node) -> str:
     keywords = [f"{key}={value}" for key, value in one.kwargs.items()]
-    return f"{one.name} = {op_name(one)}({', '.join([*map(str, one.args), *keywords])})"
+    operation = one.target if one.op == "call_module" else op_name(one)
+    return f"{one.name} = {operation}({', '.join([*map(str, one.args), *keywords])})"
 
 
 def found(program: Program) -> list[tuple[str, tuple[str, ...], int]]:

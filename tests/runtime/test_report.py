@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.compiled.report import Report, percent, shorten, told_apart
+from kfac_fx.compiled.report import Report
+from kfac_fx.compiled.text import WIDTH, percent
 from kfac_fx.passes.ir import Note, Program
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced
@@ -26,16 +27,22 @@ def program() -> Program:
 
 
 TEXT = """\
-kfac_fx registered 1,547 of 1,547 trainable parameters in 6 Fisher blocks, 99.93 % of them structured
+kfac_fx registered 1,547 of 1,547 trainable parameters in 6 Fisher blocks,
+  99.93 % of them structured
 
-   layer             parameters           uses  Fisher block            factors
--  ----------------  -------------------  ----  ----------------------  --------------------------
-0  conv2d            stem.{weight, bias}     1  kronecker               A 28 x 28, G 16 x 16
-1  depthwise_conv2d  dw.{weight, bias}       1  kronecker per channel   16 of (A 10 x 10, G 1 x 1)
-2  conv2d            pw.{weight, bias}       1  kronecker               A 17 x 17, G 32 x 32
-3  scale_and_shift   norm.{weight, bias}     1  full (linked)           F 64 x 64
-4  linear            head.{weight, bias}     3  kronecker, independent  A 33 x 33, G 10 x 10
-5  generic           temperature             1  generic diagonal        F diag 1
+   layer             parameters     uses  Fisher block      factors
+-  ----------------  -------------  ----  ----------------  -----------------
+0  conv2d            stem.{weight,     1  kronecker         A 28 x 28,
+                     bias}                                  G 16 x 16
+1  depthwise_conv2d  dw.{weight,       1  kronecker per     16 of (A 10 x 10,
+                     bias}                channel           G 1 x 1)
+2  conv2d            pw.{weight,       1  kronecker         A 17 x 17,
+                     bias}                                  G 32 x 32
+3  scale_and_shift   norm.{weight,     1  full (linked)     F 64 x 64
+                     bias}
+4  linear            head.{weight,     3  kronecker,        A 33 x 33,
+                     bias}                independent       G 10 x 10
+5  generic           temperature       1  generic diagonal  F diag 1
 
 generic   temperature: no layer has the form of mul_2 (model.py:41)
 dropped   none
@@ -69,7 +76,7 @@ def test_the_data_has_the_promised_keys(program: Program) -> None:
         "passes",
     ]
     assert data["parameters"] == {
-        "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": []
+        "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": [], "behind no loss": []
     }  # fmt: skip
     assert data["registrations"][1] == {
         "layer": "depthwise_conv2d",
@@ -120,7 +127,7 @@ def test_what_a_collection_left_out_is_told() -> None:
     lc.register_fully_connected(("0.weight", "0.bias"), None, lc.outputs_of("0"))
     report = kfac_fx.compile(lc, variables=["0.weight", "0.bias"], verify=False).report
     assert report.left_out == ("1.weight", "1.bias")
-    assert "left out  1.weight, 1.bias: not registered, so they follow KFAC's first-order rule" in str(report)
+    assert "left out  1.weight, 1.bias: not registered, so they follow KFAC's" in str(report)
     assert "fallback  no registration was proved: verify=False" in str(report)
 
 
@@ -170,31 +177,56 @@ def test_a_report_without_registrations() -> None:
     assert "memory    0 bytes of factors, 0 bytes of inverses (none)" in text.splitlines()
 
 
-def test_long_lists_are_cut_in_text_and_whole_in_data(program: Program) -> None:
-    notes = tuple(Note(f"linear(layers.{n}.weight)", "part of something larger") for n in range(1200))
-    program = program.but(dropped=notes, unused=tuple(f"layers.{n}.bias" for n in range(9)))
+def test_long_lists_are_cut_in_text_and_whole_on_demand(program: Program) -> None:
+    notes = tuple(Note(f"linear(layers.{n}.weight)", f"part of something larger, {'x' * n}") for n in range(1200))
+    program = program.but(dropped=notes, unused=tuple("abcdefghi"))
     lines = str(Report(program)).splitlines()
-    first = lines.index("dropped   linear(layers.0.weight): part of something larger")
-    assert lines[first + 7] == "          linear(layers.7.weight): part of something larger"
-    assert lines[first + 8] == "          ... and 1,192 more, all in to_dict()"
-    assert lines[first + 9] == "unused    layers.0.bias"
-    assert lines[first + 17] == "          layers.8.bias"  # a line that says "1 more" could be the line itself
+    first = lines.index("dropped   linear(layers.0.weight): part of something larger,")
+    assert lines[first + 8] == "          ... and 1,192 more, all in to_text(expand=True)"
+    assert lines[first + 9] == "unused    a"
+    assert lines[first + 17] == "          i"  # a line that says "1 more" could be the line itself
     assert len(Report(program).to_dict()["dropped"]) == 1200
+    assert "linear(layers.1199.weight)" in Report(program).to_text(expand=True)
 
 
-def test_long_lines_are_wrapped_and_long_names_keep_both_ends(program: Program) -> None:
+def test_lists_of_equal_layers_are_one_line(program: Program) -> None:
+    notes = tuple(Note(f"linear(layers.{n}.weight)", f"part of add_{n}") for n in range(1200))
+    program = program.but(dropped=notes, unused=tuple(f"layers.{n}.bias" for n in range(12)))
+    lines = str(Report(program)).splitlines()
+    assert "dropped   linear(layers.0..1199.weight) (1,200 x): part of add_0" in lines
+    assert "unused    layers.0..11.bias (12 x)" in lines
+
+
+def test_no_line_is_wider_than_a_terminal(program: Program) -> None:
     long = ".".join(["encoder", *(f"block_{n}" for n in range(30)), "weight"])
     program = program.but(dropped=(Note(f"linear({long})", "it splits the linked parameters " + long),))
-    assert all(len(line) <= 101 for line in str(Report(program)).splitlines() if line.startswith(("dropped", "   ")))
-    assert shorten(long) == "encoder.block_...27.block_28.block_29.weight"
+    for width in (60, WIDTH, 120):
+        assert max(map(len, Report(program).to_text(width=width).splitlines())) <= width
+    assert Report(program).to_text(width=120).count("\n") < str(Report(program)).count("\n")
 
 
-def test_names_that_would_look_alike_are_written_out() -> None:
-    """Names of adapters, say, whose layer is in the middle of their names."""
-    names = [f"base_model.model.layers.{n}.self_attn.q_proj.lora_A.default.weight" for n in range(2)]
-    longer, shorter = f"decoder.{names[0]}", "decoder.layers.11.self_attn.projections.query.weight"
-    assert told_apart([*names, longer, shorter]) == [*names, shorten(longer, len(names[0])), shorter]
-    assert told_apart([longer, shorter]) == [shorten(longer), shorten(shorter)]
+def deep(layers: int) -> Report:
+    model = nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(8, 8), nn.Tanh())))
+    return kfac_fx.compile(model, loss="mse", verify=False).report
+
+
+def test_equal_layers_of_a_deep_model_are_one_row() -> None:
+    report = deep(150)
+    assert str(report).splitlines()[2:7] == [
+        "   layer   parameters                     uses  Fisher block  factors",
+        "-  ------  -----------------------------  ----  ------------  ----------------",
+        "0  linear  0..298.{weight, bias} (150 x)     1  kronecker     A 9 x 9, G 8 x 8",
+        "",
+        "generic   none",
+    ]
+    expanded = report.to_text(expand=True).splitlines()
+    assert len(expanded) == 149 + len(str(report).splitlines())
+    assert "149  linear  298.{weight, bias}     1  kronecker     A 9 x 9, G 8 x 8" in expanded
+    assert len(report.rows) == len(report.to_dict()["registrations"]) == 150
+
+
+def test_a_short_table_has_all_rows() -> None:
+    assert "(19 x)" not in str(deep(19)) and "(20 x)" in str(deep(20))
 
 
 def test_the_text_is_ascii_whatever_the_names_are(program: Program) -> None:
@@ -215,7 +247,7 @@ def test_the_report_of_a_compiled_model() -> None:
     case = ZOO["two_biases"]
     net = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss)
     reason = "weight is shared by uses with other parameters"
-    assert str(net.report).splitlines()[:-2] == [
+    assert str(net.report).splitlines()[:-3] == [
         "kfac_fx registered 24 of 24 trainable parameters in 3 Fisher blocks",
         "",
         "   layer   parameters  uses  Fisher block            factors",
@@ -268,7 +300,7 @@ def test_the_report_counts_what_an_attached_optimizer_met() -> None:
     F.cross_entropy(net(x), torch.zeros(len(x), dtype=torch.long)).backward()
     optimizer.step()
     counted = "steps 1, skipped steps 0, skipped updates 0, inverses kept from before 0"
-    assert str(net.report).splitlines()[-1] == f"runtime   {counted}"
+    assert net.report.to_text(width=120).splitlines()[-1] == f"runtime   {counted}"
 
 
 def test_a_report_is_not_pickled(program: Program) -> None:

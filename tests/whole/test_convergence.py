@@ -276,6 +276,7 @@ def test_the_best_rate_at_an_end_of_the_search_is_marked() -> None:
 def test_the_page_has_the_tables_and_says_which_runs_are_missing() -> None:
     page = docs.page(RECORDS)
     assert "| poisson | 3 | 8 (-, -) | **1** (0.50, 2.50) |" in page
+    assert page.startswith("# Training losses") and "| poisson | **3** |  |  |  |  |  |" in page
     assert "| diverged | 0 of 3 | 1 of 1 | 0 of 3 |" in page
     assert "| KFAC qmodel | 1, 0 of 1 |" in page
     assert "| KFAC qmodel |  | 3 | 1 | 0.5 to 2 | 1 | 0.5 | 100.0 | 10 | 50.0 | 8 |" in page

@@ -636,7 +636,7 @@ def test_a_trained_loss_with_a_gradient_of_zero_is_not_told() -> None:
 def block(name: str, curvature: float) -> Any:
     factors = {"G": SimpleNamespace(moment=torch.full((2, 2), curvature))}
     group = SimpleNamespace(here=True, agreed=lambda flags: flags)
-    return SimpleNamespace(group=group, factors=factors, registration=SimpleNamespace(owners=(name,)))
+    return SimpleNamespace(group=group, factors=factors, registration=SimpleNamespace(owners=(name,), reason=None))
 
 
 @pytest.mark.parametrize("more", [0, 1])
