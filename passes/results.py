@@ -83,7 +83,7 @@ def made(branch: ObjectSpec, parts: tuple[dict[Any, Any] | None, dict[str, Any]]
     items, attributes = parts
     kind: Any = branch.kind
     result: Any = kind.__new__(kind)
-    if items is not None:
+    if branch.items and items is not None:  # None is a leaf, which may stand for something else in a tree of marks
         dict.update(result, items)
     for name, value in attributes.items():
         object.__setattr__(result, name, value)  # also of a frozen dataclass
