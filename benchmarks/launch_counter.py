@@ -122,7 +122,7 @@ def difference_of_part(recorder: Recorder, *arguments: Any) -> str | None:
 
 
 class ArrivedZeros(HostCopy):
-    """What checks tell the host in a training without trouble, for which it waits no more: nothing was undone."""
+    """The host reads zeros without waiting: in a training without trouble no check undoes a step."""
 
     def wait(self) -> Any:
         return SimpleNamespace(tolist=lambda: [0.0] * self.value.numel())

@@ -288,7 +288,7 @@ def test_parameters_without_a_gradient_keep_their_last_update() -> None:
             layers: Any = net.model.layers
             kept = [opt.state[parameter]["last_update"].clone() for parameter in layers[1].parameters()]
             pairs = [(p.grad.clone(), opt.state[p]["last_update"].clone()) for p in layers[0].parameters()]
-            g, last = (torch.cat([each[n].flatten() for each in pairs]) for n in (0, 1))
+            g, last = (torch.cat([pair[n].flatten() for pair in pairs]) for n in (0, 1))
             expected = multiplier(opt) * math.exp(float(F.cosine_similarity(g, last, dim=0)))
             for parameter in layers[1].parameters():
                 parameter.grad = None

@@ -178,7 +178,7 @@ def autocast(step: Step) -> None:
 
 
 def in_high_precision(step: Step) -> None:
-    """Of float32, whose products may then be rounded to the precision of TF32."""
+    """Products in float32 may then be rounded to the precision of TF32."""
     torch.set_float32_matmul_precision("high")
     try:
         step.backward()
