@@ -69,7 +69,7 @@ class ObservedForward:
     at_outputs: bool  # whether these are the Fisher's outputs
     precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
-    weights: tuple[tuple[int, int], ...] = ()  # of the forward, as of `weights_of`
+    weights: tuple[tuple[int, int, float], ...] = ()  # of the forward, as of `weights_of`
 
     @staticmethod
     def of(
@@ -99,12 +99,17 @@ class ObservedForward:
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
 
 
-def weights_of(recorder: Recorder) -> tuple[tuple[int, int], ...]:
-    """Where the parameters of a model lie, and how often they were written: equal at two times if none has changed."""
+def weights_of(recorder: Recorder) -> tuple[tuple[int, int, float], ...]:
+    """Where the parameters of a model lie, how often they were written, and on a CPU their norms: equal at two times if
+    none has changed. Writes through `.data` change the norm alone."""
     return tuple(
-        (parameter.data_ptr(), version(parameter))
+        (
+            parameter.data_ptr(),
+            version(parameter),
+            float(torch.linalg.vector_norm(parameter.detach())) if parameter.device.type == "cpu" else 0.0,
+        )
         for parameter in recorder.model.parameters()
-        if not is_sharded(parameter)  # FSDP2 moves these without a change
+        if not is_sharded(parameter) and parameter.is_floating_point()  # FSDP2 moves sharded ones without a change
     )
 
 
@@ -128,6 +133,7 @@ class BatchLoss:
         loss_scale: the factor of the loss in the user's backward, as that of a GradScaler.
         replicas: the processes that have parts of the batch, which may be of different sizes.
         start: the random streams before the first forward, so that noise is the same at all points.
+        alone: whether there was no other forward since the last step.
         share: the part of the examples that `forwards` hold; see `part_of_batch`.
     """
 
@@ -139,6 +145,7 @@ class BatchLoss:
     replicas: Replicas
     devices: tuple[torch.device, ...]
     start: RandomState | None
+    alone: bool = True
     share: float = 1.0
 
     @property
@@ -183,12 +190,11 @@ class BatchLoss:
         """Whether the forwards returned the values at `parameters`, those before the step.
 
         They did not if the weights were changed between forward and step, as by SAM or a sample of a posterior; if
-        noise enters, because several forwards have drawn theirs one behind another with a backward in between; and if
-        a forward changes a buffer that the next one reads. One comparison a capture finds the latter; the host waits.
+        noise enters and there were several forwards, because others may have drawn in between; and if a forward changes a buffer that the next one reads. One comparison a capture finds the latter; the host waits.
         """
         for forward in self.forwards:
             recorder = forward.recorder
-            if not isinstance(recorder.emitted, EmittedGraph) or recorder.emitted.random:
+            if not isinstance(recorder.emitted, EmittedGraph) or (recorder.emitted.random and not self.alone):
                 return False
             if forward.weights != weights_of(recorder):
                 return False

@@ -160,7 +160,12 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     check_choices(state, checkpoint.whole)
     scalars = state.options.rule.scalars
     added = {f"{WHOLE}{name}": torch.tensor(scalars[name]) for name in SINCE if name in scalars}
-    checkpoint = replace(checkpoint, whole={**added, **checkpoint.whole})
+    older = {name for name in added if name not in checkpoint.whole}
+    if f"{WHOLE}multiplier" in older and f"{WHOLE}norm" in checkpoint.whole:  # its first check is long ago
+        added[f"{WHOLE}norm"] = torch.ones_like(checkpoint.whole[f"{WHOLE}norm"])
+        checkpoint = replace(checkpoint, whole={**checkpoint.whole, **added})
+    else:
+        checkpoint = replace(checkpoint, whole={**added, **checkpoint.whole})
     needed = {name: tensor for name, tensor in whole(state).items() if not name.startswith(LATE)}
     if wrong := sorted(needed.keys() ^ checkpoint.whole.keys()):
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
@@ -284,4 +289,5 @@ def restore(
     state.forwards.generator.set_state(values["generator"].cpu())
     state.late = checkpoint.late
     state.vectors.grouped = None
+    state.memory.reset()
     state.forwards.forget()

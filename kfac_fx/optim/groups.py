@@ -213,9 +213,11 @@ class FlatParameters:
         """A 0-dim bool."""
         return is_finite(self.division.total(vector.sum()))
 
-    def squared_norm(self, vector: Tensor) -> Tensor:
-        """|v|², 0-dim."""
-        return self.division.total(torch.linalg.vector_norm(vector).square())
+    def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
+        squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
+        product, *squares = self.division.total(torch.stack([inner(first, second), *squares])).unbind()
+        return product, squares[0], squares[1]
 
 
 def rule_state(state: Tensors) -> Tensors:

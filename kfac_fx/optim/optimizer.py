@@ -108,7 +108,7 @@ class KFAC(Optimizer, Joinable):
                 with. None means 10, and in rules with checks what their `overhead` allows.
             num_burnin_steps: so many first steps only average statistics, and are not counted.
             weight_decay: decoupled from the gradient, and multiplied by lr. With "eigen_moments" it is multiplied by
-                0.02, too, as the whole step is.
+                0.02 m / r, too, as the whole step is.
             estimation_mode: "gradients" samples targets in a pass of its own. "empirical" records in the training
                 backward itself, with the true targets (another matrix, see Kunstner et al. 2019). FisherEstimator has
                 the others.
@@ -180,7 +180,7 @@ class KFAC(Optimizer, Joinable):
             fraction=fraction,
             exps=rule.exps,
         )
-        self.estimator.relative_damping = rule.relative_damping
+        self.estimator.relative_damping = rule.side_damping
         self.estimator.new_extras = rule.new_extras
         shards = Shards.of(net.named_parameters())
         self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.group))

@@ -133,6 +133,9 @@ class Memory:
         """For the report: how the rule computes."""
         return []
 
+    def reset(self) -> None:
+        """Called when a state was loaded."""
+
     def reasons(self) -> list[str]:
         """For the report: each part that is not done as it should be, and why."""
         return []
@@ -147,6 +150,7 @@ class BlockStep:
         ok: whether the gradient is taken, 0-dim; known in `direction`.
         check: of this step; None without one.
         risen: whether it undid the steps before this one, 0-dim; None: it did not look.
+        undone: whether it undid this step or those before it, 0-dim; None without a check.
         estimator: has the blocks.
         damping: λ, 0-dim, written in place.
         size: the step size from check to check.
@@ -172,6 +176,7 @@ class BlockStep:
     exact_products: Products
     check: Check | None = None
     risen: Tensor | None = None
+    undone: Tensor | None = None
     ok: Tensor = field(init=False)
 
     @property
@@ -267,7 +272,7 @@ class Rule:
         """Raises ValueError for options that do not fit together."""
 
     @property
-    def relative_damping(self) -> float | None:
+    def side_damping(self) -> float | None:
         """Sides of blocks are damped by this part of their mean eigenvalue; None: by λ."""
         return 0.003 if self.has_bases else None
 
@@ -355,6 +360,17 @@ class Rule:
         groups: the optimizer's. names: of the parameters.
         """
         return step.flat.is_finite(step.g)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `whole_step` takes the steps of this class: no subclass of the class that has it makes other ones."""
+        stages = {"direction", "move", "measured_move"}
+        for kind in type(self).__mro__:
+            if "whole_step" in vars(kind):
+                return True
+            if not stages.isdisjoint(vars(kind)):
+                return False
+        return True
 
     def whole_step(self, step: BlockStep) -> tuple[Tensor, Tensor | None] | None:
         """A step without a check as one program: (whether it was made, κ); None to take it in stages."""
@@ -476,9 +492,9 @@ class Damped(Rule):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.damping is None and self.relative_damping is None:
+        if self.damping is None and self.side_damping is None:
             raise ValueError(f"{self.written} needs damping=...; 'eigen_moments', the default, needs none")
-        if self.relative_damping is None:
+        if self.side_damping is None:
             return
         if self.damping is not None or self.damping_rule is not None:
             raise ValueError("relative_damping is the damping: leave damping and adapt_damping out")

@@ -99,6 +99,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         ok = measured_move(state, step, others, ok, loss, losses) if due.adapting else moved(state, step, others, ok)
     state.skipped += ~ok
     schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
+    if (rule_with_checks := state.options.checks) is not None and step is not None and step.undone is not None:
+        state.checks.watch.look(rule_with_checks.divisor(step), step.undone, schedule.last_check)
 
 
 # --- before the update ------------------------------------------------------------------------------------------------
@@ -171,6 +173,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
         state.replicas,
         state.forwards.devices,
         seen.start,
+        alone=seen.forwards == 1,
     )
     parameters = {name: parameter.detach() for parameter, name in state.vectors.names.items()}
     return state.checks.new(batch, parameters, state.schedule.steps_since_check, rule.by_quotients)
@@ -239,7 +242,7 @@ def moved(state: StepState, step: BlockStep | None, others: FlatParameters | Non
 def moved_in_blocks(state: StepState, step: BlockStep) -> Tensor:
     """direction, step size, guard, move."""
     rule = state.options.rule
-    if step.check is None and (whole := rule.whole_step(step)) is not None:
+    if step.check is None and rule.is_whole and (whole := rule.whole_step(step)) is not None:
         ok, kappa = whole
         keep(state, kappa=kappa)
         return ok
@@ -269,9 +272,7 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     size.store(tried, ratio=ratio, value=check.value, **update.scalars, **measured.scalars)
     outcome = Outcome(tried, kept, change, predicted)
     rule.checked_move(step, check, measured, outcome)
-    undone = tried & ~kept
-    undone = undone if step.risen is None else undone | step.risen
-    state.checks.watch.look(rule.divisor(step), undone, state.schedule.counter)
+    step.undone = tried & ~kept if step.risen is None else (tried & ~kept) | step.risen
     keep(state, predicted_change=predicted, rho=torch.where(ok, outcome.rho, state.scalars["rho"]))
     return kept
 

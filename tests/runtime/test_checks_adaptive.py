@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.rules.adaptive import GROWTH, LEAST_STEP
+from kfac_fx.optim.rules.adaptive import LEAST_STEP, NORM_GROWTH
 from tests.runtime.slow_kfac import batch, mlp
 
 
@@ -85,7 +85,7 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
             norm = alpha**2 * slope
         else:
             alpha = min(1.0, 1 / ratio)
-            alpha *= min(1.0, GROWTH * math.sqrt(norm / (alpha**2 * slope)))
+            alpha *= min(1.0, NORM_GROWTH * math.sqrt(norm / (alpha**2 * slope)))
         move = -lr * (alpha * d + options.get("weight_decay", 0.0) * at)
         torch.testing.assert_close(theta(net), at + move)
         if number < 3 or number % 4 == 0:

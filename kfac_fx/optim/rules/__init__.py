@@ -14,7 +14,8 @@ from torch import Tensor
 from kfac_fx.linalg.arguments import a_weight as between_0_and_1
 from kfac_fx.linalg.arguments import choice, not_negative, positive
 from kfac_fx.optim.bases import without_basis
-from kfac_fx.optim.rule import BlockStep, CheckedRule, MeasuredMove, Memory, Outcome, Rule, Update, zeros_for
+from kfac_fx.optim.damping import AdaptedDamping, DampingThresholds
+from kfac_fx.optim.rule import BlockStep, CheckedRule, Damped, MeasuredMove, Memory, Outcome, Rule, Update, zeros_for
 from kfac_fx.optim.rules.adaptive import Adaptive
 from kfac_fx.optim.rules.eigen_moments import EigenMoments
 from kfac_fx.optim.rules.grafted import Grafted
@@ -25,9 +26,12 @@ from kfac_fx.passes.ir import Registration
 
 __all__ = [
     "Adam",
+    "AdaptedDamping",
     "Adaptive",
     "BlockStep",
     "CheckedRule",
+    "Damped",
+    "DampingThresholds",
     "EigenMoments",
     "Grafted",
     "MeasuredMove",

@@ -13,7 +13,7 @@ from kfac_fx.optim.checks import RISE, Check
 from kfac_fx.optim.damping import DampingRule, DampingThresholds
 from kfac_fx.optim.rule import ANY, BlockStep, CheckedRule, Damped, MeasuredMove, Outcome, StepIntervals, Update
 
-GROWTH = 1.5
+NORM_GROWTH = 1.5
 LEAST_STEP = 0.05
 
 
@@ -31,7 +31,7 @@ class Adaptive(DampingThresholds, Damped, CheckedRule):
                                                                 are undone
 
     A rise by `RISE` of h is tolerated in a step. Between two checks the Fisher norm of a step, as the blocks estimate
-    it, is at most `GROWTH` times that of the last check, so that a wrong step size cannot run away. At a check the
+    it, is at most `NORM_GROWTH` times that of the last check, so that a wrong step size cannot run away. At a check the
     squared exact Fisher norm is at most max(1, h).
 
     The blocks leave out the correlation of layers, so no fixed learning rate is right for all networks; one product
@@ -39,7 +39,7 @@ class Adaptive(DampingThresholds, Damped, CheckedRule):
     along the gradient of one batch fits this batch. The step is measured on its own batch. A measure over the steps
     since the last check, on a fresh batch, only undoes steps: a damping that follows it never falls on a plateau.
 
-    Args:
+    Args, next to those of `Damped` and `DampingThresholds`:
         damping: λ before the first step.
         momentum: β, the weight of the past in the averaged gradient.
         overhead: what statistics, inverses and checks may cost in a step, as a part of the training step.
@@ -84,7 +84,7 @@ class Adaptive(DampingThresholds, Damped, CheckedRule):
     def move(self, step: BlockStep, update: Update) -> Tensor:
         size, slope = step.size, self.slope(step, update)
         length = (1 / size.ratio).clamp(max=1.0)
-        length = length * (GROWTH * (size.norm / (length.square() * slope)).sqrt()).clamp(max=1.0)
+        length = length * (NORM_GROWTH * (size.norm / (length.square() * slope)).sqrt()).clamp(max=1.0)
         return step.flat.displacement(length * update.vector)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
@@ -113,6 +113,10 @@ class Adaptive(DampingThresholds, Damped, CheckedRule):
         factor = rule.decay**check.steps
         adapted = step.damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
         step.damping.copy_(torch.where(outcome.tried, adapted.clamp(min=rule.min_damping), step.damping))
+
+    def divisor(self, step: BlockStep) -> Tensor:
+        """The part of r that is unusual: α is below `LEAST_STEP` in no good training."""
+        return LEAST_STEP * step.size.ratio
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         """Forget the averaged gradient, and raise λ."""

@@ -44,8 +44,8 @@ cosine sees the loss along a step and not beyond it. So a check multiplies m by 
 rose in the step, and by more than twice what the quadratic model says.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
-it. It is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by `RISE_AGAIN` h
-if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on its way, even
+it. At a check it is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by
+`RISE_AGAIN` h if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on its way, even
 where the quadratic model predicts a rise.
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
@@ -117,6 +117,7 @@ GROWTH = 1.0  # η
 OVERSHOT = 0.3
 FIRST = 10.0  # the largest m that the first check gives
 LEAST, MOST = 0.1, 30.0  # of m
+LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
 RELATIVE_DAMPING = 0.003
 
@@ -127,7 +128,7 @@ class EigenMoments(CheckedRule):
 
     Every few steps the exact Fisher of the batch scales the step, and steps that made the batch's loss rise are undone.
     It needs no number and no closure. Its lr is a multiplier of the step size, and 1 if none is given. The weight decay
-    is multiplied by 0.02, as the whole step is.
+    is multiplied by 0.02 m / r, as the whole step is.
 
     Args:
         momentum: β₁, the weight of the past in the averaged gradient. Parameter groups may have their own, one for all
@@ -166,8 +167,10 @@ class EigenMoments(CheckedRule):
                 f"relative_damping={self.relative_damping} has no effect without an eigenvalue_exponent above 0: leave "
                 "it out"
             )
-        if self.relative_damping is None:
-            object.__setattr__(self, "relative_damping", RELATIVE_DAMPING)
+
+    @property
+    def side_damping(self) -> float:
+        return RELATIVE_DAMPING if self.relative_damping is None else self.relative_damping
 
     @property
     def of_groups(self) -> dict[str, float]:
@@ -230,9 +233,9 @@ class EigenMoments(CheckedRule):
         if padded is not None:
             update = padded.vector(flat, step.ok, beta, nesterov(step.size), partial(self.grow, step))
             return Update(update, ok=padded.accept.clone())
-        last, squared = step.state["last_update"], flat.squared_norm(flat.g)
+        product, squared, squared_last = flat.products(flat.g, step.state["last_update"])
         ok = step.ok & (MOST_SUMMED * squared).isfinite()
-        self.grow(step, ok, flat.inner(flat.g, last), squared, flat.squared_norm(last))
+        self.grow(step, ok, product, squared, squared_last)
         parts = flat.flat.parts(zero_unless_(ok, flat.g))
         gradient = flat.division.to_blocks(parts)
         by_name = step_in_bases(
@@ -249,18 +252,25 @@ class EigenMoments(CheckedRule):
         )
         wholes = {name: by_name[name] for name in gradient}
         update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
-        return Update(update, {"last_update": update}, ok=ok)
+        # The way back, up to a factor: parameters of a group without lr did not move.
+        back = update if flat.one_scale else -flat.displacement(update)
+        return Update(update, {"last_update": back}, ok=ok)
 
     def grow(self, step: BlockStep, ok: Tensor, product: Tensor, squared: Tensor, squared_last: Tensor) -> None:
         """Take the cosine of the gradient and the last update into m where `ok` is true; all are 0-dim.
 
         product: <g, Δ'>. squared, squared_last: |g|² and |Δ'|².
         """
-        lr, multiplier, peak = step.flat.largest_lr, step.scalars["multiplier"], step.scalars["peak_lr"]
-        peak.copy_(torch.maximum(peak, lr))
-        norms = (squared * squared_last).sqrt()
-        cosine = torch.where(norms > 0, product / norms, 0.0) * torch.where(peak > 0, lr / peak, 0.0)
-        grown = (multiplier * (GROWTH * cosine).exp()).clamp(LEAST, MOST)
+        multiplier, peak = step.scalars["multiplier"], step.scalars["peak_lr"]
+        # From the scalars of the groups, which lie where they are: a CUDA graph may hold these operations.
+        lr = step.flat.lr
+        if lr.dim():
+            by_name = step.of_groups["lr"]
+            lr = torch.stack([*{id(by_name[name]): by_name[name] for name in step.flat.parameters}.values()]).amax()
+        torch.maximum(peak, lr, out=peak)
+        tiny = torch.finfo(peak.dtype).tiny
+        cosine = (product / (squared * squared_last).sqrt().clamp(min=tiny)).clamp(-1.0, 1.0)
+        grown = (multiplier * (GROWTH * cosine * lr / peak.clamp(min=tiny)).exp()).clamp(LEAST, MOST)
         multiplier.copy_(torch.where(ok, grown, multiplier))
 
     def move(self, step: BlockStep, update: Update) -> Tensor:
@@ -294,13 +304,14 @@ class EigenMoments(CheckedRule):
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         self.forget_update(step, outcome.tried & ~outcome.kept)
-        overshot = (outcome.change > 0) & (outcome.change > 2 * outcome.predicted)
+        rounding = LEAST_RISE * torch.where(check.value.isfinite(), check.value.abs(), 0.0)
+        overshot = (outcome.change > rounding) & (outcome.change > 2 * outcome.predicted)
         multiplier = step.scalars["multiplier"]
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
     def divisor(self, step: BlockStep) -> Tensor:
-        """r / m: a multiplier that the bound takes back shortens nothing."""
-        return step.size.ratio / step.scalars["multiplier"]
+        """r, without what a large multiplier made of it and the bound takes back."""
+        return step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         step.memory.means.forget_average(risen)
@@ -339,6 +350,9 @@ class EigenMemory(Memory):
             decay, exponent = self.rule.second_moment_decay, self.rule.eigenvalue_exponent
             self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
         return self._padded if self._padded.fits(means, flat) else None
+
+    def reset(self) -> None:
+        self._padded = None
 
     def forget_update(self, where: Tensor) -> None:
         if self._padded is not None:

@@ -24,7 +24,7 @@ class Grafted(Damped):
 
     Its lr is of the size of Adam's and needs tuning.
 
-    Args:
+    Args, next to those of `Damped`:
         momentum, second_moment_decay: β₁ and β₂ of Adam.
     """
 
@@ -33,6 +33,10 @@ class Grafted(Damped):
     relative_damping: Annotated[float | None, positive] = None
     momentum: Annotated[float, a_decay] = 0.9
     second_moment_decay: Annotated[float, a_weight] = 0.999
+
+    @property
+    def side_damping(self) -> float | None:
+        return self.relative_damping
 
     def new_state(self, parameter: Tensor) -> Tensors:
         return new_adam_state(parameter)

@@ -23,7 +23,7 @@ class Regular(AdaptedDamping, Damped):
     It neither checks nor undoes a step: without `norm_constraint`, too large an lr for the damping makes the loss
     diverge.
 
-    Args:
+    Args, next to those of `Damped` and `AdaptedDamping`:
         momentum: μ; parameter groups may have their own.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
@@ -49,6 +49,10 @@ class Regular(AdaptedDamping, Damped):
                 f"norm_constraint_form={self.norm_constraint_form!r} has no effect without norm_constraint: leave it "
                 "out"
             )
+
+    @property
+    def side_damping(self) -> float | None:
+        return self.relative_damping
 
     @property
     def reported(self) -> tuple[str, ...]:

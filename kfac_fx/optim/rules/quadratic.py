@@ -24,7 +24,7 @@ class QModel(AdaptedDamping, Damped):
 
     α and μ minimize the exact quadratic model of the batch, with λ.
 
-    Args:
+    Args, next to those of `Damped` and `AdaptedDamping`:
         qmodel_update_rescale: the lr of the parameter groups.
     """
 
