@@ -190,7 +190,8 @@ class BatchLoss:
         """Whether the forwards returned the values at `parameters`, those before the step.
 
         They did not if the weights were changed between forward and step, as by SAM or a sample of a posterior; if
-        noise enters and there were several forwards, because others may have drawn in between; and if a forward changes a buffer that the next one reads. One comparison a capture finds the latter; the host waits.
+        noise enters and there were several forwards, because others may have drawn in between; and if a forward
+        changes a buffer that the next one reads. One comparison a capture finds the latter; the host waits.
         """
         for forward in self.forwards:
             recorder = forward.recorder

@@ -45,8 +45,8 @@ rose in the step, and by more than twice what the quadratic model says.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. At a check it is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by
-`RISE_AGAIN` h if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on its way, even
-where the quadratic model predicts a rise.
+`RISE_AGAIN` h if that is less. A smaller rise is no sign of a bad step: Adam's steps make a small loss rise and fall on
+its way, even where the quadratic model predicts a rise.
 
 The mean gradient n in d has Nesterov's momentum, with more weight on the newest gradient, where neither of two signs
 speaks against it. n is the plain mean m̂
@@ -252,9 +252,8 @@ class EigenMoments(CheckedRule):
         )
         wholes = {name: by_name[name] for name in gradient}
         update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
-        # The way back, up to a factor: parameters of a group without lr did not move.
-        back = update if flat.one_scale else -flat.displacement(update)
-        return Update(update, {"last_update": back}, ok=ok)
+        # The way back, up to a factor: parameters of a group whose lr is zero did not move.
+        return Update(update, {"last_update": flat.lr * update if flat.lr.dim() else update}, ok=ok)
 
     def grow(self, step: BlockStep, ok: Tensor, product: Tensor, squared: Tensor, squared_last: Tensor) -> None:
         """Take the cosine of the gradient and the last update into m where `ok` is true; all are 0-dim.
