@@ -3,8 +3,9 @@
     python -m benchmarks.short_jobs                 the losses, in results/short_jobs.json
     python -m benchmarks.short_jobs --write-docs    the tables of docs/short_jobs.md
 
-`KFAC(net)` has no choice here, and AdamW the best of its rates on the very job, though a job of a minute is not tuned. A method starts from the same network and sees the same batches. The rate decays linearly to zero. A loss
-is the mean over two seeds of the loss after the last step, in eval mode, on four batches.
+`KFAC(net)` has no choice here, and AdamW the best of its rates on the very job, though a job of a minute is not tuned.
+A method starts from the same network and sees the same batches. The rate decays linearly to zero. A loss is the mean
+over two seeds of the loss after the last step, in eval mode, on four batches.
 """
 
 from __future__ import annotations
