@@ -176,7 +176,7 @@ class ModelSpectrum(Spectrum):
 
         self.many(vector)  # is checked before it is differentiated
         x = applied(solved, vector)
-        return solutions[0]._replace(vector=x)
+        return Solution(x, *solutions[0][1:])
 
     def solved(
         self, vector: Vector, product: NamedProduct, tolerance: float, iterations: int, exponent: float

@@ -144,12 +144,12 @@ class Watch:
                 None if divided_by <= SHORT else self.step if self.short_since is None else self.short_since
             )
         if self.undone >= MOST_UNDONE:
-            self.warn(f"checks undid steps {self.undone} times in a row, up to step {self.step}")
+            self.tell(f"checks undid steps {self.undone} times in a row, up to step {self.step}")
         elif self.short_since is not None and step - self.short_since >= SHORT_STEPS:
-            self.warn(f"steps are shorter than a tenth of their length from step {self.short_since} on, up to {step}")
+            self.tell(f"steps are shorter than a tenth of their length from step {self.short_since} on, up to {step}")
         self.last, self.step = HostCopy(torch.stack([divisor, undone.to(divisor.dtype)])), step
 
-    def warn(self, happened: str) -> None:
+    def tell(self, happened: str) -> None:
         self.warned = True
         warn_user(
             StalledWarning(

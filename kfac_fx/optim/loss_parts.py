@@ -49,7 +49,8 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
 
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs.
     """
-    if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or gradient.shape != loss.inputs.shape:
+    fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
+    if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
         return []
     kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if loss.kept is None else loss.kept
     rows = torch.where(kept.unsqueeze(-1), gradient, 0).reshape(-1, gradient.shape[-1]).double()
@@ -60,12 +61,13 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
     weight = (rows * expected).sum(-1) / expected.square().sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
     apart = (rows - weight.unsqueeze(-1) * expected).norm(dim=-1) > ON_A_ROW * rows.norm(dim=-1)
     trained = rows.any(-1)
-    uncertain = p.max(-1).values < CERTAIN  # of others the gradient may be rounded to zero
+    uncertain = p.max(-1).values < CERTAIN  # the gradient of others is small, and may be rounded to zero
     masked = kept.reshape(-1) & ~trained & uncertain
-    least, most = (torch.where(trained, weight, other) for other in (torch.inf, -torch.inf))
+    told = trained & uncertain
+    least, most = (torch.where(told, weight, other) for other in (torch.inf, -torch.inf))
     numbers = torch.stack([
-        rows.isfinite().all(), trained.sum(), (trained & apart).any(), masked.sum(), kept.sum(),
-        least.min(), most.max(), torch.where(trained, weight, 0).sum(),
+        rows.isfinite().all(), told.sum(), (trained & apart).any(), masked.sum(), kept.sum(),
+        least.min(), most.max(), torch.where(told, weight, 0).sum(),
     ]).tolist()  # fmt: skip
     finite, number, unfit, left_out, cases, low, high, total = numbers
     if not finite or not number or unfit or low < 0:

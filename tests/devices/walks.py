@@ -34,6 +34,7 @@ FIRST_STEP = {
     "loss_parts.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
+    "batch_loss.py:repeats",  # once a capture: has a second forward the outputs of the first?
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "means.py:have_equal_weights",  # have all blocks the same past?

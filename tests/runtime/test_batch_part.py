@@ -255,7 +255,8 @@ def test_a_training_whose_checks_take_a_part_descends_and_the_report_says_so(mon
     monkeypatch.setattr(checks, "share_of_checks", lambda kinds, processes: SHARE)
     net = compile(Net(), (X,), loss="normal")
     target = X @ torch.ones(3, 4, dtype=torch.float64)
-    losses = train(net, KFAC(net, seed=0), 40, lambda outputs: rows(outputs - target))
+    optimizer = KFAC(net, seed=0)
+    losses = train(net, optimizer, 40, lambda outputs: rows(outputs - target))
     assert losses[-1] < 0.5 * losses[0]
     report = " ".join(str(net.report).split())
     assert "checks take the first 1/8 of the examples of a batch, rounded up" in report
@@ -265,7 +266,8 @@ def test_a_training_whose_checks_take_a_part_descends_and_the_report_says_so(mon
 def test_the_report_says_why_the_checks_take_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "share_of_checks", lambda kinds, processes: SHARE)
     net = compile(normed(), (X,), loss="normal")
-    train(net, KFAC(net, seed=0), 2, rows)
+    optimizer = KFAC(net, seed=0)
+    train(net, optimizer, 2, rows)
     report = " ".join(str(net.report).split())
     assert "take whole batches and not 1/8 of their examples" in report
     assert "the outputs of an example depend on the others" in report and "checks take the first" not in report

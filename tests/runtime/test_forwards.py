@@ -376,14 +376,18 @@ def test_zeroed_gradients_drop_the_rides_that_made_them() -> None:
 # --- the listener, on fakes -----------------------------------------------------------------------------------------
 
 
+class FakeNet(SimpleNamespace):
+    """It has the names by which a compiled module is told."""
+
+    attach, registrations = None, ()
+
+
 class Listening:
     """Forwards of a fake net with one parameter."""
 
     def __init__(self, **options: Any) -> None:
         self.w, self.log = nn.Parameter(torch.ones(2)), list[str]()
-        net = SimpleNamespace(
-            attach=None,
-            registrations=(),
+        net = FakeNet(
             named_parameters=lambda: iter([("w", self.w)]),
             buffers=lambda: iter(()),
             record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),

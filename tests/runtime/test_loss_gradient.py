@@ -33,7 +33,7 @@ from kfac_fx.optim.loss_scale import (
     ratio,
     short_name,
 )
-from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes import results
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.tensor([0, 3, 1, 1, 2, 0])
@@ -44,7 +44,7 @@ def watched_of(loss: Callable[[Tensor], Any], outputs: Tensor, cases: int | None
     spec = loss_from(loss)
     losses = SimpleNamespace(on=lambda tree, _, targets, kept: spec(tree, targets), averaged=list)
     recorder = SimpleNamespace(loss=spec, losses=losses)
-    structure = pytree.tree_flatten(outputs)[1]
+    structure = results.tree_flatten(outputs)[1]
     return Watched(
         cast(Any, recorder), [outputs], structure, [0], [first(outputs, cases)], None, {}, cases, part, False
     )

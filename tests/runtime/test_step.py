@@ -102,15 +102,19 @@ class FakeForwards:
         return closure()
 
 
+class FakeNet(SimpleNamespace):
+    """It has the names by which a compiled module is told."""
+
+    attach, registrations = None, ()
+
+
 class Problem:
     """Two parameters: `w` in a Fisher block and `free` in none."""
 
     def __init__(self, free: bool = False, estimator: dict[str, Any] | None = None, **options: Any) -> None:
         self.log: list[str] = []
         self.w, self.free = nn.Parameter(START.clone()), nn.Parameter(torch.ones(1, dtype=torch.float64))
-        net = cast(
-            Any, SimpleNamespace(backend="eager", in_place=False, attach=None, registrations=(), model=nn.Identity())
-        )
+        net = cast(Any, FakeNet(backend="eager", in_place=False, model=nn.Identity()))
         chosen = options_of(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
         scalar = torch.zeros((), dtype=torch.float64)
         self.forwards = FakeForwards(self.log)
@@ -340,7 +344,7 @@ def test_a_measured_step_that_is_not_finite_leaves_the_damping(min_damping: floa
 
 
 def test_losses_that_the_damping_rule_needs_are_asked_for_by_name() -> None:
-    options = options_of(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
+    options = options_of(cast(Any, FakeNet()), lr=1.0, damping=1.0, **ADAPTED)
     late = options_of(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
 
     def check(options: KFACOptions, losses: Losses, counter: int = 0) -> None:
