@@ -38,6 +38,7 @@ RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
+STEPS_TO_READ = 5  # from a check to the step in which the host reads it, at least
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -121,11 +122,10 @@ class StalledWarning(UserWarning):
 class Watch:
     """Warns once of a training that checks hold where it is.
 
-    The host reads a check when the next one is made, so that it hardly waits.
+    The host reads a check some steps later, so that it hardly waits.
     """
 
-    last: HostCopy | None = None  # by what the last check divided steps, and whether it undid one
-    step: int = 0  # of the last check
+    unread: list[tuple[int, HostCopy]] = field(default_factory=list)  # the step of a check, its divisor, what it undid
     undone: int = 0  # checks in a row that undid a step
     short_since: int | None = None  # the step of the first check in a row that shortened steps by much
     warned: bool = False
@@ -135,19 +135,21 @@ class Watch:
 
         divisor: of the rule's steps. undone: whether the check undid this step or those before it.
         """
+        self.unread.append((step, HostCopy(torch.stack([divisor, undone.to(divisor.dtype)]))))
+        while not self.warned and step - self.unread[0][0] >= STEPS_TO_READ:
+            self.read(*self.unread.pop(0))
         if self.warned:
-            return
-        if self.last is not None:
-            divided_by, was_undone = self.last.wait().tolist()
-            self.undone = self.undone + 1 if was_undone else 0
-            self.short_since = (
-                None if divided_by <= SHORT else self.step if self.short_since is None else self.short_since
-            )
+            self.unread.clear()
+
+    def read(self, step: int, copy: HostCopy) -> None:
+        divided_by, undone = copy.wait().tolist()
+        since = step if self.short_since is None else self.short_since
+        self.short_since = since if divided_by > SHORT else None
+        self.undone = self.undone + 1 if undone else 0
         if self.undone >= MOST_UNDONE:
-            self.tell(f"checks undid steps {self.undone} times in a row, up to step {self.step}")
+            self.tell(f"checks undid steps {self.undone} times in a row, up to step {step}")
         elif self.short_since is not None and step - self.short_since >= SHORT_STEPS:
             self.tell(f"steps are shorter than a tenth of their length from step {self.short_since} on, up to {step}")
-        self.last, self.step = HostCopy(torch.stack([divisor, undone.to(divisor.dtype)])), step
 
     def tell(self, happened: str) -> None:
         self.warned = True

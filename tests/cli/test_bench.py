@@ -99,7 +99,7 @@ def test_the_steps_are_those_of_the_default_and_each_kind_does_its_own_work() ->
     contestants = bench(problem, rounds=1)
     options = [contestant.optimizer.options for name, contestant in contestants.items() if name.startswith("K-FAC")]
     assert [option.rule.name for option in options] == ["eigen_moments"] * 4
-    intervals = [(o.cov_update_every, o.invert_every, o.damping_adaptation_interval) for o in options]
+    intervals = [(o.cov_update_every, o.invert_every, o.rule.damping_adaptation_interval) for o in options]
     assert [[every == 1 for every in of_kind] for of_kind in intervals] == [
         [False, False, False], [True, False, False], [False, True, False], [False, False, True],
     ]  # fmt: skip
