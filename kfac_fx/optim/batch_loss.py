@@ -69,7 +69,7 @@ class ObservedForward:
     at_outputs: bool  # whether these are the Fisher's outputs
     precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
-    weights: tuple[tuple[int, int, float], ...] = ()  # of the forward, as of `weights_of`
+    weights: Weights = field(default_factory=lambda: Weights())  # of the forward
 
     @staticmethod
     def of(
@@ -88,7 +88,7 @@ class ObservedForward:
         forward = ObservedForward(
             recorder, args, kwargs, results.tree_unflatten(kept, spec), leaves, at_outputs, precision
         )
-        forward.weights = weights_of(recorder)
+        forward.weights = Weights.of(recorder)
         for leaf in leaves:
             if returned[leaf].requires_grad:
                 returned[leaf].register_hook(partial(forward.take, leaf))
@@ -99,18 +99,27 @@ class ObservedForward:
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
 
 
-def weights_of(recorder: Recorder) -> tuple[tuple[int, int, float], ...]:
-    """Where the parameters of a model lie, how often they were written, and on a CPU their norms: equal at two times if
-    none has changed. Writes through `.data` change the norm alone."""
-    return tuple(
-        (
-            parameter.data_ptr(),
-            version(parameter),
-            float(torch.linalg.vector_norm(parameter.detach())) if parameter.device.type == "cpu" else 0.0,
-        )
-        for parameter in recorder.model.parameters()
-        if not is_sharded(parameter) and parameter.is_floating_point()  # FSDP2 moves sharded ones without a change
-    )
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The parameters of a model at one time: where they lie, how often they were written, and on a CPU their norms,
+    which alone tell of writes through `.data`."""
+
+    places: tuple[tuple[int, int], ...] = ()
+    norms: Tensor | None = None
+
+    @staticmethod
+    def of(recorder: Recorder) -> Weights:
+        # FSDP2 moves sharded ones without a change.
+        parameters = [p.detach() for p in recorder.model.parameters() if not is_sharded(p)]
+        on_cpu = [p for p in parameters if p.device.type == "cpu" and p.is_floating_point() and p.element_size() > 1]
+        norms = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in on_cpu]) if on_cpu else None
+        return Weights(tuple((p.data_ptr(), version(p)) for p in parameters), norms)
+
+    def are(self, others: Weights) -> bool:
+        """Whether none has changed from one time to the other."""
+        if self.places != others.places or (self.norms is None) != (others.norms is None):
+            return False
+        return self.norms is None or others.norms is None or torch.equal(self.norms, others.norms)
 
 
 @dataclass
@@ -197,7 +206,7 @@ class BatchLoss:
             recorder = forward.recorder
             if not isinstance(recorder.emitted, EmittedGraph) or (recorder.emitted.random and not self.alone):
                 return False
-            if forward.weights != weights_of(recorder):
+            if not forward.weights.are(Weights.of(recorder)):
                 return False
             if recorder.repeats is None and forward.at_outputs:
                 with self.same_noise():

@@ -273,8 +273,9 @@ class Rule:
 
     @property
     def side_damping(self) -> float | None:
-        """Sides of blocks are damped by this part of their mean eigenvalue; None: by λ."""
-        return 0.003 if self.has_bases else None
+        """Sides of blocks are damped by this part of their mean eigenvalue, an option `relative_damping`; None: by λ."""
+        given: float | None = getattr(self, "relative_damping", None)
+        return 0.003 if given is None and self.has_bases else given
 
     @property
     def precon_damping_mult(self) -> float:

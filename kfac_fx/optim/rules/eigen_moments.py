@@ -119,7 +119,6 @@ FIRST = 10.0  # the largest m that the first check gives
 LEAST, MOST = 0.1, 30.0  # of m
 LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
-RELATIVE_DAMPING = 0.003
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,10 +166,6 @@ class EigenMoments(CheckedRule):
                 f"relative_damping={self.relative_damping} has no effect without an eigenvalue_exponent above 0: leave "
                 "it out"
             )
-
-    @property
-    def side_damping(self) -> float:
-        return RELATIVE_DAMPING if self.relative_damping is None else self.relative_damping
 
     @property
     def of_groups(self) -> dict[str, float]:
