@@ -34,6 +34,10 @@ class Grafted(Damped):
     momentum: Annotated[float, a_decay] = 0.9
     second_moment_decay: Annotated[float, a_weight] = 0.999
 
+    @property
+    def side_damping(self) -> float | None:
+        return self.relative_damping
+
     def new_state(self, parameter: Tensor) -> Tensors:
         return new_adam_state(parameter)
 

@@ -51,6 +51,10 @@ class Regular(AdaptedDamping, Damped):
             )
 
     @property
+    def side_damping(self) -> float | None:
+        return self.relative_damping
+
+    @property
     def reported(self) -> tuple[str, ...]:
         return () if self.norm_constraint is None else ("kappa",)
 
