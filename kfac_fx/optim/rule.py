@@ -273,7 +273,7 @@ class Rule:
 
     @property
     def side_damping(self) -> float | None:
-        """Sides of blocks are damped by this part of their mean eigenvalue: an option `relative_damping`. None: by λ."""
+        """The part of their mean eigenvalue that damps sides of blocks, an option `relative_damping`; None: λ does."""
         given: float | None = getattr(self, "relative_damping", None)
         return 0.003 if given is None and self.has_bases else given
 
