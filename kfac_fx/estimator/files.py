@@ -199,7 +199,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str,
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file of JSON with its digest, in the place of the one that is there."""
+    """Write a file of JSON with its digest instead of the one that is there."""
     part = beside(path)
     try:
         part.write_text(json.dumps({**value, "seal": UNSEALED}, indent=1), encoding="utf-8")

@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of a folder, in the place of the one that is there."""
+    """Write the manifest of a folder instead of the one that is there."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / NAME, manifest)
 
