@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -259,6 +260,7 @@ def killed_at(event: int, write: Callable[[], object]) -> bool:
     """Run a writer in another process that ends at its n-th event in the file system, with SIGKILL. Whether it did."""
     process = os.fork()
     if process == 0:
+        torch.set_num_threads(1)  # threads do not survive a fork
         seen = 0
 
         def count(name: str, args: tuple[Any, ...]) -> None:
@@ -271,9 +273,12 @@ def killed_at(event: int, write: Callable[[], object]) -> bool:
         sys.addaudithook(count)
         try:
             write()
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status), "the writer raised"
     return os.WIFSIGNALED(status)
 
 
