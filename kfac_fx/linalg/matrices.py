@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -124,6 +124,28 @@ def half_products(left: Tensor, right: Tensor, dtype: torch.dtype | None = None)
     if left.is_cuda:
         return torch.bmm(left, right, dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+FAST_HALVES = ("avx512_bf16", "amx_bf16")  # of `torch.cpu.get_capabilities`
+WORTH_HALVING = 128  # width
+
+
+def basis_dtype(device: torch.device, dtype: torch.dtype, width: int) -> torch.dtype:
+    """The precision of bases of so wide matrices of a dtype: bfloat16 on a CPU that multiplies it fast.
+
+    There a product of wide matrices takes half of the time of one in float32 or less. Other CPUs convert every number,
+    and take longer.
+    """
+    if device.type != "cpu" or dtype is not torch.float32 or width < WORTH_HALVING:
+        return dtype
+    return torch.bfloat16 if has_fast_halves() else dtype
+
+
+@cache
+def has_fast_halves() -> bool:
+    """Whether the CPU has instructions for products of bfloat16, and torch uses them; torch 2.11 does not tell."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return TORCH_BACKENDS.mkldnn.is_available() and any(capabilities.get(name) for name in FAST_HALVES)
 
 
 def cache_aligned(size: int) -> int:

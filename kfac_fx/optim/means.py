@@ -28,6 +28,7 @@ from torch import Tensor
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup, Stack
 from kfac_fx.linalg.vectors import Tensors, joint_view
+from kfac_fx.optim.bases import turned
 from kfac_fx.passes.torch_private import version
 
 EPSILON = 1e-8
@@ -183,7 +184,7 @@ class Means:
         """Take the gradients into the sums.
 
         Args:
-            gradients: h of every group, [L, g, o, i]; zero in blocks that do not take them.
+            gradients: h of every group, [L, g, o, i], in any precision; zero in blocks that do not take them.
             scalars: the result of `advance`.
 
         Returns a and √v̂ + ε, the latter up to a factor for every block: one tensor [2, P] of all groups if they have
@@ -195,7 +196,7 @@ class Means:
             torch.cat([h.reshape(-1) for h in gradients], out=pair[0])
             adam_step(pair, average.moment, squares.moment, scalars[0])
             return [pair]
-        pairs = [torch.stack([h, h]) for h in gradients]
+        pairs = [torch.stack([h, h]).to(group.dtype) for h, group in zip(gradients, self.groups, strict=True)]
         for pair, average, squares, of_group in zip(pairs, self.averages, self.squares, scalars, strict=True):
             adam_step(pair, average.moment, squares.moment, of_group)
         return pairs
@@ -235,8 +236,8 @@ def in_new_basis(group: BlockGroup, change: Sequence[Tensor]) -> list[tuple[Tens
     """Both means of a group, each with what it is in the basis Q'. change: the operators of Q'ᵀ Q."""
     average, squares = means_of(group)
     return [
-        (average.moment, group.applied(average.moment, change)),
-        (squares.moment, group.applied(squares.moment, [operator.square() for operator in change])),
+        (average.moment, turned(group, average.moment, change)),
+        (squares.moment, turned(group, squares.moment, [operator.square() for operator in change])),
     ]
 
 

@@ -28,7 +28,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import positive
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, new_bases, update_bases
+from kfac_fx.optim.bases import basis_of, new_bases, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize
 from kfac_fx.optim.damping import DampingRule
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
@@ -226,7 +226,7 @@ class BlockStep:
     def turned(self, vector: Tensor, transpose: bool, outputs: bool) -> Tensor:
         def of(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
             return [
-                group.applied(matrix, basis_of(group, outputs), transpose)
+                turned(group, matrix, basis_of(group, outputs), transpose).to(group.dtype)
                 for group, matrix in zip(groups, matrices, strict=True)
             ]
 

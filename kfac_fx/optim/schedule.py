@@ -3,16 +3,17 @@
 A cost model of the network chooses the intervals of rules with checks. It counts floating-point
 operations. A layer with n rows and a matrix [o, i] takes 2 n i o in a forward, its statistics take 2 n (i² + o²), and
 its inverses D(i) + D(o). Other work counts as the products that the machine does in the same time (`Rates`): an
-operation for the time in which the host issues it, which decides in small networks, and a decomposition D(d) for a
-linear and a cubic term of its width. With a forward f = Σ 2 n i o + the operations of the graph:
+operation for the time in which the host issues it, which decides in small networks, a pass over the parameters for the
+time that memory takes, and a decomposition D(d) for a polynomial of its width d. With a forward f = Σ 2 n i o + the
+operations of the graph, and P parameters:
 
     a training step          3 f
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
-    inverses                 Σ D(i) + D(o) + their operations
-    a check                  3 f + its operations: three forwards; on an accelerator without TF32, of a part of the
-                             batch
-    with products            2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
+    inverses                 Σ D(i) + D(o) + their operations; new bases also turn two means, Σ 4 i o (i + o)
+    a check                  3 f + its operations + passes over P: three forwards; on an accelerator without TF32, of a
+                             part of the batch
+    with products            2 f + 3 Σ 2 n i o + the same: two forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
 with the smallest sum are taken: s = √c Σ √c / (overhead · training). Inverses follow every second update of the
@@ -49,6 +50,7 @@ from torch import Tensor
 
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import HostCopy
+from kfac_fx.optim.bases import block_width
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.passes.ir import UNROLLED, Program
@@ -58,6 +60,7 @@ PER_USE = 40  # operations that record a use
 PER_GROUP = 60  # operations that average the factors of equal blocks
 PER_INVERSE = 30  # operations that invert them
 PER_RECORDING = PER_CHECK = 100  # the other operations
+CHECK_PASSES = 12  # of a check over all parameters
 PRODUCT = 4  # operations for one of the graph in a product with the Jacobian
 CHECK_FORWARDS = 3  # of a check without such a product
 FUSED = 10  # the operations of an unrolled recurrent layer for one of its kernel
@@ -69,41 +72,55 @@ SHORTEST_TO_MULTIPLY = 3  # steps: the host would wait for the check of one or t
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Floating-point operations of blocks: statistics as plain products, inverses d³ of a side. widths: d of a side."""
+    """Floating-point operations of blocks: statistics as plain products, and to turn one vector by all sides.
 
-    forward: float
-    statistics: float
-    preconditioning: float
-    inverses: float
-    widths: float
+    widths, squares, cubes: Σ d, Σ d² and Σ d³ of the matrices that are decomposed. parameters: their number.
+    """
+
+    forward: float = 0.0
+    statistics: float = 0.0
+    turning: float = 0.0
+    widths: float = 0.0
+    squares: float = 0.0
+    cubes: float = 0.0
+    parameters: float = 0.0
 
     @staticmethod
-    def of(groups: Sequence[BlockGroup], rows: Mapping[Key, float]) -> LayerFlops:
-        """rows: n of every registration; others are left out."""
-        forward = statistics = preconditioning = inverses = widths = 0.0
+    def of(groups: Sequence[BlockGroup], rows: Mapping[Key, float], eigenbases: bool = False) -> LayerFlops:
+        """rows: n of every registration; others are left out. eigenbases: whether wide sides are decomposed in
+        blocks (`kfac_fx.optim.bases`)."""
+        forward = statistics = turning = widths = squares = cubes = parameters = 0.0
         for group in groups:
             members = [r.parameters for r in group.registrations if r.parameters in rows]
             n, elements = sum(rows[key] for key in members), math.prod(group.whole_shape)
             forward += 2 * n * elements
+            parameters += len(members) * elements
             for side in group.sides:
-                dense, width = math.prod(side.statistic.shape(group.whole_shape)), group.size(side)
+                dense = math.prod(side.statistic.shape(group.whole_shape))
                 statistics += 2 * n * dense
-                preconditioning += 2 * len(members) * elements * (1 if side.diagonal else width)
-                inverses += len(members) * dense * (0 if side.diagonal else width)
-                widths += 0 if side.diagonal else len(members) * dense / max(1, side.size(group.whole_shape))
-        return LayerFlops(forward, statistics, preconditioning, inverses, widths)
+                if side.diagonal:
+                    turning += 2 * len(members) * elements
+                    continue
+                width = block_width(group, side) if eigenbases else group.size(side)
+                turning += 2 * len(members) * elements * width
+                rows_in_blocks = len(members) * dense / max(1, group.size(side))
+                widths += rows_in_blocks
+                squares += rows_in_blocks * width
+                cubes += rows_in_blocks * width**2
+        return LayerFlops(forward, statistics, turning, widths, squares, cubes, parameters)
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A decomposition of a matrix of width d: linear · d + cubic · d³ flops."""
+    """A decomposition of a matrix of width d: linear · d + square · d² + cubic · d³ flops."""
 
     linear: float
+    square: float
     cubic: float
 
     def flops(self, layers: LayerFlops) -> float:
         """Those of all matrices."""
-        return self.linear * layers.widths + self.cubic * layers.inverses
+        return self.linear * layers.widths + self.square * layers.squares + self.cubic * layers.cubes
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ class Rates:
 
     Attributes:
         operation: the host issues an operation.
+        element: a number is read or written, in a pass over the parameters.
         bases: new eigenvectors of a matrix.
         cholesky: a Cholesky decomposition, and the inverse from it.
         full: products of float32 without TF32, as the forwards of a check have them, take so many times as long.
@@ -119,6 +137,7 @@ class Rates:
     """
 
     operation: float
+    element: float
     bases: Decomposition
     cholesky: Decomposition
     full: float
@@ -135,9 +154,11 @@ class Rates:
 
 HOST = Rates(
     operation=3e5,  # flops of one core in the 7 µs in which it dispatches an operation
-    # d³ multiplications and as many additions are those of Cholesky with the inverse; eigh counts as if it took these.
-    bases=Decomposition(0.0, 2.0),
-    cholesky=Decomposition(0.0, 2.0),
+    element=70.0,
+    # Measured for LAPACK's eigh on one core with 85 to 97 Gflop/s in products of float32: 22 d³ at a width of 129, 14
+    # to 20 at 257, 9 to 12 at 513, 8 to 10 at 1025 and 7 to 9 at 2305. This gives 22, 15, 12, 10 and 9.
+    bases=Decomposition(0.0, 1800.0, 8.5),
+    cholesky=Decomposition(0.0, 0.0, 2.0),  # d³ multiplications and as many additions, with the inverse
     full=1.0,
     share=math.inf,
 )
@@ -147,13 +168,13 @@ def accelerator(speed: float) -> Rates:
     """speed: of products, flops/s."""
     return Rates(
         operation=5e-6 * speed,  # the host takes about 5 µs for an operation, as without an accelerator
+        element=3e-12 * speed,  # 8 bytes at 2.8 TB/s
         # Measured by hand on an H100, for one of 12 in a stack: 0.44 ms at a width of 784, 4.2 at 2304 and 8.5 at 3072
-        # for the orthogonal iteration, and as much again for the products that turn the means. These seconds give 0.6,
-        # 6.3 and 13.7 ms.
-        bases=Decomposition(5e-7 * speed, 4.2e-13 * speed),
+        # for the orthogonal iteration. These seconds give 0.37, 4.1 and 9.0 ms.
+        bases=Decomposition(3e-7 * speed, 0.0, 2.8e-13 * speed),
         # Measured on an H100 by benchmarks/decompositions, for one of a stack of 16: 0.05 ms at a width of 256, 0.09
         # at 512, 0.26 at 1024 and 2.3 at 2048. These seconds give 0.05, 0.12, 0.31 and 1.3 ms.
-        cholesky=Decomposition(2e-7 * speed, 1e-13 * speed),
+        cholesky=Decomposition(2e-7 * speed, 0.0, 1e-13 * speed),
         full=speed / 4e13,
         share=0.125,
     )
@@ -196,7 +217,7 @@ class StepCosts:
             rates: the kind of machine.
             eigenbases: whether new inverses are eigenbases, and not inverses from Cholesky decompositions.
         """
-        flops, operation = LayerFlops.of(groups, rows), rates.operation
+        flops, operation = LayerFlops.of(groups, rows, eigenbases), rates.operation
         decomposition = rates.bases if eigenbases else rates.cholesky
         calls = [node for node in program.graph.nodes if node.op.startswith("call_")]
         unrolled = sum(UNROLLED in node.meta for node in calls)
@@ -208,8 +229,12 @@ class StepCosts:
         return StepCosts(
             training=3 * (forward - operation * unrolled * (1 - 1 / FUSED)),
             statistics=passes + fraction * flops.statistics + recording,
-            inverses=decomposition.flops(flops) + operation * PER_INVERSE * len(groups),
-            check=check * check_share * rates.full * flops.forward + operation * (operations * len(calls) + PER_CHECK),
+            inverses=decomposition.flops(flops)
+            + 2 * eigenbases * flops.turning
+            + operation * PER_INVERSE * len(groups),
+            check=check * check_share * rates.full * flops.forward
+            + operation * (operations * len(calls) + PER_CHECK)
+            + rates.element * CHECK_PASSES * flops.parameters,
             share=rates.share,
         )
 

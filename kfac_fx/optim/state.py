@@ -16,6 +16,7 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.linalg.processes import Replicas
+from kfac_fx.optim import bases
 from kfac_fx.optim.checks import Checks, StepSize
 from kfac_fx.optim.curvature import JacobianProducts, exact_products
 from kfac_fx.optim.forwards import Forwards
@@ -167,7 +168,8 @@ class StepState:
         share = self.checks.share
         part = f"checks take the first {Fraction(share)} of the examples of a batch, rounded up, on an accelerator"
         of_rule = self.options.rule.described(self.scalars)
-        return [*self.schedule.described(), *[part] * (share < 1.0), *of_rule, *self.memory.described()]
+        of_bases = bases.described(self.estimator.kept) if self.options.rule.has_bases else []
+        return [*self.schedule.described(), *[part] * (share < 1.0), *of_rule, *of_bases, *self.memory.described()]
 
     def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
         """Each part that was not done as it should be, and why."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
+from kfac_fx.optim import bases
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.optim.rules import RULES, EigenMoments
@@ -20,6 +21,7 @@ from kfac_fx.optim.schedule import (
     ACCELERATOR,
     ACCELERATOR_IN_HALVES,
     CHECK_FORWARDS,
+    CHECK_PASSES,
     HOST,
     PER_CHECK,
     PER_GROUP,
@@ -62,16 +64,18 @@ def test_the_costs_are_those_of_the_layers_and_of_the_operations(fraction: float
     layers = [(i + 1, o) for i, o in itertools.pairwise(WIDTHS)]  # the bias is a column
     products = sum(2 * CASES * i * o for i, o in layers)
     statistics = sum(2 * CASES * (i**2 + o**2) for i, o in layers)
-    inverses = sum(2 * (i**3 + o**3) for i, o in layers)
+    decompositions = sum(1800 * d**2 + 8.5 * d**3 for layer in layers for d in layer)
+    turning_two_means = 2 * sum(2 * i * o * (i + o) for i, o in layers)
     forward = products + 3 * HOST.operation
     assert costs.training == pytest.approx(3 * forward)
     recording = fraction * statistics + HOST.operation * (2 * PER_USE + 2 * PER_GROUP + PER_RECORDING)
     recording += 0 if in_training else 2 * fraction * products + 9 * HOST.operation
     assert costs.statistics == pytest.approx(recording)
-    assert costs.inverses == pytest.approx(inverses + 2 * HOST.operation * PER_INVERSE)
+    assert costs.inverses == pytest.approx(decompositions + turning_two_means + 2 * HOST.operation * PER_INVERSE)
+    passes = HOST.element * CHECK_PASSES * sum(i * o for i, o in layers)
     with_product = 5 * products + HOST.operation * (3 * (2 + PRODUCT) + PER_CHECK)
-    assert costs.check == pytest.approx(with_product)
-    check = CHECK_FORWARDS * products + HOST.operation * (3 * CHECK_FORWARDS + PER_CHECK)
+    assert costs.check == pytest.approx(with_product + passes)
+    check = CHECK_FORWARDS * products + HOST.operation * (3 * CHECK_FORWARDS + PER_CHECK) + passes
     assert costs_of(after_a_step(), with_product=False).check == pytest.approx(check)
 
 
@@ -81,8 +85,9 @@ def test_the_kind_of_machine_decides_what_operations_and_decompositions_cost(rat
     costs = costs_of(after_a_step(), rates=rates, eigenbases=eigenbases)
     sides = [d for i, o in itertools.pairwise(WIDTHS) for d in (i + 1, o)]
     cost = rates.bases if eigenbases else rates.cholesky
-    decompositions = sum(cost.linear * d + cost.cubic * d**3 for d in sides)
-    assert costs.inverses == pytest.approx(decompositions + 2 * rates.operation * PER_INVERSE)
+    decompositions = sum(cost.linear * d + cost.square * d**2 + cost.cubic * d**3 for d in sides)
+    turning = sum(2 * (i + 1) * o * (i + 1 + o) for i, o in itertools.pairwise(WIDTHS)) if eigenbases else 0
+    assert costs.inverses == pytest.approx(decompositions + 2 * turning + 2 * rates.operation * PER_INVERSE)
     products = sum(2 * CASES * (i + 1) * o for i, o in itertools.pairwise(WIDTHS))
     assert costs.training == pytest.approx(3 * (products + 3 * rates.operation))
 
@@ -90,11 +95,11 @@ def test_the_kind_of_machine_decides_what_operations_and_decompositions_cost(rat
 def test_a_decomposition_takes_what_was_measured_on_an_accelerator() -> None:
     per_second = ACCELERATOR.operation / 5e-6
     for cost, measured in (
-        (ACCELERATOR.bases, {784: 0.6e-3, 2304: 5.9e-3, 3072: 11.9e-3}),
+        (ACCELERATOR.bases, {784: 0.44e-3, 2304: 4.2e-3, 3072: 8.5e-3}),
         (ACCELERATOR.cholesky, {256: 0.05e-3, 512: 0.09e-3, 1024: 0.26e-3, 2048: 2.3e-3, 3072: 4e-3}),
     ):
         for width, seconds in measured.items():
-            flops = cost.flops(LayerFlops(0.0, 0.0, 0.0, inverses=width**3, widths=width))
+            flops = cost.flops(LayerFlops(widths=width, squares=width**2, cubes=width**3))
             assert 0.5 < flops / per_second / seconds < 2
 
 
@@ -113,7 +118,8 @@ def test_a_check_of_a_part_of_the_batch_costs_that_part() -> None:
     whole, part = (
         costs_of(after_a_step(), 3000, with_product=False, check_share=share).check for share in (1.0, 0.125)
     )
-    operations = HOST.operation * (3 * CHECK_FORWARDS + PER_CHECK)
+    numbers = sum((i + 1) * o for i, o in itertools.pairwise(WIDTHS))
+    operations = HOST.operation * (3 * CHECK_FORWARDS + PER_CHECK) + HOST.element * CHECK_PASSES * numbers
     assert part - operations == pytest.approx(0.125 * (whole - operations))
     without_tf32 = [
         costs_of(after_a_step(), rows, with_product=False, rates=ACCELERATOR_IN_HALVES).check for rows in (0, 3000)
@@ -134,7 +140,7 @@ def test_the_first_step_takes_the_kind_of_machine_of_the_parameters(
 
 
 def test_wide_layers_rarely_have_new_bases_on_an_accelerator_and_stay_within_the_overhead() -> None:
-    layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    layers = nn.Sequential(*(nn.Linear(1536, 1536, bias=False) for _ in range(4)))
     optimizer = KFAC(compile(layers, loss="normal"))
     host = costs_of(optimizer, 30_000, rates=HOST, with_product=False)
     accelerator = costs_of(optimizer, 30_000, rates=ACCELERATOR_IN_HALVES, with_product=False, check_share=0.01)
@@ -182,7 +188,19 @@ def test_layers_in_one_group_cost_what_they_cost_apart() -> None:
     apart = [LayerFlops.of(estimator.groups, {key: n}) for key, n in rows.items()]
     together = LayerFlops.of(estimator.groups, rows)
     assert len(estimator.groups) == 2 and astuple(together) == tuple(map(sum, zip(*map(astuple, apart), strict=True)))
-    assert astuple(apart[-1]) == (2 * CASES * 5**2, 2 * CASES * 2 * 5**2, 2 * 2 * 5**3, 2 * 5**3, 2 * 5)
+    products, sums = 2 * CASES * 5**2, 2 * CASES * 2 * 5**2
+    assert astuple(apart[-1]) == (products, sums, 2 * 2 * 5**3, 2 * 5, 2 * 5**2, 2 * 5**3, 5**2)
+
+
+def test_wide_bases_are_decomposed_and_turned_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bases.WIDEST, "cpu", 4)
+    estimator = after_a_step(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).estimator
+    rows = dict.fromkeys(estimator.blocks, float(CASES))
+    flops = LayerFlops.of(estimator.groups, rows, eigenbases=True)
+    widths = [(5, 5), (8, 4), (9, 5), (3, 3)]  # of a side, and of its blocks; 9 has one of 5 and one of 4
+    assert flops.cubes == sum(side * block**2 for side, block in widths)
+    assert flops.turning == 2 * (5 * 8 * (5 + 4) + 9 * 3 * (5 + 3))
+    assert LayerFlops.of(estimator.groups, rows).cubes == sum(side**3 for side, _ in widths)
 
 
 @pytest.mark.parametrize("overhead", [0.2, 0.4, 2.0, 500.0])

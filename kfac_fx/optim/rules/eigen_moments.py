@@ -81,7 +81,7 @@ from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, update_bases
+from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.means import (
@@ -430,13 +430,14 @@ def directions(
     every group."""
 
     def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> list[Tensor]:
-        turned = [group.to_eigenbasis(g, q) for group, g, q in zip(groups, matrices, bases, strict=True)]
-        pairs = means.adam_steps(turned, scalars)
+        each = zip(groups, matrices, bases, strict=True)
+        pairs = means.adam_steps([turned(group, g, q, transpose=True) for group, g, q in each], scalars)
         by_group = means.pairs_by_group(pairs)
         if exponent:
             graft(means, pairs, by_group, eigenvalues, exponent)
-        each = zip(groups, by_group, bases, strict=True)
-        return [group.from_eigenbasis(pair[1 if exponent else 0], q) for group, pair, q in each]
+        return [
+            turned(group, pair[1 if exponent else 0], q) for group, pair, q in zip(groups, by_group, bases, strict=True)
+        ]
 
     return fisher.of_groups(means.groups, updates, gradient, kept=True)
 

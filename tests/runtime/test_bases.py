@@ -1,0 +1,190 @@
+"""Bases of wide sides: in diagonal blocks, and in bfloat16 where a CPU multiplies it fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx import KFAC, compile
+from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.linalg import matrices
+from kfac_fx.optim import bases
+from kfac_fx.optim.bases import basis_of, block_width, blocks, turned, update_bases
+from kfac_fx.optim.means import in_new_basis, means_of
+from kfac_fx.optim.rules import EigenMoments
+
+WIDTH = 3  # of a block, at most
+
+
+@pytest.fixture(params=[torch.float64, torch.float32])
+def fisher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FisherEstimator:
+    """Of three layers with sides of width 4, 7, 8, 9 and 2, where those above 4 have bases in blocks."""
+    monkeypatch.setitem(bases.WIDEST, "cpu", WIDTH)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(request.param)
+    fisher = FisherEstimator(compile(model, loss="normal"), exps=(), estimation_mode="exact")
+    fisher.new_extras, fisher.relative_damping = EigenMoments().new_extras, 0.01
+    recorded(fisher)
+    return fisher
+
+
+def recorded(fisher: FisherEstimator) -> None:
+    dtype = next(fisher.net.parameters()).dtype  # type: ignore[attr-defined]
+    fisher.update_covariances(torch.randn(20, 7, dtype=dtype))
+    update_bases(fisher, carried=in_new_basis)
+
+
+def dense(basis: Tensor) -> Tensor:
+    """The basis of one side of one block, [d, w], as [d, d]."""
+    return torch.block_diag(*(block for _, block in blocks(basis)))
+
+
+def dense_basis(group: BlockGroup, index: int) -> Tensor:
+    """Q of a block, for flattened [o, i]."""
+    left, right = (dense(operator[index, 0]) for operator in basis_of(group))
+    return torch.kron(left, right)
+
+
+def test_a_block_is_as_wide_as_the_others_and_a_bias_does_not_count(fisher: FisherEstimator) -> None:
+    sizes = {(group.size(side), block_width(group, side)) for group in fisher.groups for side in group.sides}
+    assert sizes == {(8, 3), (9, 3), (2, 2)}
+
+
+def test_a_basis_in_blocks_has_the_eigenvectors_of_the_diagonal_blocks_of_a_factor(fisher: FisherEstimator) -> None:
+    for group in fisher.groups:
+        for side, basis in zip(group.sides, basis_of(group), strict=True):
+            for index in range(len(group)):
+                q, factor = dense(basis[index, 0]), group.value(side)[index, 0]
+                torch.testing.assert_close(q.T @ q, torch.eye(len(q), dtype=q.dtype))
+                inside = torch.block_diag(*(torch.ones(len(block), len(block)) for _, block in blocks(basis[index, 0])))
+                eigenvalues = q.T @ (factor * inside) @ q / factor.diagonal().amax()
+                torch.testing.assert_close(eigenvalues, eigenvalues.diagonal().diag(), atol=1e-6, rtol=0)
+
+
+def test_matrices_are_turned_by_the_blocks(fisher: FisherEstimator) -> None:
+    for group in fisher.groups:
+        w = torch.randn(len(group), *group.shape, dtype=group.dtype)
+        there, back = (turned(group, w, basis_of(group), transpose) for transpose in (True, False))
+        for index in range(len(group)):
+            q = dense_basis(group, index)
+            torch.testing.assert_close(there[index].flatten(), q.T @ w[index].flatten())
+            torch.testing.assert_close(back[index].flatten(), q @ w[index].flatten())
+
+
+def test_a_new_basis_in_blocks_takes_the_means_with_it(fisher: FisherEstimator) -> None:
+    for group in fisher.groups:
+        for stack in means_of(group):
+            stack.moment.uniform_()
+    before = [[(dense_basis(group, n), *(stack.moment[n].flatten().clone() for stack in means_of(group)))
+               for n in range(len(group))] for group in fisher.groups]  # fmt: skip
+    recorded(fisher)
+    for group, of_group in zip(fisher.groups, before, strict=True):
+        for n, (old, m, v) in enumerate(of_group):
+            change = dense_basis(group, n).T @ old
+            assert not torch.allclose(change.abs(), torch.eye(len(change), dtype=change.dtype))
+            average, squares = (stack.moment[n].flatten() for stack in means_of(group))
+            torch.testing.assert_close(average, change @ m, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(squares, change.square() @ v, atol=1e-5, rtol=1e-5)
+
+
+# --- trainings ------------------------------------------------------------------------------------------------------
+
+
+def trained(steps: int = 6, width: int = 140, **options: Any) -> tuple[KFAC, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 10))
+    x, y = torch.randn(64, 20), torch.randint(10, (64,))
+    net = compile(model, loss="categorical")
+    optimizer = KFAC(net, seed=0, **options)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return optimizer, losses
+
+
+def fast(monkeypatch: pytest.MonkeyPatch, halves: bool) -> None:
+    monkeypatch.setattr(matrices, "has_fast_halves", lambda: halves)
+
+
+def stored(optimizer: KFAC) -> set[torch.dtype]:
+    return {
+        tensor.dtype
+        for group in optimizer.estimator.groups
+        for name, tensor in group.extras.items()
+        if name.startswith("basis/")
+    }
+
+
+def test_bases_in_bfloat16_train_as_those_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[Sequence[float]] = []
+    for halves in (False, True):
+        fast(monkeypatch, halves)
+        optimizer, of_steps = trained()
+        assert stored(optimizer) == {torch.bfloat16 if halves else torch.float32}
+        losses.append(of_steps)
+    full, rounded = map(torch.tensor, losses)
+    assert rounded[-1] < 0.2 * rounded[0] and not torch.equal(full, rounded)
+    torch.testing.assert_close(rounded, full, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(("width", "double"), [(100, False), (140, True)])
+def test_narrow_bases_and_those_of_float64_are_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, width: int, double: bool
+) -> None:
+    fast(monkeypatch, halves=True)
+    dtype = torch.float64 if double else torch.float32
+    assert matrices.basis_dtype(torch.device("cpu"), dtype, width) is dtype
+    assert matrices.basis_dtype(torch.device("meta"), torch.float32, 1000) is torch.float32
+
+
+def test_a_cpu_is_asked_for_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Callable[[], dict[str, bool]]] = [dict, lambda: {"avx512_bf16": False}, lambda: {"amx_bf16": True}]
+    results = []
+    for answer in answers:
+        matrices.has_fast_halves.cache_clear()
+        monkeypatch.setattr(torch.cpu, "get_capabilities", answer, raising=False)
+        results.append(matrices.has_fast_halves())
+    matrices.has_fast_halves.cache_clear()
+    assert results == [False, False, matrices.TORCH_BACKENDS.mkldnn.is_available()]
+
+
+def test_the_report_names_the_bases_in_blocks_and_their_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bases.WIDEST, "cpu", 70)
+    fast(monkeypatch, halves=True)
+    optimizer, losses = trained()
+    text = " ".join(str(optimizer.net.report).split())
+    assert "in blocks, which cost less: 1 x 140 in blocks of 70, 1 x 141 in blocks of 71" in text
+    assert "4 of 4 eigenbases are in bfloat16" in text  # the layers' other sides, too
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_training_with_rounded_bases_in_blocks_resumes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bases.WIDEST, "cpu", 70)
+    fast(monkeypatch, halves=True)
+    first, losses = trained(8)
+    again, _ = trained(5)
+    resumed, _ = trained(0)
+    resumed.net.load_state_dict(again.net.state_dict())
+    resumed.load_state_dict(again.state_dict())
+    torch.manual_seed(0)
+    nn.Sequential(nn.Linear(20, 140), nn.Tanh(), nn.Linear(140, 10))
+    x, y = torch.randn(64, 20), torch.randint(10, (64,))
+    later = []
+    for _ in range(3):
+        resumed.zero_grad()
+        loss = F.cross_entropy(resumed.net(x), y)
+        loss.backward()
+        resumed.step()
+        later.append(loss.item())
+    assert later == losses[5:]
+    assert first.net is not resumed.net
