@@ -8,6 +8,7 @@ copy (`HostCopy`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
@@ -157,7 +158,7 @@ def gram(rows: Tensor) -> Tensor:
     """Sum of rows rowsᵀ in every group, in at least float32: [..., g, d] -> [g, d, d]."""
     if rows.shape[-1] == 1:  # one product of two numbers a group is slow
         return precise(rows).square().flatten(0, -3).sum(0).unsqueeze(-1)
-    wide = rows.device.type == "cpu" and rows.shape[-1] >= WORTH_STRIPS
+    wide = rows.device.type == "cpu" and worth_strips(rows.shape[-1], math.prod(rows.shape[:-2]))
     if rows.shape[-2] == 1 and rows.is_contiguous() and not wide:  # as below, in half of the time for the host
         columns = rows.flatten(0, -2).mT
         return products_of_columns(columns, columns).unsqueeze(0)
@@ -166,6 +167,12 @@ def gram(rows: Tensor) -> Tensor:
 
 
 WORTH_STRIPS = 256  # columns
+
+
+def worth_strips(width: int, rows: int) -> bool:
+    """Whether half of the products is more than the copies of the other half. Of few rows the copies take longer: 2.5
+    times as long as a plain product of 32 rows of width 1024, and as long as one of 128."""
+    return width >= WORTH_STRIPS and 2 * rows >= width
 
 
 def gram_by_strips(columns: Tensor, strips: int = 4) -> Tensor:

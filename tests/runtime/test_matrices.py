@@ -73,11 +73,22 @@ def test_gram_sums_outer_products(groups: int, d: int) -> None:
 @pytest.mark.parametrize("d", [linalg.WORTH_STRIPS, linalg.WORTH_STRIPS + 3])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gram_of_many_columns_is_symmetric_and_the_same(groups: int, d: int) -> None:
-    rows = torch.randn(5, 2, groups, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.randn(65, 2, groups, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = gram(rows)
     torch.testing.assert_close(found, torch.einsum("nsgi,nsgj->gij", rows, rows))
     width = linalg.cache_aligned(-(-d // 4))
     assert torch.equal(found[:, width:, :width], found[:, :width, width:].mT)
+
+
+def test_gram_of_few_rows_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    monkeypatch.setattr(
+        linalg, "gram_by_strips", lambda columns: widths.append(len(columns[0])) or columns @ columns.mT
+    )
+    for number in (1, 127, 128):
+        rows = torch.randn(number, 1, linalg.WORTH_STRIPS, dtype=torch.float64)
+        torch.testing.assert_close(gram(rows), torch.einsum("ngi,ngj->gij", rows, rows))
+    assert widths == [linalg.WORTH_STRIPS]  # of 128 rows, half of the width
 
 
 def test_bordered_is_the_gram_of_rows_with_a_one() -> None:
