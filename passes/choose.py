@@ -168,7 +168,7 @@ def narrow(chosen: Approximation, matrix: MatrixForm, limit: int, last: bool = F
         return FULL if prod(matrix.shape) <= min(limit, FULL_LIMIT) else DIAGONAL
     if not chosen.resizable:
         return chosen
-    in_diag = cuts(inputs, limit) is None or chosen.diagonal_inputs
+    in_diag = cuts(inputs, limit, has_bias(matrix)) is None or chosen.diagonal_inputs
     out_diag = cuts(outputs, limit) is None or chosen.diagonal_outputs
     out_diag = out_diag or (last and outputs > limit)
     return BY_DIAGONAL_SIDES[in_diag, out_diag] if in_diag or out_diag else chosen
@@ -181,7 +181,7 @@ def side_blocks(program: Program, layer: str, approximation: Approximation, matr
         return 1, 1
     _, outputs, inputs = matrix.shape
     limit = program.options.dense_limit
-    return cut_sides(approximation, (cuts(outputs, limit) or 1, cuts(inputs, limit) or 1))
+    return cut_sides(approximation, (cuts(outputs, limit) or 1, cuts(inputs, limit, has_bias(matrix)) or 1))
 
 
 def cut_sides(approximation: Approximation, blocks: tuple[int, int]) -> tuple[int, int]:
@@ -192,9 +192,17 @@ def cut_sides(approximation: Approximation, blocks: tuple[int, int]) -> tuple[in
     return 1 if approximation.diagonal_outputs else outputs, 1 if approximation.diagonal_inputs else inputs
 
 
-def cuts(width: int, limit: int) -> int | None:
-    """The number of blocks b wide with width · b within limit², 1 within the limit; None: not even two are together."""
-    if width <= limit:
+def has_bias(matrix: MatrixForm) -> bool:
+    """Whether the bias is one more column than a layer has inputs."""
+    return matrix.weight is not None and matrix.bias is not None
+
+
+def cuts(width: int, limit: int, bias: bool = False) -> int | None:
+    """The number of blocks b wide with width · b within limit², 1 within the limit; None: not even two are together.
+
+    bias: whether the last column is a bias, which does not make a layer of 4096 inputs too wide.
+    """
+    if width - bias <= limit:
         return 1
     widest = limit**2 // width
     return -(-width // widest) if widest > 1 else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.linalg.matrices import HERE, Place, rescued_eigh
+from kfac_fx.linalg.matrices import HERE, Place, eigh_of_blocks, multiply_left, multiply_right
 from kfac_fx.passes.approximations import OUTPUTS, Side
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
@@ -56,21 +56,23 @@ class WideGroup(BlockGroup):
         traces: Tensor = stack.moment.diagonal(dim1=-2, dim2=-1).sum(-1).unflatten(-1, (-1, blocks)).sum(-1)
         return traces / super().size(side) / stack.total_weight.unsqueeze(-1)
 
-    def side_eigensystem(self, side: Side, place: Place = HERE, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def side_eigensystem(
+        self, side: Side, place: Place = HERE, last: Tensor | None = None, width: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The filling gets the largest eigenvalue, so that it comes last in its block and is removed. A step of
         orthogonal iteration would put it first, so a side that has filling is decomposed every time."""
         if self.blocks_of(side) == 1:
-            return super().side_eigensystem(side, place, last)
+            return super().side_eigensystem(side, place, last, width)
         if last is not None and self.size(side) * self.blocks_of(side) == super().size(side):
-            values, vectors = super().side_eigensystem(side, place, last)
+            values, vectors = super().side_eigensystem(side, place, last, width)
             return values.view(len(self), self.shape[0], -1), vectors
-        value, real = self.value(side), self.real_columns(side)
+        value, real, width = self.value(side), self.real_columns(side), width or self.size(side)
         diagonal = value.diagonal(dim1=-2, dim2=-1)
         trace = (diagonal * real).sum(-1, keepdim=True)
         diagonal.copy_(torch.where(real == 1, diagonal, torch.where(trace > 0, 2 * trace, 1)))
-        values, vectors = rescued_eigh(value.flatten(0, 1), place)
+        values, vectors = eigh_of_blocks(value.flatten(0, 1), width, place)
         whole = values.clamp(min=0).view(len(self), self.shape[0], -1)
-        return whole[..., : super().size(side)], vectors.view(value.shape)
+        return whole[..., : super().size(side)], vectors.view(*value.shape[:-1], width)
 
     def split_damping(self) -> dict[Side, Tensor]:
         dampings = super().split_damping()
@@ -80,7 +82,7 @@ class WideGroup(BlockGroup):
         blocks = self.blocks_of(self.left)
         if blocks == 1:
             return super().multiply_outputs(rows, operator)
-        product = operator @ split_rows(rows.mT.movedim(1, -2), blocks).movedim(-2, 1).mT
+        product = multiply_left(operator, split_rows(rows.mT.movedim(1, -2), blocks).movedim(-2, 1).mT, False)
         joined: Tensor = product.unflatten(1, (-1, blocks)).flatten(2, 3)
         return joined[:, :, : rows.shape[2]]
 
@@ -89,7 +91,7 @@ class WideGroup(BlockGroup):
         blocks = self.blocks_of(side)
         if blocks == 1:
             return super().multiply_inputs(rows, operators)
-        product = split_rows(rows.movedim(1, -2), blocks).movedim(-2, 1) @ operator
+        product = multiply_right(split_rows(rows.movedim(1, -2), blocks).movedim(-2, 1), operator, False)
         joined: Tensor = product.unflatten(1, (-1, blocks)).movedim(2, -2).flatten(-2)
         return joined[..., : rows.shape[3]]
 

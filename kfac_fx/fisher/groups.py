@@ -57,6 +57,7 @@ from kfac_fx.linalg.matrices import (
     damp,
     dense_roots,
     diagonal_root,
+    eigh_of_blocks,
     exponent,
     full_precision,
     mean_eigenvalue,
@@ -64,7 +65,6 @@ from kfac_fx.linalg.matrices import (
     multiply_right,
     pi_correction,
     renewed_eigh,
-    rescued_eigh,
     rescued_roots,
     unsqueeze_like,
     zero_unless_,
@@ -549,29 +549,35 @@ class BlockGroup:
         return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
 
     def side_eigensystems(
-        self, place: Place = HERE, last: Sequence[Tensor] | None = None
+        self, place: Place = HERE, last: Sequence[Tensor] | None = None, widths: Mapping[Side, int] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Eigenvalues and eigenvectors of every side, as of `side_eigensystem`. last: the eigenvectors of every side to
-        iterate from."""
+        iterate from. widths: of the diagonal blocks of dense sides that are decomposed; None: whole sides."""
         self.check_updated()
         with full_precision():
             systems = [
-                self.side_eigensystem(side, place, None if last is None else last[n])
+                self.side_eigensystem(side, place, None if last is None else last[n], (widths or {}).get(side))
                 for n, side in enumerate(self.sides)
             ]
         return [values for values, _ in systems], [vectors for _, vectors in systems]
 
-    def side_eigensystem(self, side: Side, place: Place = HERE, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, d], or ones if diagonal.
+    def side_eigensystem(
+        self, side: Side, place: Place = HERE, last: Tensor | None = None, width: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, width], or ones if diagonal.
 
-        last: the eigenvectors to iterate from, zero for blocks without any; None: decompose.
+        last: the eigenvectors to iterate from, zero for blocks without any; None: decompose. width: of the diagonal
+        blocks that are decomposed, which are kept as `linalg.matrices.blocks_of` takes them apart; None: whole sides.
         """
-        value = self.value(side)
+        value, width = self.value(side), width or self.size(side)
         if side.diagonal:
             return value.clamp(min=0), torch.ones_like(value)
         matrices = value.flatten(0, 1)
-        values, vectors = rescued_eigh(matrices, place) if last is None else renewed_eigh(matrices, last.flatten(0, 1))
-        return values.clamp(min=0).view(value.shape[:-1]), vectors.view(value.shape)
+        if last is None or width < self.size(side):
+            values, vectors = eigh_of_blocks(matrices, width, place)
+        else:
+            values, vectors = renewed_eigh(matrices, last.flatten(0, 1))
+        return values.clamp(min=0).view(value.shape[:-1]), vectors.view(*value.shape[:-1], width)
 
     def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
         """The eigenvalues of the input side, [L, g, i], from those of its parts."""

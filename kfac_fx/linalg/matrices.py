@@ -219,11 +219,56 @@ def damp(side: Tensor, damping: Tensor, diagonal: bool) -> Tensor:
 
 
 def multiply_left(side: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
-    return side.unsqueeze(-1) * matrix if diagonal else matmul(side, matrix)
+    """side @ matrix. side: dense, diagonal, or in diagonal blocks (`blocks_of`)."""
+    if diagonal:
+        return side.unsqueeze(-1) * matrix
+    if not is_in_blocks(side):
+        return matmul(side, matrix)
+    return by_blocks(((block, matrix[..., rows, :], (rows, slice(None))) for rows, block in blocks_of(side)), matrix)
 
 
 def multiply_right(matrix: Tensor, side: Tensor, diagonal: bool) -> Tensor:
-    return matrix * side.unsqueeze(-2) if diagonal else matmul(matrix, side)
+    """matrix @ side, as `multiply_left`."""
+    if diagonal:
+        return matrix * side.unsqueeze(-2)
+    if not is_in_blocks(side):
+        return matmul(matrix, side)
+    return by_blocks(((matrix[..., rows], block, (slice(None), rows)) for rows, block in blocks_of(side)), matrix)
+
+
+def by_blocks(products: Iterable[tuple[Tensor, Tensor, tuple[slice, slice]]], like: Tensor) -> Tensor:
+    """The products of pairs of matrices in their places of a new matrix like another. One by one, because a batched
+    product of strided parts copies them first."""
+    result = torch.empty_like(like, memory_format=torch.contiguous_format)
+    for left, right, place in products:
+        out = result[(..., *place)]
+        if result.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            out.copy_(left @ right)
+            continue
+        stacks = left.flatten(0, -3), right.flatten(0, -3), out.view(-1, *out.shape[-2:])
+        for a, b, c in zip(*stacks, strict=True):
+            torch.mm(a, b, out=c)
+    return result
+
+
+def is_in_blocks(side: Tensor) -> bool:
+    """Whether a matrix [..., d, d] is kept as its diagonal blocks, one below the other [..., d, w], or as the transpose
+    of such a matrix, [..., w, d]."""
+    return side.shape[-1] != side.shape[-2]
+
+
+def blocks_of(side: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows and the diagonal blocks of a matrix that is kept as these; the last block may be narrower."""
+    size, width = max(side.shape[-2:]), min(side.shape[-2:])
+    for start in range(0, size, width):
+        rows = slice(start, min(start + width, size))
+        inside = slice(0, rows.stop - rows.start)
+        yield rows, side[..., rows, inside] if side.shape[-1] == width else side[..., inside, rows]
+
+
+def as_blocks(blocks: Iterable[Tensor], width: int) -> Tensor:
+    """Diagonal blocks [..., b, b] as one matrix [..., d, width], which `blocks_of` takes apart."""
+    return torch.cat([F.pad(block, (0, width - block.shape[-1])) for block in blocks], dim=-2)
 
 
 def pi_correction(inputs: Tensor, outputs: Tensor) -> Tensor:
@@ -354,6 +399,16 @@ def rescued_eigh(matrix: Tensor, place: Place = HERE) -> tuple[Tensor, Tensor]:
     if not values.isfinite().all():
         values, vectors = eigh(matrix.double())
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def eigh_of_blocks(matrix: Tensor, width: int, place: Place = HERE) -> tuple[Tensor, Tensor]:
+    """`rescued_eigh` of the diagonal blocks of matrices [m, d, d], so wide, with the eigenvectors [m, d, width] that
+    `blocks_of` takes apart. Eigenvalues [m, d] are in the order of the blocks."""
+    if width == matrix.shape[-1]:
+        return rescued_eigh(matrix, place)
+    pairs = [rescued_eigh(matrix[:, rows, rows], place) for rows, _ in blocks_of(matrix[..., :width])]
+    values, vectors = zip(*pairs, strict=True)
+    return torch.cat(values, dim=-1), as_blocks(vectors, width)
 
 
 MEAN_SHIFT = 1e-3  # of the mean eigenvalue, by which orthogonal iteration keeps directions of eigenvalue zero apart

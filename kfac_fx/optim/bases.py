@@ -19,21 +19,20 @@ of the d rows. The report names them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import (
+    as_blocks,
     basis_dtype,
+    blocks_of,
     copy_if_,
     full_precision,
-    multiply_left,
-    multiply_right,
-    rescued_eigh,
+    is_in_blocks,
     unsqueeze_like,
 )
 from kfac_fx.linalg.vectors import Tensors
@@ -104,7 +103,7 @@ def block_width(group: BlockGroup, side: Side) -> int:
     A bias is one more column of a layer, and does not count.
     """
     width, widest = group.size(side), WIDEST.get(group.device.type)
-    if widest is None or width <= widest + 1 or not group.multiplies_whole or group.divided:
+    if widest is None or width <= widest + 1 or group.right is None:
         return width
     return -(-width // -(-(width - 1) // widest))
 
@@ -114,7 +113,7 @@ def described(groups: Iterable[BlockGroup]) -> list[str]:
     sides = [(group, side, group.extras[f"basis/{side}"]) for group in groups for side in group.decomposed]
     cut: Counter[tuple[int, int]] = Counter()
     for group, side, basis in sides:
-        if is_cut(basis):
+        if is_in_blocks(basis):
             cut[group.size(side), basis.shape[-1]] += len(group)
     of_widths = [f"{number} x {size:,} in blocks of {width:,}" for (size, width), number in sorted(cut.items())]
     lines = [f"eigenbases of wide sides are in blocks, which cost less: {', '.join(of_widths)}"] if cut else []
@@ -124,34 +123,9 @@ def described(groups: Iterable[BlockGroup]) -> list[str]:
     return lines
 
 
-def is_cut(basis: Tensor) -> bool:
-    """Whether the basis of a side, [L, g, d, w], has several diagonal blocks."""
-    return basis.dim() > 1 and basis.shape[-1] < basis.shape[-2]
-
-
-def blocks(basis: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows and the matrices of the diagonal blocks of a basis [..., d, w], which are narrower at its end."""
-    size, width = basis.shape[-2:]
-    for start in range(0, size, width):
-        rows = slice(start, min(start + width, size))
-        yield rows, basis[..., rows, : rows.stop - rows.start]
-
-
 def turned(group: BlockGroup, matrices: Tensor, basis: Sequence[Tensor], transpose: bool = False) -> Tensor:
     """Q W, or Qᵀ W, in the precision of the basis: [L, g, o, i]. basis: of `basis_of`."""
-    matrices = matrices.to(basis[0].dtype)
-    if not any(is_cut(operator) for operator in basis):
-        return group.applied(matrices, basis, transpose)
-    left, right = basis
-    if is_cut(left):
-        parts = [(q.mT if transpose else q) @ matrices[..., rows, :] for rows, q in blocks(left)]
-        matrices = torch.cat(parts, dim=-2)
-    else:
-        matrices = multiply_left(left.mT if transpose and left.dim() > 1 else left, matrices, left.dim() == 1)
-    if not is_cut(right):
-        diagonal = right.dim() == 1
-        return multiply_right(matrices, right if transpose or diagonal else right.mT, diagonal)
-    return torch.cat([matrices[..., rows] @ (q if transpose else q.mT) for rows, q in blocks(right)], dim=-1)
+    return group.applied(matrices.to(basis[0].dtype), basis, transpose)
 
 
 def eigenvalues_of(group: BlockGroup) -> list[Tensor]:
@@ -193,14 +167,15 @@ def turn(group: BlockGroup, carried: Carried) -> None:
     old = [basis.to(group.dtype) for basis in stored]
     of_dense = [basis for side, basis in zip(group.sides, old, strict=True) if not side.diagonal]
     iterates = iterates_bases(group.device) and any(bool(basis.any()) for basis in of_dense)
-    of_sides, new = eigensystems(group, old, iterates)
+    widths = {side: group.extras[f"basis/{side}"].shape[-1] for side in group.decomposed}
+    of_sides, new = group.side_eigensystems(last=old if iterates else None, widths=widths)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
     eigenvalues = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(eigenvalues, damped(group, of_sides), strict=True))
     if group.decomposed:
         with full_precision():
             change = [
-                of if side.diagonal else by_blocks(lambda before, after: after.mT @ before, of, to)
+                of if side.diagonal else basis_change(of, to)
                 for side, of, to in zip(group.sides, old, new, strict=True)
             ]
             renewed += carried(group, change)
@@ -209,38 +184,12 @@ def turn(group: BlockGroup, carried: Carried) -> None:
         copy_if_(unsqueeze_like(good, tensor), last, tensor)
 
 
-def by_blocks(function: Callable[..., Tensor], *bases: Tensor) -> Tensor:
-    """A function of the blocks of bases of one side, as such a basis."""
-    width = bases[0].shape[-1]
-    parts = [function(*(q for _, q in of_block)) for of_block in zip(*map(blocks, bases), strict=True)]
-    return torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in parts], dim=-2)
-
-
-def eigensystems(group: BlockGroup, old: Sequence[Tensor], iterates: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Eigenvalues [L, g, d] and bases of every side, where these have the blocks of the old ones.
-
-    iterates: whether whole bases come from the old ones.
-    """
-    group.check_updated()
-    with full_precision():
-        pairs = [
-            eigensystem_of_blocks(group.value(side), last)
-            if is_cut(last)
-            else group.side_eigensystem(side, last=last if iterates else None)
-            for side, last in zip(group.sides, old, strict=True)
-        ]
-    return [values for values, _ in pairs], [vectors for _, vectors in pairs]
-
-
-def eigensystem_of_blocks(factor: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the diagonal blocks of a factor [L, g, d, d]: [L, g, d] and [L, g, d, w]. last: such a basis."""
-    values, vectors = [], []
-    for rows, _ in blocks(last):
-        part = factor[..., rows, rows]
-        of_part, turned_to = rescued_eigh(part.flatten(0, 1))
-        values.append(of_part.clamp(min=0).view(part.shape[:-1]))
-        vectors.append(F.pad(turned_to.view(part.shape), (0, last.shape[-1] - part.shape[-1])))
-    return torch.cat(values, dim=-1), torch.cat(vectors, dim=-2)
+def basis_change(old: Tensor, new: Tensor) -> Tensor:
+    """Q'ᵀ Q of one dense side, in blocks if the bases are."""
+    if not is_in_blocks(old):
+        return new.mT @ old
+    pairs = zip(blocks_of(old), blocks_of(new), strict=True)
+    return as_blocks([after.mT @ before for (_, before), (_, after) in pairs], old.shape[-1])
 
 
 def damped(group: BlockGroup, of_sides: Sequence[Tensor]) -> list[Tensor]:

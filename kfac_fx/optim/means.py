@@ -33,6 +33,8 @@ from kfac_fx.passes.torch_private import version
 
 EPSILON = 1e-8
 MEANS = ("average", "squares")
+WORTH_PARTS = 1 << 20  # numbers of all blocks
+PART = 1 << 16  # numbers that are taken at a time
 
 
 def new_means(groups: Sequence[BlockGroup]) -> list[Tensors]:
@@ -201,6 +203,48 @@ class Means:
             adam_step(pair, average.moment, squares.moment, of_group)
         return pairs
 
+    @property
+    def worth_parts(self) -> bool:
+        """Whether a step should take the numbers part by part: they do not fit into the cache of a CPU, and some ten
+        operations read and write all of them."""
+        large = sum(stack.moment.numel() for stack in self.averages) >= WORTH_PARTS
+        return large and self.groups[0].device.type == "cpu" and not torch.compiler.is_compiling()
+
+    def directions_by_parts(
+        self,
+        gradients: Sequence[Tensor],
+        scalars: Sequence[StepScalars],
+        eigenvalues: Sequence[Sequence[Tensor]],
+        exponent: float,
+    ) -> list[Tensor]:
+        """d |a| / |d| of every group, in the place of h; the gradients enter the sums as in `adam_steps`.
+
+        eigenvalues: of every group. exponent: w.
+        """
+        of_blocks = []
+        for n, (group, h) in enumerate(zip(self.groups, gradients, strict=True)):
+            of_group = scalars[0 if len(scalars) == 1 else n]
+            lengths_of = [
+                length_by_parts(
+                    h[block],
+                    self.averages[n].moment[block],
+                    self.squares[n].moment[block],
+                    StepScalars(*(scalar[block] if scalar.dim() else scalar for scalar in of_group)),
+                    [values[block] for values in eigenvalues[n]],
+                    exponent,
+                )
+                for block in range(len(group))
+            ]
+            of_blocks.append(torch.stack(lengths_of, dim=1))
+        for h, scale in zip(gradients, self.grafting_scales(of_blocks), strict=True):
+            h.mul_(scale)
+        return list(gradients)
+
+    def grafting_scales(self, lengths: Sequence[Tensor]) -> Iterator[Tensor]:
+        """|a| / |d| of every group, [L, 1, 1, 1]. lengths: |a| and |d| of its blocks, [2, L]."""
+        of_adam, of_directions = torch.cat(list(lengths), dim=1)
+        return self.split(of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny))
+
     def pairs_by_group(self, pairs: Sequence[Tensor]) -> list[Tensor]:
         """The result of `adam_steps` as tensors [2, L, g, o, i] of every group, which are views."""
         if len(pairs) == len(self.groups) and pairs[0].dim() > 2:
@@ -217,6 +261,35 @@ def adam_step(pair: Tensor, average: Tensor, squares: Tensor, scalars: StepScala
     squares.mul_(scalars.keep_squares).addcmul_(h, h)
     torch.sqrt(squares, out=root).add_(scalars.epsilon)
     h.mul_(scalars.gradient).addcmul_(average, scalars.average).div_(root)
+
+
+def length_by_parts(
+    h: Tensor,
+    average: Tensor,
+    squares: Tensor,
+    scalars: StepScalars,
+    eigenvalues: Sequence[Tensor],
+    exponent: float,
+) -> Tensor:
+    """Overwrite h of one block [g, o, i] with d; it enters the sums S and T. Returns |a| and |d|, [2].
+
+    eigenvalues: Λ̃ of every side, as they broadcast with h. exponent: w.
+    """
+    rows = max(1, PART // (h.shape[0] * h.shape[2]))
+    buffer = average.new_empty(2, h.shape[0], min(rows, h.shape[1]), h.shape[2])
+    each = []
+    for start in range(0, h.shape[1], rows):
+        part = slice(start, start + rows)
+        pair = buffer[:, :, : len(h[0, part])]
+        pair[0].copy_(h[:, part])
+        adam_step(pair, average[:, part], squares[:, part], scalars)
+        if exponent:
+            divide_root(pair, [values if values.shape[1] == 1 else values[:, part] for values in eigenvalues])
+            combine(pair, exponent)
+        h[:, part].copy_(pair[1 if exponent else 0])
+        each.append(torch.linalg.vector_norm(pair, dim=(1, 2, 3)))
+    lengths_of: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    return lengths_of if exponent else lengths_of[:1].expand(2)
 
 
 def joint_stack(stacks: Sequence[Stack]) -> Stack | None:

@@ -107,6 +107,12 @@ def test_wide_sides_are_cut_into_blocks_within_the_memory_of_the_widest_dense_si
     ] * 3 + [("full", (1, 1))]
 
 
+def test_a_bias_makes_no_side_too_wide() -> None:
+    found = registered(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)), dense_limit=6)
+    assert [registration.blocks for registration in found.values()] == [(1, 1), (1, 1)]
+    assert all(registration.reason is None for registration in found.values())
+
+
 def test_a_full_block_that_is_too_wide_to_invert_cheaply_becomes_diagonal_unless_it_is_asked_for() -> None:
     narrow_norm, wide_norm = nn.LayerNorm(256), nn.LayerNorm(257)
     found = registered(nn.Sequential(narrow_norm, nn.Linear(256, 257), wide_norm))

@@ -14,8 +14,9 @@ from kfac_fx import KFAC, compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg import matrices
+from kfac_fx.linalg.matrices import blocks_of
 from kfac_fx.optim import bases
-from kfac_fx.optim.bases import basis_of, block_width, blocks, turned, update_bases
+from kfac_fx.optim.bases import basis_of, block_width, turned, update_bases
 from kfac_fx.optim.means import in_new_basis, means_of
 from kfac_fx.optim.rules import EigenMoments
 
@@ -42,7 +43,12 @@ def recorded(fisher: FisherEstimator) -> None:
 
 def dense(basis: Tensor) -> Tensor:
     """The basis of one side of one block, [d, w], as [d, d]."""
-    return torch.block_diag(*(block for _, block in blocks(basis)))
+    return torch.block_diag(*(block for _, block in blocks_of(basis)))
+
+
+def inside(basis: Tensor) -> Tensor:
+    """Ones in the diagonal blocks of the basis of one side of one block."""
+    return torch.block_diag(*(torch.ones(len(block), len(block)) for _, block in blocks_of(basis)))
 
 
 def dense_basis(group: BlockGroup, index: int) -> Tensor:
@@ -62,7 +68,9 @@ def test_a_basis_in_blocks_has_the_eigenvectors_of_the_diagonal_blocks_of_a_fact
             for index in range(len(group)):
                 q, factor = dense(basis[index, 0]), group.value(side)[index, 0]
                 torch.testing.assert_close(q.T @ q, torch.eye(len(q), dtype=q.dtype))
-                inside = torch.block_diag(*(torch.ones(len(block), len(block)) for _, block in blocks(basis[index, 0])))
+                inside = torch.block_diag(
+                    *(torch.ones(len(block), len(block)) for _, block in blocks_of(basis[index, 0]))
+                )
                 eigenvalues = q.T @ (factor * inside) @ q / factor.diagonal().amax()
                 torch.testing.assert_close(eigenvalues, eigenvalues.diagonal().diag(), atol=1e-6, rtol=0)
 
@@ -91,6 +99,32 @@ def test_a_new_basis_in_blocks_takes_the_means_with_it(fisher: FisherEstimator) 
             average, squares = (stack.moment[n].flatten() for stack in means_of(group))
             torch.testing.assert_close(average, change @ m, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(squares, change.square() @ v, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dense_limit", "blocks"), [(4096, (1, 1)), (10, (2, 2)), (11, (1, 2))])
+def test_a_factor_that_is_in_blocks_itself_is_cut_further(
+    monkeypatch: pytest.MonkeyPatch, dense_limit: int, blocks: tuple[int, int]
+) -> None:
+    """Where the factors are zero outside of the blocks of the bases, these are eigenvectors of the whole factors."""
+    monkeypatch.setitem(bases.WIDEST, "cpu", 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 11), nn.Tanh(), nn.Linear(11, 2)).double()
+    net = compile(model, loss="normal", dense_limit=dense_limit)
+    fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
+    fisher.new_extras, fisher.relative_damping = EigenMoments().new_extras, 0.01
+    fisher.update_covariances(torch.randn(30, 12, dtype=torch.float64))
+    group = fisher.groups[0]
+    assert group.registrations[0].blocks == blocks
+    widths = {side: block_width(group, side) for side in group.sides}
+    assert set(widths.values()) <= {2, 3} and max(map(group.size, group.sides)) > 3
+    for side, basis in zip(group.sides, basis_of(group), strict=True):
+        group.factors[side.factor].moment.mul_(inside(basis[0, 0]))
+    update_bases(fisher, carried=in_new_basis)
+    values, _ = group.side_eigensystems(widths=widths)
+    w = torch.randn(1, *group.shape, dtype=torch.float64)
+    q = basis_of(group)
+    product = turned(group, values[0].unsqueeze(-1) * turned(group, w, q, True) * values[1].unsqueeze(-2), q)
+    torch.testing.assert_close(product, group.applied(w, [group.value(side) for side in group.sides]))
 
 
 # --- trainings ------------------------------------------------------------------------------------------------------

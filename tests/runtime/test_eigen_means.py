@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.optim import means as means_module
 from kfac_fx.optim.bases import update_bases
 from kfac_fx.optim.means import Means, in_new_basis, means_of
 from kfac_fx.optim.rules import EigenMoments
@@ -161,3 +162,27 @@ def test_groups_of_two_precisions_have_steps_of_their_own() -> None:
         assert {name: tensor.dtype for name, tensor in update.items()} == {n: g.dtype for n, g in gradient.items()}
         updates.append({name: tensor.double() for name, tensor in update.items()})
     torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5])
+@pytest.mark.parametrize("part", [1, 7, 1 << 16])
+def test_a_step_that_takes_the_numbers_part_by_part_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, exponent: float, part: int
+) -> None:
+    results = []
+    for worth in (0, 1 << 20):
+        monkeypatch.setattr(means_module, "WORTH_PARTS", worth)
+        monkeypatch.setattr(means_module, "PART", part)
+        fisher = recorded()
+        means = Means.of(fisher)
+        for number, accept in enumerate((TRUE, FALSE, TRUE)):
+            gradient = gradient_of(fisher, number)
+            if not accept:
+                gradient = {name: torch.zeros_like(tensor) for name, tensor in gradient.items()}
+            momentum = dict.fromkeys(gradient, MOMENTUM)
+            steps = step_in_bases(fisher, means, gradient, momentum, 0.95, exponent, TRUE, accept)
+        assert means.worth_parts == (worth == 0)
+        results.append([*steps.values(), *all_of(fisher)])
+    for one_by_one, together in zip(*results, strict=True):
+        torch.testing.assert_close(one_by_one, together)
+    assert any(bool(tensor.any()) for tensor in results[0])

@@ -431,13 +431,16 @@ def directions(
 
     def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> list[Tensor]:
         each = zip(groups, matrices, bases, strict=True)
-        pairs = means.adam_steps([turned(group, g, q, transpose=True) for group, g, q in each], scalars)
-        by_group = means.pairs_by_group(pairs)
-        if exponent:
-            graft(means, pairs, by_group, eigenvalues, exponent)
-        return [
-            turned(group, pair[1 if exponent else 0], q) for group, pair, q in zip(groups, by_group, bases, strict=True)
-        ]
+        in_bases = [turned(group, g, q, transpose=True) for group, g, q in each]
+        if means.worth_parts:
+            directions = means.directions_by_parts(in_bases, scalars, eigenvalues, exponent)
+        else:
+            pairs = means.adam_steps(in_bases, scalars)
+            by_group = means.pairs_by_group(pairs)
+            if exponent:
+                graft(means, pairs, by_group, eigenvalues, exponent)
+            directions = [pair[1 if exponent else 0] for pair in by_group]
+        return [turned(group, d, q) for group, d, q in zip(groups, directions, bases, strict=True)]
 
     return fisher.of_groups(means.groups, updates, gradient, kept=True)
 
@@ -458,9 +461,7 @@ def graft(
     for pair in pairs:
         combine(pair, exponent)
     of_blocks = [norms(group, pair) for group, pair in zip(means.groups, by_group, strict=True)]
-    of_adam, of_directions = torch.cat(of_blocks, dim=1)
-    scales = of_adam / of_directions.clamp(min=torch.finfo(of_adam.dtype).tiny)
-    for pair, scale in zip(by_group, means.split(scales), strict=True):
+    for pair, scale in zip(by_group, means.grafting_scales(of_blocks), strict=True):
         pair[1].mul_(scale)
 
 
