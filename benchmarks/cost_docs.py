@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import device_step, device_training, gpt2_factors, launches, statistics
 from benchmarks.step_time import rows_of
+from kfac_fx.optim import bases
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs" / "cost.md"
@@ -185,6 +186,26 @@ or more, so kfac_fx does not use it. `benchmarks/results/decompositions_cuda.jso
 
     {command}
 """
+CPU_STEP = """\
+### A step at real widths
+
+The tables give CPU milliseconds of one thread, medians over rounds of turns of {turn} steps, each with a turn of AdamW,
+which takes lists of tensors. Wide layers are where K-FAC costs most: to turn a gradient [o, i] into both bases and a
+step back takes 4 o i (o + i) flops, and training with n rows 6 n o i. Three things make it cheaper. On processors with
+AVX512-BF16 or AMX the products are in bfloat16, which takes half of the time. A side that is wider than {widest:,} has
+its basis in blocks. And numbers are taken part by part, so that the ten operations on each of them stay in the cache.
+`print(net.report)` names the precision and the blocks.
+
+- *plain*: a step in which nothing else is due.
+- *statistics*, *bases*, *check*: what one such step costs more.
+- *intervals*: of statistics, bases and checks, as `KFAC(net)` chose them.
+- *amortised*: the mean step with these intervals, as a multiple of AdamW's step. *calm*: with a check at every fourth
+  interval, as after checks that found nothing to do.
+- *stated*: what statistics, bases and checks add to a training step by the report. *measured*: what they add to AdamW's
+  step here.
+- *before*, *first*, *first {first}*: CPU seconds before the first step, of it, and of the first {first} steps.
+  Statistics, bases and checks are more frequent in them.
+"""
 DEVICE_STEP = """\
 ## A step on a GPU
 
@@ -244,6 +265,7 @@ def page() -> str:
         *step_time(step),
         DEFAULT_STEP.format(**default),
         table(default["results"], "{:.2f}"),
+        *device_steps(RESULTS / device_step.OUT_ON_CPU.name, CPU_STEP),
         *step_parts(parts),
         *host_time(host),
         COMPILE.format(**compiling),
@@ -261,7 +283,7 @@ def page() -> str:
         *launched_by_steps(launched),
         DECOMPOSITIONS.format(**decomposed),
         table(decompositions(decomposed["results"]), "{:.2f}"),
-        *device_steps(RESULTS / device_step.OUT.name),
+        *device_steps(RESULTS / device_step.OUT.name, DEVICE_STEP),
         *device_trainings(RESULTS / device_training.OUT.name),
     ]
     return "\n".join(sections)
@@ -317,14 +339,15 @@ def decompositions(results: Sequence[Row]) -> list[Row]:
     return rows
 
 
-def device_steps(path: Path) -> Iterable[str]:
+def device_steps(path: Path, introduction: str) -> Iterable[str]:
     """No lines until there is a file."""
     if not path.exists():
         return
-    yield DEVICE_STEP.format(turn=device_step.TURN, first=device_step.FIRST)
+    yield introduction.format(turn=device_step.TURN, first=device_step.FIRST, widest=bases.WIDEST["cpu"])
     for result in json.loads(path.read_text())["results"].values():
         for backend, rows in result["backends"].items():
-            yield f"{result['title']}, {backend}, on one {result['device']} (torch {result['torch']}):\n"
+            where = "" if result["device"] == "cpu" else f", {backend}, on one {result['device']}"
+            yield f"{result['title']}{where} (torch {result['torch']}):\n"
             yield f"    {result['command']}\n"
             yield table(device_step.shown_rows(rows), "{}")
 

@@ -1,10 +1,10 @@
-"""The models whose steps are timed on a GPU, in the precision in which they are usually trained there."""
+"""The models whose steps are timed: on a GPU in their usual precision, and on a CPU at the widths that people have."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +121,66 @@ def pinn(points: int = 3000, width: int = 64, depth: int = 4) -> Problem:
     return Problem(Residual(width, depth), x, torch.zeros_like(x[:, :1]), Loss("normal"))
 
 
+def perceptron(batch: int = 128, widths: Sequence[int] = (784, 1024, 1024, 10)) -> Problem:
+    layers: list[nn.Module] = []
+    for i, o in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(i, o), nn.ReLU()]
+    targets = torch.randint(widths[-1], (batch,))
+    return Problem(nn.Sequential(*layers[:-1]), torch.randn(batch, widths[0]), targets, Loss("categorical"))
+
+
+class Recurrent(nn.Module):
+    """A language model of LSTM layers: [N, T] -> [N, T, vocabulary]."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.tokens(ids))[0])
+        return logits
+
+
+def lstm(batch: int = 32, length: int = 64, width: int = 256, layers: int = 3, vocabulary: int = 128) -> Problem:
+    ids = torch.randint(vocabulary, (batch, length + 1))
+    return Problem(Recurrent(vocabulary, width, layers), ids[:, :-1], ids[:, 1:], Loss("categorical"))
+
+
+class ViT(nn.Module):
+    """Dosovitskiy et al. 2021, "An image is worth 16x16 words", with the mean of all tokens as its output."""
+
+    def __init__(self, size: int, width: int, layers: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.positions = nn.Parameter(0.02 * torch.randn((size // 16) ** 2, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).mT + self.positions
+        logits: Tensor = self.head(self.layers(tokens).mean(1))
+        return logits
+
+
+def vit(batch: int = 16, size: int = 224, width: int = 192, layers: int = 12) -> Problem:
+    model = ViT(size, width, layers, width // 64, 100)
+    return Problem(model, torch.randn(batch, 3, size, size), torch.randint(100, (batch,)), Loss("categorical"))
+
+
+def narrow_pinn(points: int = 256) -> Problem:
+    problem = pinn(points)
+    return replace(problem, model=problem.model.float(), x=problem.x.float(), y=problem.y.float())
+
+
+def small_resnet18() -> Problem:
+    """ResNet-18 for images of 64 x 64 pixels, 16 of them."""
+    start = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    return images(resnet(Basic, 1, (2, 2, 2, 2), start, 10), 16, 64, 10)
+
+
 @dataclass(frozen=True)
 class Subject:
     """
@@ -143,6 +203,15 @@ MODELS: Mapping[str, Subject] = {
     "pinn": Subject("PINN, 4 x 64, 3,000 points, float64", pinn),
     "gpt2": Subject("GPT-2 small, batch 8 x 1024, bfloat16 autocast", gpt2, BF16, BOTH, muon=True),
     "resnet50": Subject("ResNet-50, batch 64 of 224 x 224, channels-last, bfloat16 autocast", resnet50, BF16, BOTH),
+}
+ON_CPU: Mapping[str, Subject] = {
+    "mlp": Subject("MLP 784-1024-1024-10, batch 128", perceptron, peers=True),
+    "autoencoder": Subject("autoencoder 784-1000-500-250-30, batch 512", autoencoder),
+    "pinn": Subject("PINN, 4 x 64, 256 points", narrow_pinn),
+    "lstm": Subject("LSTM, 3 x 256, batch 32 x 64", lstm),
+    "gpt2": Subject("GPT-2's shapes, 2 layers, batch 4 x 128", lambda: gpt2(4, 128, 2, vocabulary=1024), muon=True),
+    "resnet18": Subject("ResNet-18, batch 16 of 64 x 64", small_resnet18),
+    "vit": Subject("ViT-tiny, batch 16 of 224 x 224", vit),
 }
 QUICK: Mapping[str, Subject] = {
     "gpt2": Subject("a small GPT", lambda: gpt2(2, 8, 1, 64, 64), BF16, muon=True),

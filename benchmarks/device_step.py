@@ -1,19 +1,21 @@
-"""A step of K-FAC on a GPU, beside other methods: `python -m benchmarks.device_step --device cuda`.
+"""A step of K-FAC next to other methods: `python -m benchmarks.device_step --device cuda`, or `--device cpu`.
 
-A training loop does not wait for the device. So the clock is read at both ends of a turn of `TURN` steps, and the host
+On a CPU the models are those of `ON_CPU`, in float32 on one thread, and times are CPU time. On a GPU a training loop
+does not wait for the device. So the clock is read at both ends of a turn of `TURN` steps, and the host
 waits only there. Every method trains a model of its own from the same start. Each round begins with a turn of fused
-AdamW under the same backend, and ratios are to AdamW's median step.
+AdamW under the same backend, on a CPU of AdamW with lists of tensors, and ratios are to AdamW's median step.
 
 *plain* is the median step of turns in which nothing else is due. *statistics*, *bases*, *inverses* and *check* are what
 one such step costs more: the difference of a turn with exactly one of them and a plain turn. Turns of the default
 `KFAC(net)` are made to hold what they should (`due_only`). Its mean step follows from the intervals that it chose:
-*amortised* has a check in every interval, *calm* in every fourth one, as after checks that found nothing to do. K-FAC
-with given intervals knows by the number of a turn what it holds (`KINDS`), and its mean step follows for any intervals
-(`SCHEDULES`).
+*amortised* has a check in every interval, *calm* in every fourth one, as after checks that found nothing to do.
+*stated* is what the report says that statistics, bases and checks cost, as a part of a training step, and *measured* is
+what they cost as a part of AdamW's. K-FAC with given intervals knows by the number of a turn what it holds (`KINDS`),
+and its mean step follows for any intervals (`SCHEDULES`).
 
 The first steps are longer, because statistics, bases and checks come early in them. So the table also has the seconds
 that pass before the first step, those of the first one, and those of the first `FIRST` ones. TF32 is allowed for the
-products of all methods. K-FAC's factors do without it.
+products of all methods on a GPU. K-FAC's factors do without it.
 
 *gradient* is one forward and backward, and *factors* are the empirical ones of one batch, from their own forward and
 backward. *GB* is the peak of the device's memory after the first step. A model has a process of its own.
@@ -39,7 +41,7 @@ from torch import nn
 
 import kfac_fx
 from benchmarks import program
-from benchmarks.device_models import MODELS, QUICK, Subject
+from benchmarks.device_models import MODELS, ON_CPU, QUICK, Subject
 from benchmarks.methods import LR, PEERS, SECOND_ORDER, Method, Step, adamw, installed, ours, sgd
 from benchmarks.step_models import Problem
 from benchmarks.step_time import INVERSES, NEVER, PLAIN, STATISTICS
@@ -49,6 +51,7 @@ from kfac_fx.optim.schedule import MOST_INTERVALS, Schedule
 from kfac_fx.recording.backends import compiled_model
 
 OUT = Path(__file__).parent / "results" / "device_step.json"
+OUT_ON_CPU = OUT.with_name("cpu_step.json")
 TURN, FIRST = 8, 20  # steps
 EVERY = (2 * TURN, 6 * TURN)  # statistics, inverses: see `KINDS`
 SCHEDULES = ((1, 1), (1, 10), (10, 100))
@@ -257,14 +260,15 @@ def row(method: Method, make: Callable[[], Problem], reference: Contestant, roun
     seconds = {"before": clock(device) - start, "first step": contestant.steps(1)}
     contestant.GB = 0.0  # the first step compiles and proves
     seconds[f"first {FIRST} steps"] = seconds["first step"] + contestant.steps(FIRST - 1)
-    chosen = contestant.step.schedule.intervals if isinstance(contestant.step, Default) else None
+    schedule = contestant.step.schedule if isinstance(contestant.step, Default) else None
+    chosen, stated = (None, 0.0) if schedule is None else (schedule.intervals, schedule.overhead)
     if contestant.method.parts:
         contestant.steps(WARM - FIRST)
     reference.seconds.clear()
     for _ in range(rounds):
         reference.take_round()
         contestant.take_round()
-    intervals = {} if chosen is None else {"intervals": chosen._asdict()}
+    intervals = {} if chosen is None else {"intervals": chosen._asdict(), "stated": stated}
     return {
         "milliseconds": contestant.milliseconds(),
         "adamw milliseconds": reference.milliseconds()[PLAIN],
@@ -293,7 +297,7 @@ def measure(
         fused = Method(partial(adamw, backend=backend, fused=device.type == "cuda"))
         reference = made(fused, make, device)
         reference.steps(FIRST)
-        rows[ADAMW] = row(fused, make, reference, rounds)
+        rows[ADAMW if device.type == "cuda" else "adamw"] = row(fused, make, reference, rounds)
         keep(result)
         for name, method in methods_of(subject, backend, device).items():
             if name not in only:
@@ -327,13 +331,29 @@ def shown_rows(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
             cells["plain / AdamW"] = f"{times[PLAIN] / reference:.2f}"
             if len(times) > 1:
                 cells |= {means: f"{mean / reference:.2f}" for means, mean in figures["mean steps"].items()}
+        if every is not None and "stated" in figures:
+            cells["stated"] = f"{figures['stated']:.2f}"
+            cells["measured"] = f"{(figures['mean steps']['amortised'] - times[PLAIN]) / reference:.2f}"
         cells |= {
             f"{phase.removesuffix(' steps')}, s": f"{seconds:.1f}" for phase, seconds in figures["seconds"].items()
         }
         shown.append({"method": name, **cells, "GB": f"{figures['GB']:.2f}"})
     means = ("amortised", "calm", *(f"{n},{m}" for n, m in SCHEDULES))
     phases = [phase for phase in shown[0] if phase.endswith(", s")]
-    order = ("method", PLAIN, STATISTICS, BASES, INVERSES, CHECK, "intervals", "plain / AdamW", *means, *phases, "GB")
+    order = (
+        "method",
+        PLAIN,
+        STATISTICS,
+        BASES,
+        INVERSES,
+        CHECK,
+        "intervals",
+        "plain / AdamW",
+        *means,
+        "stated",
+        "measured",
+    )
+    order = (*order, *phases, "GB")
     used = [column for column in order if any(cells.get(column) for cells in shown)]
     return [{column: cells.get(column, "") for column in used} for cells in shown]
 
@@ -359,7 +379,7 @@ def show(results: Mapping[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2", "resnet50"])
+    parser.add_argument("--models", nargs="+", choices=sorted({*MODELS, *ON_CPU}), help="default: the large ones")
     parser.add_argument("--backends", nargs="+", help="default: those of the model")
     parser.add_argument("--methods", nargs="+", default=USUAL, help="beside AdamW")
     parser.add_argument("--rounds", type=int, default=3)
@@ -369,19 +389,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--here", action="store_true", help="measure in this process, and not in one a model")
     chosen = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
+    on_cpu = chosen.device.type == "cpu"
+    models, default = (ON_CPU, list(ON_CPU)) if on_cpu else (MODELS, ["gpt2", "resnet50"])
     if not (chosen.quick or chosen.here):
         command = [sys.executable, "-m", "benchmarks.device_step", *given, "--here", "--models"]
-        failed = [model for model in chosen.models if subprocess.run([*command, model]).returncode]
+        failed = [model for model in chosen.models or default if subprocess.run([*command, model]).returncode]
         if failed:
             sys.exit(f"no complete results of {', '.join(failed)}")
         return
-    out = chosen.out or (None if chosen.quick else OUT)
-    subjects = QUICK if chosen.quick else {name: MODELS[name] for name in chosen.models}
+    out = chosen.out or (None if chosen.quick else OUT_ON_CPU if on_cpu else OUT)
+    subjects = QUICK if chosen.quick else {name: models[name] for name in chosen.models or default}
     device = torch.cuda.get_device_name(chosen.device) if chosen.device.type == "cuda" else str(chosen.device)
     command = f"python -m benchmarks.device_step --device {chosen.device} --rounds {chosen.rounds}"
     origin = {"command": command, "device": device, **program.versions()}
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    if on_cpu:
+        torch.set_num_threads(1)
+    else:
+        torch.set_float32_matmul_precision("high")
     try:
         for model, subject in subjects.items():
             if chosen.backends is not None:

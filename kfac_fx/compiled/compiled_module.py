@@ -714,8 +714,8 @@ def compile(
             or "full", there are two more backwards for every bit of the number of cases. False: nothing is run or
             proved.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
-        dense_limit: the width of the largest dense factor, where a bias does not count. A wider side keeps diagonal blocks or, if it
-            makes the Fisher's outputs, its diagonal, which take no more memory; the report says so.
+        dense_limit: the width of the largest dense factor, without a column for the bias. A wider side keeps diagonal
+            blocks or, if it makes the Fisher's outputs, its diagonal, which take no more memory; the report says so.
         padding_mask: the name of an argument of forward [cases, positions], nonzero where a position is real, such as
             "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0.
             Padding enters no factor and is no case; a mask that fits no use is an error, and a warning and the report
