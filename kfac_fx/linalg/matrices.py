@@ -170,8 +170,8 @@ WORTH_STRIPS = 256  # columns
 
 
 def worth_strips(width: int, rows: int) -> bool:
-    """Whether half of the products is more than the copies of the other half. Of few rows the copies take longer: 2.5
-    times as long as a plain product of 32 rows of width 1024, and as long as one of 128."""
+    """Whether strips save more than the copies of their other half cost. With few rows they do not: strips of width
+    1024 take 2.5 times as long as a plain product for 32 rows, and as long for 128."""
     return width >= WORTH_STRIPS and 2 * rows >= width
 
 
