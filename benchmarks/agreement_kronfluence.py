@@ -6,9 +6,10 @@ kronfluence sees modules of type Linear and Conv2d, so the comparison is over th
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -106,44 +107,94 @@ def ours(problem: Problem, model: nn.Module, x: Tensor, y: Tensor) -> Result:
 
 
 def kronfluence(problem: Problem, model: nn.Module, x: Tensor, y: Tensor) -> Result:
-    from kronfluence.analyzer import Analyzer, prepare_model
-    from kronfluence.arguments import FactorArguments, ScoreArguments
-    from kronfluence.task import Task
-
-    class Loss(Task):  # type: ignore[misc]
-        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            return problem.summed(model(batch[0]), batch[1])
-
-        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return self.compute_train_loss(batch, model)
-
-    task, exact = Loss(), torch.float64
-    data, queries = TensorDataset(x, y), TensorDataset(x[:QUERIES], y[:QUERIES])
-    factors = FactorArguments(
-        strategy="ekfac",
-        use_empirical_fisher=True,
-        activation_covariance_dtype=exact,
-        gradient_covariance_dtype=exact,
-        per_sample_gradient_dtype=exact,
-        lambda_dtype=exact,
-    )
-    scores = ScoreArguments(
-        damping_factor=None, score_dtype=exact, per_sample_gradient_dtype=exact, precondition_dtype=exact
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare_model(copy.deepcopy(model), task)
-        analyzer = Analyzer("agreement", prepared, task, cpu=True, output_dir=folder, disable_tqdm=True)
-        analyzer.fit_all_factors("factors", data, per_device_batch_size=BATCH, factor_args=factors)
-        sizes = {"per_device_query_batch_size": QUERIES, "per_device_train_batch_size": BATCH}
-        analyzer.compute_pairwise_scores("pairs", "factors", queries, data, score_args=scores, **sizes)
+    exact, data = torch.float64, TensorDataset(x, y)
+    with analyzed(model, problem.summed) as analyzer:
+        fit(analyzer, data, BATCH, exact, use_empirical_fisher=True)
+        pairs = pairwise(analyzer, TensorDataset(x[:QUERIES], y[:QUERIES]), data, BATCH, exact, damping=None)
+        scores = score_arguments(exact, damping=None)
         analyzer.compute_self_scores("own", "factors", data, per_device_train_batch_size=BATCH, score_args=scores)
         found = analyzer.load_lambda_matrices("factors")
         sums, numbers = found["lambda_matrix"], found["num_lambda_processed"]
         return Result(
             {name: values / numbers[name] for name, values in sums.items()},
-            analyzer.load_pairwise_scores("pairs")["all_modules"],
+            pairs,
             analyzer.load_self_scores("own")["all_modules"],
         )
+
+
+def scores_of_kronfluence(
+    summed: Callable[[Tensor, Tensor], Tensor],
+    model: nn.Module,
+    data: TensorDataset,
+    queries: TensorDataset,
+    *,
+    batch: int,
+    damping: float | None = None,
+) -> Tensor:
+    """EK-FAC scores of the sampled Fisher in float32, [queries, examples].
+
+    Args:
+        summed: the loss of a batch, from logits and targets, summed over its rows.
+        damping: None: a tenth of the mean eigenvalue of every module.
+    """
+    with analyzed(model, summed) as analyzer:
+        fit(analyzer, data, batch, torch.float32, use_empirical_fisher=False)
+        return pairwise(analyzer, queries, data, batch, torch.float32, damping)
+
+
+@contextlib.contextmanager
+def analyzed(model: nn.Module, summed: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Any]:
+    """An analyzer of a copy of the model, with a folder as long as the context."""
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.task import Task
+
+    class Loss(Task):  # type: ignore[misc]
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            logits, targets = model(batch[0]), batch[1]
+            if sample:
+                with torch.no_grad():
+                    targets = torch.distributions.Categorical(logits=logits).sample()
+            return summed(logits, targets)
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return self.compute_train_loss(batch, model)
+
+    task = Loss()
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepare_model(copy.deepcopy(model), task)
+        yield Analyzer("agreement", prepared, task, cpu=True, output_dir=folder, disable_tqdm=True)
+
+
+def fit(analyzer: Any, data: TensorDataset, batch: int, dtype: torch.dtype, *, use_empirical_fisher: bool) -> None:
+    from kronfluence.arguments import FactorArguments
+
+    arguments = FactorArguments(
+        strategy="ekfac",
+        use_empirical_fisher=use_empirical_fisher,
+        activation_covariance_dtype=dtype,
+        gradient_covariance_dtype=dtype,
+        per_sample_gradient_dtype=dtype,
+        lambda_dtype=dtype,
+    )
+    analyzer.fit_all_factors("factors", data, per_device_batch_size=batch, factor_args=arguments)
+
+
+def score_arguments(dtype: torch.dtype, damping: float | None) -> Any:
+    from kronfluence.arguments import ScoreArguments
+
+    precise = {"score_dtype": dtype, "per_sample_gradient_dtype": dtype, "precondition_dtype": dtype}
+    return ScoreArguments(damping_factor=damping, **precise)
+
+
+def pairwise(
+    analyzer: Any, queries: TensorDataset, data: TensorDataset, batch: int, dtype: torch.dtype, damping: float | None
+) -> Tensor:
+    """[queries, examples]"""
+    sizes = {"per_device_query_batch_size": len(queries), "per_device_train_batch_size": batch}
+    arguments = score_arguments(dtype, damping)
+    analyzer.compute_pairwise_scores("pairs", "factors", queries, data, score_args=arguments, **sizes)
+    scores: Tensor = analyzer.load_pairwise_scores("pairs")["all_modules"]
+    return scores
 
 
 def rows(name: str) -> str:

@@ -70,6 +70,8 @@ from kfac_fx.recording.model_checks import (
     refuse_unfit,
     unwrapped,
 )
+from kfac_fx.recording.output_gradients import Consumer as OutputConsumer
+from kfac_fx.recording.output_gradients import record_outputs
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Moments, PendingMoments
 from kfac_fx.recording.taps import read_sampling
@@ -321,6 +323,25 @@ class CompiledModule(nn.Module):
             args,
             kwargs,
             lambda recorder, values: self.case_recorder(recorder).record(values, consume, grouped=grouped, **options),
+        )
+
+    @runs_the_model
+    def record_outputs(
+        self, /, args: tuple[Any, ...], kwargs: dict[str, Any], consume: OutputConsumer, **options: Any
+    ) -> tuple[int, int]:
+        """Hand the gradients of all outputs of the examples of one batch to `consume`, registration by registration.
+
+        Args: see `kfac_fx.recording.output_gradients.record_outputs`; `args` and `kwargs` are those of forward.
+        """
+        args, kwargs, _ = self.placed(args, kwargs)
+        function = self.captures.arguments.examples
+        grouped = None if function is None else Examples.of_call(function, args, kwargs)
+        return self.captures.run(
+            args,
+            kwargs,
+            lambda recorder, values: record_outputs(
+                self.case_recorder(recorder), values, consume, grouped=grouped, **options
+            ),
         )
 
     def placed(

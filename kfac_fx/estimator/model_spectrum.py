@@ -24,6 +24,7 @@ from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, mat
 from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.linear_maps import applied
+from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined
@@ -37,8 +38,9 @@ from kfac_fx.recording.case_gradients import (
     sum_of_squares,
     weighted_squares,
 )
+from kfac_fx.recording.output_gradients import OutputGradients, OutputsOf
 from kfac_fx.recording.progress import tracked
-from kfac_fx.recording.statistics import Key
+from kfac_fx.recording.statistics import Key, homogeneous
 
 CASE_KINDS = ("row", "position", "sequence")
 
@@ -292,6 +294,44 @@ class ModelSpectrum(Spectrum):
         }
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
+    # --- outputs ------------------------------------------------------------------------------------------------------
+
+    def functional_variance(self, batch: Any, *, outputs: OutputsOf | None = None, diagonal: bool = False) -> Tensor:
+        """J (s F + δ I)⁻¹ Jᵀ of every example, with J the Jacobian of its outputs: their covariance, to first order,
+        under the Laplace approximation of the posterior, whose precision is s F + δ I (Immer, Korzepa & Bauer 2021,
+        "Improving predictions of Bayesian neural nets via local linearization").
+
+        All outputs are sent back together. Where every example has a single row, as in a last layer, no matrix of a
+        gradient is made: `spectrum.part(["head.weight", "head.bias"])` serves thousands of classes.
+
+        Args:
+            batch: its targets are not read.
+            outputs: a function from what the model returns to [N, C]; None: it returns one tensor, [N, ...], whose
+                numbers behind the examples are the C outputs.
+            diagonal: the variances alone.
+
+        Returns [N, C, C], or [N, C] with `diagonal`.
+
+        Raises ValueError if the outputs are something else, or if an eigenvalue of s F + δ I is zero.
+        """
+        self.refuse_singular()
+        weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        for system in self.used:
+            self.root_of(system, -1)  # which refuses a derivative by several dampings
+        batch, graph = as_batch(batch), torch.is_grad_enabled()
+        parts: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
+            system, index = self.places()[key]
+            with torch.set_grad_enabled(graph), full_precision():
+                found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
+            parts.setdefault(key, []).append((gradients.first, found))
+
+        examples, number = self.net.record_outputs(batch.args, batch.kwargs, add, only=self.keys, outputs=outputs)
+        shape = (examples, number) if diagonal else (examples, number, number)
+        by_block = [in_order(parts[key]) if key in parts else weights[key].new_zeros(shape) for key in self.keys]
+        return torch.stack(by_block).sum(0)
+
     def refuse_singular(self) -> None:
         """Raises ValueError for blocks with eigenvalues of zero, to rounding, and no damping. Waits for the device."""
         singular = [
@@ -349,6 +389,34 @@ def with_common_vectors(spectrum: ModelSpectrum) -> ModelSpectrum:
         for system in spectrum.systems
     ]
     return replace(spectrum, systems=systems)
+
+
+def variance_of_outputs(
+    system: System, index: int, weights: Tensor, gradients: OutputGradients, outputs: int, diagonal: bool
+) -> Tensor:
+    """J (s F + δ I)⁻¹ Jᵀ of one block for some examples, [n, C, C], or its diagonal [n, C].
+
+    weights: (s Λ + δ)⁻¹, [g, o, i].
+    """
+    if gradients.lone is not None and system.group.separable and system.root is None:
+        lone = Cases(gradients.lone.matrix, (gradients.lone,))
+        (rows,) = system.turned_rows(lone, system.group.operators_of(index, system.operators)).uses
+        # The matrix of output c is d_c rᵀ, so the sum over its inputs is the same for all outputs.
+        of_row = torch.einsum("goi,ngi->ngo", weights, homogeneous(rows)[:, 0].square())
+        return product_with_itself(rows.d.flatten(2), of_row.flatten(1), diagonal)
+    found = []
+    for part in gradients.one_by_one().parts_of(outputs):
+        each = torch.cat([turned.gradients() for _, turned in system.in_basis(index, part)])
+        found.append(product_with_itself(each.view(-1, outputs, weights.numel()), weights.view(1, -1), diagonal))
+    return torch.cat(found)
+
+
+def product_with_itself(rows: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """Σ_p rows_p rows_pᵀ weights_p, [n, C, C], or its diagonal [n, C]. rows: [n, C, p]; weights: [n, p]; either may be
+    the same for all, with n = 1."""
+    if diagonal:
+        return torch.einsum("ncp,np->nc", rows.square(), weights)
+    return (rows * weights.unsqueeze(1)) @ rows.mT
 
 
 def check_rank(rank: int | None) -> None:

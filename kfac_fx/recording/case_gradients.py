@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
@@ -59,7 +60,7 @@ from kfac_fx.recording.meeting_cases import (
 )
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import CHUNK, Key, Rows, case_matrices, homogeneous, squared_sums_of_ids, with_bias
-from kfac_fx.recording.taps import CollectingTap
+from kfac_fx.recording.taps import CollectingTap, TappedCall, watched
 
 COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
@@ -97,15 +98,21 @@ class Cases:
         step = max(1, CHUNK // max(1, numbers, math.prod(self.matrix)))
         for start in range(0, len(self), step):
             part = slice(start, min(start + step, len(self)))
-            yield (
-                part,
-                replace(
-                    self,
-                    uses=tuple(narrowed(rows, part) for rows in self.uses),
-                    whole=None if self.whole is None else self.whole[part],
-                    first=self.first + start,
-                ),
-            )
+            yield part, self.part(part)
+
+    def parts_of(self, together: int) -> Iterator[Cases]:
+        """The cases in parts as of `chunks`, which keep every so many neighbors together."""
+        step = together * max(1, CHUNK // max(1, together * math.prod(self.matrix)))
+        for start in range(0, len(self), step):
+            yield self.part(slice(start, start + step))
+
+    def part(self, part: slice) -> Cases:
+        return replace(
+            self,
+            uses=tuple(narrowed(rows, part) for rows in self.uses),
+            whole=None if self.whole is None else self.whole[part],
+            first=self.first + part.start,
+        )
 
     def gradients(self) -> Tensor:
         """[N, g, o, i]."""
@@ -313,6 +320,24 @@ class Counts:
     rows: int
 
 
+@dataclass(frozen=True, eq=False)
+class CaseRun:
+    """One forward of a batch.
+
+    Attributes:
+        output: what the model returned, flat.
+        fisher, others: the Fisher's outputs, and the last activations of the other terms of the returned loss.
+        examples: their number.
+        backward: sends sources back through it.
+    """
+
+    output: Any
+    fisher: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
+    examples: int
+    backward: Backward
+
+
 class CaseRecorder:
     """One capture of a model, emitted with collecting taps.
 
@@ -342,7 +367,7 @@ class CaseRecorder:
             for registration in self.recorder.registrations
             if (reason := reason_apart(self.recorder.program, registration)) is not None
         }
-        self.compared: set[bool] = set()  # whether it was seen which cases meet, with a measurement or without
+        self.compared: set[str] = set()  # for which kinds of sources it was seen which cases meet
         self.settled = False  # whether a backward has shown the numbers of rows
         self.grouped = False  # whether a backward has shown that examples of the user's are apart
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
@@ -377,23 +402,10 @@ class CaseRecorder:
             RegistrationError: a registration has several towers.
         """
         check_mode(mode)
-        recorder, wanted = self.recorder, None if only is None else set(only)
-        registrations = [r for r in recorder.registrations if wanted is None or r.parameters in wanted]
-        refuse_towers(registrations)
-        emitted, losses_of = recorder.emitted, self.losses
-        with emitted.isolated(), full_precision():
-            # Whole, also where they are sharded: a gradient of this process alone, and backwards without messages.
-            live = {name: unsharded(value.detach()) for name, value in recorder.live_parameters().items()}
-            owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
-            live |= {name: live[name].requires_grad_() for name in owners}
-            like = next(iter(live.values()))
-            keys = {registration.parameters for registration in registrations if not registration.generic}
-            probes = row_probes(recorder.registrations, keys, like)
-            output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
-            fisher, others = self.apart_from_cut(outputs)
-            examples = emitted.examples(values) if grouped is None else grouped.count
-            all_probes = [probe for by_use in probes for probe in by_use.values()]
-            backward = Backward(self, registrations, live, all_probes, examples, grouped)
+        recorder, losses_of = self.recorder, self.losses
+        with self.run(values, only, grouped) as run:
+            output, fisher, examples, backward = run.output, run.fisher, run.examples, run.backward
+            others = run.others
             follows = measurement is None and recorder.follows_returned(mode, targets)
 
             def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
@@ -419,7 +431,7 @@ class CaseRecorder:
 
             returned = losses_of.returned(output) if follows else []
             if grouped is None:
-                self.set_meeting_apart(values, rows_of_cases, measurement is not None)
+                self.set_meeting_apart(values, rows_of_cases, "loss" if measurement is None else "measurement")
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
@@ -447,6 +459,41 @@ class CaseRecorder:
             for source, last in with_last(sources):
                 backward(source, consume, keep=not last)
         return Counts(examples, rows)
+
+    @contextmanager
+    def run(
+        self,
+        values: Any,
+        only: Iterable[Key] | None = None,
+        grouped: Examples | None = None,
+        calls: list[TappedCall] | None = None,
+    ) -> Iterator[CaseRun]:
+        """One forward of a batch, whose backwards are inside of the context.
+
+        Args:
+            values, only, grouped: see `record`.
+            calls: gets those of the taps, in the order of the forward.
+
+        Raises RegistrationError if a registration has several towers.
+        """
+        recorder, emitted, wanted = self.recorder, self.recorder.emitted, None if only is None else set(only)
+        registrations = [r for r in recorder.registrations if wanted is None or r.parameters in wanted]
+        refuse_towers(registrations)
+        with emitted.isolated(), full_precision():
+            # Whole, also where they are sharded: a gradient of this process alone, and backwards without messages.
+            live = {name: unsharded(value.detach()) for name, value in recorder.live_parameters().items()}
+            owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
+            live |= {name: live[name].requires_grad_() for name in owners}
+            like = next(iter(live.values()))
+            keys = {registration.parameters for registration in registrations if not registration.generic}
+            probes = row_probes(recorder.registrations, keys, like)
+            with watched([tap for key in keys for tap in collecting_taps(emitted, key)], calls):
+                output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            fisher, others = self.apart_from_cut(outputs)
+            examples = emitted.examples(values) if grouped is None else grouped.count
+            all_probes = [probe for by_use in probes for probe in by_use.values()]
+            backward = Backward(self, registrations, live, all_probes, examples, grouped)
+            yield CaseRun(output, fisher, others, examples, backward)
 
     def apart_from_cut(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(the Fisher's outputs, the last activations of the other terms of the returned loss)."""
@@ -542,14 +589,16 @@ class CaseRecorder:
             self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)
         return self.complete
 
-    def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], measured: bool) -> None:
-        """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells."""
-        if measured in self.compared or self.recorder.emitted.examples(values) < 2:
+    def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], kind: str) -> None:
+        """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells.
+
+        kind: of the source: "loss", "measurement" or "outputs"."""
+        if kind in self.compared or self.recorder.emitted.examples(values) < 2:
             return
         parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
         meeting = keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows)
         if meeting is not None:
-            self.compared.add(measured)
+            self.compared.add(kind)
             self.apart = dict.fromkeys(meeting, "cases meet between it and the loss") | self.apart
 
     def slots(

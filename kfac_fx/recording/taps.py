@@ -23,6 +23,8 @@ import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -619,29 +621,72 @@ class CollectingTap(Tap):
     """A tap that hands its rows to the function `sink` in every backward, in place of sums over them.
 
     Its probe is a single zero, which makes autograd visit the tap; the "gradient" of the probe is zero. A collecting
-    tap runs without a compiler and without vmap. Before `sink` is set, rows are not made.
+    tap runs without a compiler, and its sink without vmap. Before `sink` is set, rows are not made.
+
+    Attributes:
+        calls: gets its calls in a forward that is `watched`; None in others.
     """
 
     sink: Callable[[Rows], None] | None = None
+    calls: list[TappedCall] | None = None
 
     def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
         super().__init__(registration, use, layer)
         self.use = use
 
+    def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
+        tapped = super().forward(output, input, probes, *tensors)
+        if self.calls is not None and probes:
+            self.calls.append(TappedCall(self, tapped, input.detach(), tensors))
+        return tapped
+
     def sums(
         self, both: BothRows, bias: bool, mask: int | None, real: RealRows | None, axis: int, short: BothRows | None
     ) -> SumsOf:
+        def rows_of(output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> Rows:
+            row_mask = None if mask is None else values[mask]
+            row_mask = row_mask if real is None else real(output_grad, row_mask)
+            with without_autocast(output_grad.device):
+                rows, grad_rows = both(output_grad, input, *values)
+                return canonical(rows, grad_rows, bias, self.matrix, row_mask)
+
         def collected(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
             if self.sink is not None:
-                row_mask = None if mask is None else values[mask]
-                row_mask = row_mask if real is None else real(output_grad, row_mask)
-                with without_autocast(output_grad.device):
-                    # Saved tensors are part of the graph, and functions of the rows may be differentiated.
-                    rows, grad_rows = (side.detach() for side in both(output_grad, input, *values))
-                    self.sink(canonical(rows, grad_rows, bias, self.matrix, row_mask))
+                rows = rows_of(output_grad, input, values)
+                # Saved tensors are part of the graph, and functions of the rows may be differentiated.
+                self.sink(replace(rows, x=rows.x.detach(), d=rows.d.detach()))
             return lambda name: output_grad.new_zeros((), dtype=torch.float32)
 
+        self.rows_of = rows_of
         return collected
+
+
+@dataclass(frozen=True, eq=False)
+class TappedCall:
+    """One call of a collecting tap in a forward: what came out of the layer, as a tensor of the graph."""
+
+    tap: CollectingTap
+    output: Tensor
+    input: Tensor
+    values: Sequence[Any]
+
+    def rows(self, output_grad: Tensor) -> Rows:
+        """The rows of this use for a gradient of its output; without side effects, so it runs under vmap, too."""
+        with torch.no_grad(), full_precision_in_eager():
+            return self.tap.rows_of(output_grad, as_computed_with(self.input, output_grad), self.values)
+
+
+@contextmanager
+def watched(taps: Iterable[CollectingTap], calls: list[TappedCall] | None) -> Iterator[None]:
+    """Forwards inside add the calls of these taps to the list."""
+    taps = list(taps)
+    try:
+        for tap in taps:
+            tap.calls = calls
+        yield
+    finally:
+        for tap in taps:
+            tap.calls = None
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
