@@ -31,7 +31,9 @@ MEMBERS: dict[str, list[str]] = {  # what users call; the others are for the lib
         "at", "corrected", "keys", "eigenvalues", "log_determinant", "trace", "multiply", "multiply_inverse",
         "multiply_matpower", "diagonal", "sample",
     ],
-    "ModelSpectrum": ["correct", "part", "solve", "precondition", "self_scores"],
+    "ModelSpectrum": [
+        "correct", "part", "solve", "precondition", "queries", "self_scores", "functional_variance",
+    ],
     "Queries": ["scores", "scores_of_all"],
     "CapturedModel": ["graph", "node", "inputs_of", "outputs_of"],
     "LayerCollection": [

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
 
 import kfac_fx
 
@@ -56,7 +55,7 @@ def trained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
     return model
 
 
-def fisher(model: nn.Module, x: Tensor, approximations: Any = None, variables: Any = None) -> kfac_fx.Spectrum:
+def fisher(model: nn.Module, x: Tensor, approximations: Any = None, variables: Any = None) -> kfac_fx.ModelSpectrum:
     """F of a noise of variance 1; every case counts alike, whatever its batch."""
     unit = lambda outputs: kfac_fx.losses.Normal(outputs, var=1.0)  # noqa: E731
     net = kfac_fx.compile(model, loss=unit, approximations=approximations, strict=True)
@@ -67,7 +66,7 @@ def fisher(model: nn.Module, x: Tensor, approximations: Any = None, variables: A
     return estimator.spectrum()
 
 
-def posterior(spectrum: kfac_fx.Spectrum, theta: dict[str, Tensor], residuals: Tensor, steps: int = 100) -> Any:
+def posterior(spectrum: kfac_fx.ModelSpectrum, theta: dict[str, Tensor], residuals: Tensor, steps: int = 100) -> Any:
     """(P, σ, δ) of the largest evidence, that is of the smallest
 
     N/2 log σ² + |y - f|² / 2σ² + δ/2 |θ*|² - K/2 log δ + ½ log det P    with K parameters
@@ -86,18 +85,6 @@ def posterior(spectrum: kfac_fx.Spectrum, theta: dict[str, Tensor], residuals: T
     return spectrum.at(scale=n / variance, damping=prior), math.sqrt(variance), prior
 
 
-def variances(precision: kfac_fx.Spectrum, model: nn.Module, theta: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The variance of the output for every x: [N, 1], J P⁻¹ Jᵀ as the squared length of P^-½ Jᵀ."""
-
-    def output(parameters: dict[str, Tensor], case: Tensor) -> Tensor:
-        found: Tensor = functional_call(model, parameters, (case[None],))[0]
-        return found
-
-    jacobians = vmap(jacrev(output), (None, 0))(theta, x)  # by parameter [N, 1, *shape]
-    rows = precision.multiply_matpower(-0.5, jacobians)
-    return torch.stack([row.flatten(2).square().sum(-1) for row in rows.values()]).sum(0)
-
-
 def main(steps: int = 1500) -> dict[str, Fit]:
     torch.manual_seed(0)
     x = torch.cat([torch.rand(75, 1) * 2 - 3, torch.rand(75, 1) * 2 + 1])
@@ -113,7 +100,10 @@ def main(steps: int = 1500) -> dict[str, Fit]:
         found[name] = Fit(noise, prior, {})
         for where, test in tests.items():
             with torch.no_grad():
-                errors, variance = (values[where] - model(test)).square(), variances(precision, model, theta, test)
+                errors, variance = (
+                    (values[where] - model(test)).square(),
+                    precision.functional_variance(test).flatten(1),
+                )
             found[name].errors[where] = (errors / (variance + noise**2)).mean().item()
             found["noise alone"].errors[where] = errors.mean().item() / NOISE**2
     print(f"squared errors over expected variances{'':<4}" + "".join(f"{where:>9}" for where in WHERE))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -106,14 +106,14 @@ class Spectrum:
         if wrong:
             raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}")
 
-    def at(self, *, scale: float | Tensor | None = None, damping: Damping | None = None) -> Spectrum:
+    def at(self, *, scale: float | Tensor | None = None, damping: Damping | None = None) -> Self:
         """The same spectrum with another s or δ, without a decomposition."""
         return replace(
             self, scale=self.scale if scale is None else scale, damping=self.damping if damping is None else damping
         )
 
     @torch.no_grad()
-    def corrected(self, gradients: Iterable[Vector]) -> Spectrum:
+    def corrected(self, gradients: Iterable[Vector]) -> Self:
         """Replace Λ by the diagonal of the Fisher in the basis Q: E[(Qᵀ g)²] over the gradients g of single cases
         (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis").
 

@@ -98,7 +98,7 @@ def record_outputs(
         every = torch.eye(chosen.shape[1], dtype=chosen.dtype, device=chosen.device)  # one row for each output
 
         def cotangents(example: int | None = None) -> Cotangents:
-            """Of every output, [C, *leaf]: of one example, or of all of them together."""
+            """The gradients of all outputs, [C, *leaf]: those of one example, or of all examples together."""
             vectors = every.unsqueeze(1).expand(-1, *chosen.shape)
             if example is not None:
                 here = torch.arange(run.examples, device=chosen.device) == example

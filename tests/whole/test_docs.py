@@ -35,7 +35,7 @@ def run_blocks(text: str, name: str) -> int:
 # Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are. The pages of many devices and of
 # sharded models are of several processes, which test_devices_page.py and test_fsdp.py start.
 ELSEWHERE = ("trainers.md", "devices.md", "sharded.md")
-OF_PROCESSES = "\n## Several processes\n"  # the section of statistics.md that test_statistics_of_processes.py runs
+OF_PROCESSES = "\n## Several processes\n"  # the section of spectra.md that test_statistics_of_processes.py runs
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in ELSEWHERE], ids=lambda path: path.name)
@@ -76,3 +76,33 @@ def test_every_block_of_the_readme_runs_alone(monkeypatch: pytest.MonkeyPatch, t
     assert len(blocks) == 3
     for block in blocks:
         assert run_blocks(block, "README.md") == 1
+
+
+# --- the pages of jobs ------------------------------------------------------------------------------------------------
+
+JOBS = ("influence", "laplace", "ewc", "merging", "pruning", "quantization", "trpo", "unlearning")
+
+
+def lines_of(blocks: list[str]) -> int:
+    """The lines of code, without imports and comments."""
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return sum(bool(line) and not line.startswith(("import ", "from ", "#")) for line in lines)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_page_of_a_job_counts_its_lines_and_those_of_the_usual_library(job: str) -> None:
+    text = (ROOT / "docs" / f"{job}.md").read_text(encoding="utf-8")
+    shown = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    ours, theirs = (lines_of(re.findall(rf"^```{kind}\n(.*?)^```$", shown, re.S | re.M)) for kind in ("python", "py"))
+    assert 0 < ours < 20 and "assert " in text, "the page is a test, too"
+    told = re.search(r"Lines: (\d+) here(?:, (\d+) there)?\.", shown)
+    assert told is not None and (int(told[1]), int(told[2] or 0)) == (ours, theirs)
+    assert re.search(r"\d+\.\d+|none that is in general use", shown.partition("## The usual library")[2]), "its version"
+
+
+def test_the_page_of_statistics_has_every_job() -> None:
+    text = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| \[[^]]+\]\((\w+)\.md\) \| ", text, re.MULTILINE)
+    assert tuple(rows) == JOBS
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [job for job in JOBS if not re.search(rf": {job}\.md$", navigation, re.MULTILINE)] == []

@@ -159,8 +159,8 @@ def work(rank: int, folder: str, port: int) -> None:
     environment = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in environment.items()}
     os.chdir(folder)
-    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
-    assert run_blocks(page[page.index("## Several processes") :], "statistics.md") == 1
+    page = (ROOT / "docs" / "spectra.md").read_text(encoding="utf-8")
+    assert run_blocks(page[page.index("## Several processes") :], "spectra.md") == 1
     torch.save(results, f"{folder}/{rank}.pt")
 
 
