@@ -293,7 +293,8 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     elsewhere = of_uses | {str(size) for node in others for size in shape_of(node)}
 
     def same(of_mask: Any, first: str | None) -> Any:
-        if str(of_mask) in elsewhere:
+        is_number = first is not None and str(of_mask).isdigit() and not first.isdigit()  # as features may be, too
+        if str(of_mask) in elsewhere and not is_number:
             return of_mask
         alike = {str(size): size for size in inputs if in_example(size) == in_example(of_mask)}
         if first is None:  # positions: not the cases, and those of uses where targets are as long

@@ -12,12 +12,14 @@ that outputs of uses also have.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.cases import without_mask
@@ -31,10 +33,11 @@ from kfac_fx.passes.errors import (
     table,
 )
 from kfac_fx.passes.graphs.labels import in_example, shape_of
-from kfac_fx.passes.ir import NUMBER, ROW_MASK, Dims, Note, Program
+from kfac_fx.passes.graphs.operations import VIEWS, op_name
+from kfac_fx.passes.ir import NUMBER, ROW_MASK, Dims, LossSite, Note, Program
 from kfac_fx.passes.padding import padding
 from kfac_fx.passes.parametrization import with_nodes
-from kfac_fx.passes.returned_loss import mask_on
+from kfac_fx.passes.returned_loss import mask_on, unknowable
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.users_code import warn_user, where
@@ -69,12 +72,15 @@ def program_with_mask(
 
 
 def program_with_loss_mask(program: Program) -> Program:
-    """The program with the mask that a loss is multiplied with on the uses that it fits, so that rows without a
-    gradient that it leaves out are in no factor."""
-    masks = [mask_on(site.way) for site in program.losses if site.way is not None]
-    mask = masks[0] if masks and all(other is masks[0] for other in masks) else None
-    if mask is None:
+    """The program with the mask of its losses on the uses that it fits: rows that the losses leave out and that have no
+    gradient are in no factor then. A mask is what a loss is multiplied with or chosen by, or the targets that it does
+    not ignore; losses with different masks have none together."""
+    masks = {mask_of_loss(program, site) for site in program.losses}
+    if len(masks) != 1 or None in masks:
         return program
+    (mask,) = masks
+    assert mask is not None, "bug in kfac_fx: no mask of a loss"
+    mask = mask.written(program) if isinstance(mask, IgnoringTargets) else mask
     fitted = padding(program.but(mask=mask)).registrations
     registrations = [
         replace(
@@ -83,6 +89,85 @@ def program_with_loss_mask(program: Program) -> Program:
         for before, now in zip(program.registrations, fitted, strict=True)
     ]  # fmt: skip
     return program.but(registrations=tuple(registrations))
+
+
+def mask_of_loss(program: Program, site: LossSite) -> fx.Node | IgnoringTargets | None:
+    chosen = (None if site.way is None else mask_on(site.way)) or index_on(site.inputs)
+    return ignoring_targets(program, site) if chosen is None else chosen
+
+
+@dataclass(frozen=True)
+class IgnoringTargets:
+    """Targets [cases, positions] of which one number is no case.
+
+    Attributes:
+        node: the targets.
+        ignored: the number.
+        cut: how many positions the inputs of the loss leave out in front and behind, as logits[:, :-1] do.
+    """
+
+    node: fx.Node
+    ignored: int
+    cut: tuple[int, int]
+
+    def written(self, program: Program) -> fx.Node:
+        """The mask as a node behind the targets: which of the positions, with those that are cut, are cases."""
+        node, value = self.node, self.node.meta["val"]
+        operations: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.ne, (self.ignored,))]
+        if any(self.cut):
+            operations.insert(0, (F.pad, (list(self.cut), "constant", self.ignored)))
+        for function, more in operations:
+            with getattr(value, "fake_mode", nullcontext()):
+                value = function(value, *more)
+            with program.graph.inserting_after(node):
+                node = program.graph.call_function(function, (node, *more))
+            node.meta["val"] = value
+        return node
+
+
+def ignoring_targets(program: Program, site: LossSite) -> IgnoringTargets | None:
+    """The targets of a loss that ignores some; None if it ignores none, or if they are not [cases, positions] or not
+    computed from inputs."""
+    node = behind_views(site.targets, 2)
+    value = None if node is None else node.meta.get("val")
+    if node is None or not isinstance(site.ignored, int) or not isinstance(value, Tensor) or value.is_floating_point():
+        return None
+    cut = positions_cut(site.inputs)
+    return None if cut is None or node in unknowable(program) else IgnoringTargets(node, site.ignored, cut)
+
+
+def positions_cut(inputs: fx.Node) -> tuple[int, int] | None:
+    """How many positions the inputs of a loss leave out in front and behind; None if that is not a number."""
+    node = behind_views(inputs)
+    if op_name(node) != "slice":
+        return 0, 0
+    arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, end, step = arguments
+    start, end = start or 0, sys.maxsize if end is None else end
+    if dim != 1 or step != 1 or not isinstance(start, int) or not isinstance(end, int):
+        return None
+    in_front = start >= 0 and (end < 0 or end == sys.maxsize)
+    return (start, -end if end < 0 else 0) if in_front else None
+
+
+def index_on(inputs: fx.Node) -> fx.Node | None:
+    """The mask [cases, positions] that the inputs of a loss are chosen by; None if they are not."""
+    node = behind_views(inputs)
+    if op_name(node) != "index" or len(node.all_input_nodes) != 2:
+        return None
+    mask = node.all_input_nodes[1]
+    value = mask.meta.get("val")
+    return mask if isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() == 2 else None
+
+
+def behind_views(node: fx.Node, dims: int | None = None) -> Any:
+    """The node whose elements in another shape are this one's: the first one that is no view, or that has so many
+    dimensions; None if no node has these."""
+    while dims is None or len(shape_of(node)) != dims:
+        if op_name(node) not in VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
+            return None if dims is not None else node
+        node = node.args[0]
+    return node
 
 
 def refuse_unfit_mask(program: Program) -> None:

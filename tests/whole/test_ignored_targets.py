@@ -159,3 +159,126 @@ def test_a_batch_in_which_all_targets_are_ignored_changes_nothing() -> None:
     before = {name: value.clone() for name, value in found.state_dict().items() if "value" in name}
     found.update_covariances(x, torch.full((N,), 2))
     assert all(torch.equal(found.state_dict()[name], value) for name, value in before.items())
+
+
+# --- rows of ignored targets ------------------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """Classes of every position [N, T]; with `mixed`, a position sees those before it."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], mixed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.head, self.loss, self.mixed = nn.Linear(3, 5), nn.Linear(5, C), loss, mixed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        return self.loss(self.head(h.cumsum(1) if self.mixed else h), y)
+
+
+def flat(z: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(z.reshape(-1, C), y.reshape(-1), **options)
+
+
+def every(y: Tensor) -> Tensor:
+    return y != -100
+
+
+def behind(y: Tensor) -> Tensor:
+    """The positions whose next target is one."""
+    return F.pad(every(y)[:, 1:], (0, 1))
+
+
+def not_the_first(y: Tensor) -> Tensor:
+    return every(y) & (torch.arange(y.shape[1]) > 0)
+
+
+def two_losses(z: Tensor, y: Tensor) -> Tensor:
+    return flat(z, y) + 0.5 * flat(2 * z, y)
+
+
+OF_POSITIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "flat": (flat, every),
+    "classes second": (lambda z, y: F.cross_entropy(z.mT, y), every),
+    "another number": (
+        lambda z, y: flat(z, torch.where(y == -100, 2, y), ignore_index=2),
+        lambda y: every(y) & (y != 2),
+    ),
+    "a sum": (lambda z, y: flat(z, y, reduction="sum") / (y != -100).sum(), every),
+    "an index": (lambda z, y: F.cross_entropy(z[y != -100], y[y != -100]), every),
+    "shifted": (lambda z, y: flat(z[..., :-1, :].contiguous(), y[..., 1:].contiguous()), behind),
+    "targets shifted": (lambda z, y: flat(z, F.pad(y, (0, 1), value=-100)[..., 1:]), behind),
+    "without the first": (lambda z, y: flat(z[:, 1:], y[:, 1:]), not_the_first),
+    "two losses": (two_losses, every),
+}
+
+
+@pytest.mark.parametrize("mode", ["exact", "gradients", "empirical"])
+@pytest.mark.parametrize("name", OF_POSITIONS)
+def test_rows_whose_targets_are_ignored_are_in_no_factor(name: str, mode: str) -> None:
+    torch.manual_seed(0)
+    loss, kept_of = OF_POSITIONS[name]
+    model, x, y = Tagger(loss), torch.randn(N, 6, 3), torch.randint(C, (N, 6))
+    y[torch.arange(6) >= torch.randint(2, 6, (N, 1))] = -100
+    net = kfac_fx.compile(model, (x[:3], y[:3]))
+    found = kfac_fx.FisherEstimator(net, estimation_mode=mode)
+    for part in (slice(0, 3), slice(3, N)):
+        found.update_covariances(x[part], y[part], fold=False)
+    found.fold()
+    kept = kept_of(y)
+    for layer, values in (("layer", x), ("head", torch.tanh(model.layer(x)).detach())):
+        rows = torch.cat([values[kept], torch.ones(int(kept.sum()), 1)], 1)
+        A = found.blocks[f"{layer}.weight", f"{layer}.bias"].factors["A"].value.squeeze(0)
+        torch.testing.assert_close(A, rows.T @ rows / len(rows))
+
+
+def test_the_fisher_of_rows_without_ignored_targets_is_that_of_the_real_ones_alone() -> None:
+    torch.manual_seed(0)
+    model, x, y = Tagger(flat), torch.randn(N, 6, 3), torch.randint(C, (N, 6))
+    y[:, 3:] = -100
+    other = Tagger(flat)
+    other.load_state_dict(model.state_dict())
+    spectra = []
+    for one, inputs, targets in ((model, x, y), (other, x[:, :3].contiguous(), y[:, :3].contiguous())):
+        net = kfac_fx.compile(one, (inputs[:2], targets[:2]))
+        spectra.append(kfac_fx.fit_spectrum(net, [kfac_fx.Batch(inputs, targets)], mode="exact"))
+    for key, values in spectra[0].eigenvalues().items():
+        torch.testing.assert_close(
+            values.flatten().sort().values, spectra[1].eigenvalues()[key].flatten().sort().values
+        )
+
+
+def test_rows_of_a_prompt_that_later_positions_read_stay() -> None:
+    torch.manual_seed(0)
+    model, x, y = Tagger(flat, mixed=True), torch.randn(N, 4, 3), torch.randint(C, (N, 4))
+    y[:, [0, 3]] = -100  # a prompt, two tokens, and padding
+    found = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x[:3], y[:3])), estimation_mode="exact")
+    found.update_covariances(x, y)
+    rows = torch.cat([x[:, :3], torch.ones(N, 3, 1)], -1).flatten(0, 1)
+    A = found.blocks["layer.weight", "layer.bias"].factors["A"].value.squeeze(0)
+    torch.testing.assert_close(A, rows.T @ rows / len(rows))
+
+
+def test_losses_that_ignore_different_targets_leave_no_row_out() -> None:
+    torch.manual_seed(0)
+    model = Tagger(lambda z, y: flat(z, y) + flat(z, F.pad(y, (0, 1), value=-100)[:, 1:]))
+    x, y = torch.randn(N, 4, 3), torch.randint(C, (N, 4))
+    y[:, 2:] = -100
+    found = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x[:3], y[:3])), estimation_mode="exact")
+    found.update_covariances(x, y)
+    rows = torch.cat([x, torch.ones(N, 4, 1)], -1).flatten(0, 1)
+    A = found.blocks["layer.weight", "layer.bias"].factors["A"].value.squeeze(0)
+    torch.testing.assert_close(A, rows.T @ rows / len(rows))
+
+
+def test_a_training_with_ignored_targets_has_the_factors_of_the_real_rows() -> None:
+    torch.manual_seed(0)
+    model, x, y = Tagger(flat), torch.randn(N, 6, 3), torch.randint(C, (N, 6))
+    y[:, 2:] = -100
+    net = kfac_fx.compile(model, (x[:3], y[:3]))
+    optimizer = kfac_fx.KFAC(net)
+    net(x, y).backward()
+    optimizer.step()
+    rows = torch.cat([x[:, :2], torch.ones(N, 2, 1)], -1).flatten(0, 1)
+    A = optimizer.estimator.blocks["layer.weight", "layer.bias"].factors["A"].value.squeeze(0)
+    torch.testing.assert_close(A, rows.T @ rows / len(rows))
