@@ -29,6 +29,7 @@ from kfac_fx.estimator.manifests import (
     NAME,
     WITHOUT_DIGESTS,
     Manifest,
+    digest,
     is_written,
     made_of,
     refuse_other,
@@ -51,6 +52,7 @@ from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
+from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.users_code import warn_user
@@ -67,6 +69,7 @@ def fit_spectrum(
     *,
     mode: str = "gradients",
     case: str | None = None,
+    measurement: Measurement | None = None,
     parts: Parts = 1,
     memory: int | None = None,
     folder: str | Path | None = None,
@@ -91,6 +94,8 @@ def fit_spectrum(
             folder needs the same order every time.
         mode: the estimation mode of the factors and of the correction; see `FisherEstimator`.
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
+        measurement: whose gradient the correction squares instead of the loss's, such as a loss outside of forward; see
+            `ModelSpectrum.correct`. The factors, and so the eigenvectors, are those of the model's distribution.
         parts: how many parts of about equal memory, or the names of the parameters of every part.
         memory: bytes that the factors of a part and their eigenvectors may take, in place of `parts`.
         folder: where the blocks are written as they are made, see `save_spectrum`. If it holds some of them, they
@@ -108,13 +113,18 @@ def fit_spectrum(
     Raises:
         RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
         TypeError: the module is not compiled.
-        ValueError: there are no batches, they are an iterator and several passes are needed, or the folder holds
-            another spectrum.
+        ValueError: there are no batches, they are an iterator and several passes are needed, the folder holds another
+            spectrum, or there is a measurement and no case.
     """
     if not isinstance(net, CompiledModule):
         raise TypeError(
             f"fit_spectrum takes a compiled module, and got a {type(net).__name__}: write "
             "net = kfac_fx.compile(model, ...) and fit_spectrum(net, ...)"
+        )
+    if measurement is not None and case is None:
+        raise ValueError(
+            'a measurement is of the corrected eigenvalues, and case=None corrects none: pass case="sequence", or '
+            'case="row" for one row an example.'
         )
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:
@@ -147,7 +157,7 @@ def fit_spectrum(
             "more for its case: pass a list or a DataLoader."
         )
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
-    of_fit = OfFit(mode, case, seed, factor_dtype, dtype, device, process_group)
+    of_fit = OfFit(mode, case, measurement, seed, factor_dtype, dtype, device, process_group)
     kept: FitFolder | None = None
     if folder is not None:
         settings = {
@@ -157,6 +167,7 @@ def fit_spectrum(
             "dtype": str(dtype),
             "first batch": digest_of(batch),
             "batches": len(batches) if isinstance(batches, Sized) else None,
+            **({} if measurement is None else {"measurement": digest(measurement)}),
         }
         if replicas is not None and several:  # those of the first process
             settings = replicas.told(settings | {"processes": replicas.number})[0]
@@ -214,6 +225,7 @@ class OfFit:
 
     mode: str
     case: str | None
+    measurement: Measurement | None
     seed: int
     factor_dtype: torch.dtype | None
     dtype: torch.dtype | None
@@ -257,7 +269,8 @@ def fit_part(
         return spectrum
     if folder is not None and uncorrected is None:
         folder.keep_decomposed(names, spectrum.systems)
-    correction = Correction(spectrum, options.case, generator=options.generator(of_parameters, 1))
+    generator = options.generator(of_parameters, 1)
+    correction = Correction(spectrum, options.case, measurement=options.measurement, generator=generator)
     over_data(batches, CORRECTION, names, correction.add, correction.state, correction.load_state, folder)
     return correction.result()
 
@@ -437,8 +450,8 @@ class FitFolder:
         return entry if isinstance(entry, dict) and entry.get("names") == list(names) else {}
 
     def keep_progress(self, progress: Progress) -> None:
-        name, digest = write_tensors(self.path / "progress-{}.safetensors", progress.tensors)
-        entry = {**self.progress_entry(progress.names), "names": list(progress.names), "file": name, "digest": digest}
+        name, of_file = write_tensors(self.path / "progress-{}.safetensors", progress.tensors)
+        entry = {**self.progress_entry(progress.names), "names": list(progress.names), "file": name, "digest": of_file}
         entry |= {"stage": progress.stage, "batches": progress.batches, "data": progress.data}
         self.commit({**self.manifest, "progress": entry})
 

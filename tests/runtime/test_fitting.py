@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx import Batch, RegistrationError, fit_spectrum
 from kfac_fx.estimator import fitting as module
 from kfac_fx.estimator.fitting import chosen_parts, joint, pack_units, smallest_bound
 from kfac_fx.recording.recorder import Recorder
-from tests.runtime.single_cases import T, Text, V
+from tests.runtime.single_cases import T, Text, V, classifier
 
 Data = list[Batch]
 
@@ -282,3 +283,22 @@ def test_a_generator_is_enough_for_one_pass() -> None:
     again = fit_spectrum(net, batches, mode="exact")
     for key, values in again.eigenvalues().items():
         assert torch.equal(once.eigenvalues()[key], values)
+
+
+def test_a_measurement_is_that_of_the_correction(tmp_path: Path) -> None:
+    def weighed(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, weight=torch.tensor([1.0, 3.0, 0.5]), reduction="none")
+
+    net = kfac_fx.compile(classifier(), (torch.randn(2, 2, 3, 3),), loss="categorical")
+    data = [(torch.randn(4, 2, 3, 3), torch.randint(3, (4,))) for _ in range(2)]
+    options: dict[str, Any] = {"mode": "exact", "parts": 2, "folder": tmp_path}
+    found = fit_spectrum(net, data, case="row", measurement=weighed, **options)
+    assert same(found, fit_spectrum(net, data, mode="exact").correct(data, "row", measurement=weighed))
+    assert not same(found, fit_spectrum(net, data, mode="exact", case="row"))
+    assert same(fit_spectrum(net, data, case="row", measurement=weighed, **options), found)  # read from the folder
+    assert same(kfac_fx.load_spectrum(net, tmp_path), found)
+    for other in (None, lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")):
+        with pytest.raises(ValueError, match="measurement"):
+            fit_spectrum(net, data, case="row", measurement=other, **options)
+    with pytest.raises(ValueError, match='case=None corrects none: pass case="sequence"'):
+        fit_spectrum(net, data, measurement=weighed)
