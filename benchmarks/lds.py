@@ -38,7 +38,7 @@ from benchmarks.program import console, table, versions
 
 OUT = Path(__file__).parent / "results" / "lds.json"
 DOCS = Path(__file__).parents[1] / "docs" / "lds.md"
-DAMPING = 0.1  # of the mean eigenvalue of a block, as in Grosse et al. (2023) and kronfluence
+DAMPING = 0.1  # of the mean eigenvalue of a block, as in Grosse et al. (2023)
 RESAMPLED = 2000
 CEILING = "other trainings on the same halves"
 Data = tuple[Tensor, Tensor]
@@ -298,8 +298,8 @@ def page(results: Mapping[str, Any]) -> str:
         "- The figures are means over the queries, with intervals of 95 % by a bootstrap of the queries.",
         "- *One model* is the mean over models of several seeds, each with its own scores. *From and to* are the "
         "lowest and the highest of them. *Mean of models* has the scores averaged over these models first.",
-        f"- K-FAC and EK-FAC have a damping of {DAMPING:g} times the mean eigenvalue of every block, the default of "
-        "kronfluence. No number was tuned.",
+        f"- K-FAC and EK-FAC have a damping of {DAMPING:g} times the mean eigenvalue of every block, as Grosse et al. "
+        "2023 have it. No number was tuned.",
     ]
     for name, task in TASKS.items():
         of_task = results["tasks"][name]
