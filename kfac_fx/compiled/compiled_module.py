@@ -70,8 +70,7 @@ from kfac_fx.recording.model_checks import (
     refuse_unfit,
     unwrapped,
 )
-from kfac_fx.recording.output_gradients import Consumer as OutputConsumer
-from kfac_fx.recording.output_gradients import record_outputs
+from kfac_fx.recording.output_gradients import OutputConsumer, record_outputs
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Moments, PendingMoments
 from kfac_fx.recording.taps import read_sampling

@@ -53,16 +53,18 @@ class OutputGradients:
             return self.cases
         rows, number = self.lone, self.lone.d.shape[1]
         d = rows.d.expand(len(rows.x) if len(rows.d) == 1 else -1, -1, -1, -1).flatten(0, 1).unsqueeze(1)
-        return Cases(rows.matrix, (replace(rows, x=repeated(rows.x, number), d=d, mask=of_mask(rows, number)),))
+        return Cases(
+            rows.matrix, (replace(rows, x=every_case_repeated(rows.x, number), d=d, mask=of_mask(rows, number)),)
+        )
 
 
-Consumer = Callable[[Key, OutputGradients, int], None]  # the last is C
+OutputConsumer = Callable[[Key, OutputGradients, int], None]  # the last is C
 
 
 def record_outputs(
     of: CaseRecorder,
     values: Any,
-    consume: Consumer,
+    consume: OutputConsumer,
     *,
     only: Iterable[Key],
     outputs: OutputsOf | None = None,
@@ -191,7 +193,7 @@ class SpreadRows:
 
     def cases(self) -> Rows:
         """N·C cases: x [N·C, S, g, i], d [N·C, S, g, o]."""
-        x = repeated(self.rows.x, self.outputs) if self.x is None else self.apart(self.x)
+        x = every_case_repeated(self.rows.x, self.outputs) if self.x is None else self.apart(self.x)
         return replace(self.rows, x=x, d=self.apart(self.rows.d), mask=of_mask(self.rows, self.outputs))
 
     def apart(self, side: Tensor) -> Tensor:
@@ -205,7 +207,7 @@ def spread(side: Tensor) -> Tensor:
     return side.movedim(0, -1).flatten(-2)
 
 
-def repeated(x: Tensor, times: int) -> Tensor:
+def every_case_repeated(x: Tensor, times: int) -> Tensor:
     """Every case so many times; what all cases share stays."""
     return x if len(x) == 1 else x.repeat_interleave(times, 0)
 
@@ -245,7 +247,7 @@ def of_parameters(
     leaves: Sequence[Tensor],
     cotangents: Callable[[int], Cotangents],
     reason: str | None,
-    consume: Consumer,
+    consume: OutputConsumer,
 ) -> None:
     """The gradients of registrations by autograd, with one backward for every example.
 

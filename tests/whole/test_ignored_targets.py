@@ -239,8 +239,8 @@ def test_the_fisher_of_rows_without_ignored_targets_is_that_of_the_real_ones_alo
     other = Tagger(flat)
     other.load_state_dict(model.state_dict())
     spectra = []
-    for one, inputs, targets in ((model, x, y), (other, x[:, :3].contiguous(), y[:, :3].contiguous())):
-        net = kfac_fx.compile(one, (inputs[:2], targets[:2]))
+    for tagger, inputs, targets in ((model, x, y), (other, x[:, :3].contiguous(), y[:, :3].contiguous())):
+        net = kfac_fx.compile(tagger, (inputs[:2], targets[:2]))
         spectra.append(kfac_fx.fit_spectrum(net, [kfac_fx.Batch(inputs, targets)], mode="exact"))
     for key, values in spectra[0].eigenvalues().items():
         torch.testing.assert_close(
