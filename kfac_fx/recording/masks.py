@@ -43,7 +43,8 @@ from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.users_code import warn_user, where
 
 PaddingMask = str | Callable[..., Tensor]
-WITH_LOSS_MASK = ("kron", "kron_indep")  # approximations whose factors are sums over rows
+SUMS_OVER_ROWS = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
+WITH_LOSS_MASK = {*SUMS_OVER_ROWS, *(name.replace("kron", "kron_indep") for name in SUMS_OVER_ROWS)}
 LISTED_USES = 8  # uses in a message
 WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions

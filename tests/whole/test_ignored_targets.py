@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -282,3 +283,39 @@ def test_a_training_with_ignored_targets_has_the_factors_of_the_real_rows() -> N
     rows = torch.cat([x[:, :2], torch.ones(N, 2, 1)], -1).flatten(0, 1)
     A = optimizer.estimator.blocks["layer.weight", "layer.bias"].factors["A"].value.squeeze(0)
     torch.testing.assert_close(A, rows.T @ rows / len(rows))
+
+
+class Words(nn.Module):
+    """With a table of its own or a tied one."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(7, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.layer(self.words(ids)))).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("approximations", [None, {"*": "kron_out_diag"}])
+def test_ignored_targets_are_as_padding_that_is_named(tied: bool, approximations: Mapping[str, str] | None) -> None:
+    torch.manual_seed(0)
+    ids, y = torch.randint(1, 7, (N, 6)), torch.randint(7, (N, 6))
+    padding = torch.arange(6) >= torch.randint(2, 6, (N, 1))
+    ids[padding], y[padding] = 0, -100
+    model, found = Words(tied), []
+    for options in ({}, {"padding_mask": lambda ids, y: y != -100}):
+        net = kfac_fx.compile(copy.deepcopy(model), (ids[:3], y[:3]), approximations=approximations, **options)
+        found.append(kfac_fx.FisherEstimator(net, estimation_mode="exact"))
+        found[-1].update_covariances(ids, y)
+    for key, block in found[0].blocks.items():
+        for name, factor in block.factors.items():
+            torch.testing.assert_close(factor.value, found[1].blocks[key].factors[name].value)
+    words = next(block for key, block in found[0].blocks.items() if key[0] == "words.weight")
+    if not tied:
+        counts = torch.bincount(ids[~padding], minlength=7) / (~padding).sum()
+        A = words.factors["A"].value[0]
+        torch.testing.assert_close(A if A.dim() == 1 else A.diagonal(), counts)
