@@ -214,8 +214,9 @@ OF_POSITIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tens
 }
 
 
-@pytest.mark.parametrize("mode", ["exact", "gradients", "empirical"])
-@pytest.mark.parametrize("name", OF_POSITIONS)
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "exact") for name in OF_POSITIONS), ("shifted", "gradients"), ("shifted", "empirical")]
+)
 def test_rows_whose_targets_are_ignored_are_in_no_factor(name: str, mode: str) -> None:
     torch.manual_seed(0)
     loss, kept_of = OF_POSITIONS[name]
@@ -319,3 +320,36 @@ def test_ignored_targets_are_as_padding_that_is_named(tied: bool, approximations
         counts = torch.bincount(ids[~padding], minlength=7) / (~padding).sum()
         A = words.factors["A"].value[0]
         torch.testing.assert_close(A if A.dim() == 1 else A.diagonal(), counts)
+
+
+class InParts(Tagger):
+    """Python reads a number between the layers, so no single graph holds the model."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        return self.loss(self.head(h if float(h.detach().sum()) > -1e9 else -h), y)
+
+
+@pytest.mark.parametrize("kind", ["handed over", "in parts"])
+def test_rows_stay_in_A_where_the_graph_does_not_see_the_targets(kind: str) -> None:
+    """G has the real rows alone, and `padding_mask` takes the others out of A."""
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 6, 3), torch.randint(C, (N, 6))
+    y[:, 3:] = -100
+    within = kind == "in parts"
+    model = InParts(flat) if within else Tagger(lambda z, y: z)
+    rows = torch.cat([x, torch.ones(N, 6, 1)], -1)
+    masked: list[tuple[dict[str, Any], Tensor]] = [({"padding_mask": lambda x, y: y != -100}, rows[:, :3])]
+    for options, seen in [({}, rows), *masked * within]:
+        net = kfac_fx.compile(copy.deepcopy(model), (x[:4], y[:4]), loss=None if within else "categorical", **options)
+        found = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+        found.update_covariances(x, y, targets=None if within else y)
+        block = found.blocks["layer.weight", "layer.bias"]
+        flat_rows = seen.flatten(0, 1)
+        A = flat_rows.T @ flat_rows / len(flat_rows)
+        torch.testing.assert_close(block.factors["A"].value.squeeze(0), A)
+        h = torch.tanh(model.layer(x[:, :3]))
+        p = model.head(h).softmax(-1)
+        back = model.head.weight * (1 - h.square()).unsqueeze(-2)  # [N, 3, C, 5]
+        G = torch.einsum("ntca,ntcd,ntdb->ab", back, torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2), back)
+        torch.testing.assert_close(block.factors["G"].value.squeeze(0), G.detach() / len(flat_rows))
