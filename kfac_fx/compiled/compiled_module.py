@@ -33,7 +33,7 @@ from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.linalg.processes import Shard
-from kfac_fx.losses.declared import LossSpec, loss_from, no_loss_known, replaced
+from kfac_fx.losses.declared import LossSpec, loss_from, replaced
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     ApproximationError,
@@ -207,7 +207,8 @@ class CompiledModule(nn.Module):
         """Every parameter with its Fisher block, the reason and the cost; and the counters and intervals of an attached
         optimizer."""
         counters = getattr(self._listener, "counters", None)
-        return Report(self.program, counters, self._fallbacks, getattr(self._listener, "intervals", tuple))
+        intervals = getattr(self._listener, "intervals", tuple)
+        return Report(self.program, counters, self._fallbacks, intervals, unnamed=self.knows_no_loss)
 
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
@@ -454,11 +455,11 @@ class CompiledModule(nn.Module):
         of, values = recorder.losses, recorder.capture.flatten(*call)
         return of.averaged(of.real(lambda new: replaced(outputs, fisher, new), fisher, values, targets))
 
-    def refuse_unknown_loss(self) -> None:
-        """Raises LossError if the whole model is captured, and no loss of it is known."""
-        first = self.captures.first
-        if first is not None and first.whole and not first.losses.are_known:
-            raise no_loss_known()
+    @property
+    def knows_no_loss(self) -> bool:
+        """Whether the model is captured, and no loss is declared or computed by forward."""
+        captures = self.captures.all
+        return bool(captures) and not any(capture.knows_loss for capture in captures)
 
     # --- attachment and change --------------------------------------------------------------------------------------
 

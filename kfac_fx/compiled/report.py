@@ -73,6 +73,7 @@ NO_KNOWN_LOSS = (
     "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule: name "
     "its loss with compile(..., loss=lambda outputs: [...])"
 )
+UNNAMED = "takes factors from training gradients because it knows no loss, and "
 COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
     "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
@@ -90,6 +91,7 @@ class Report:
         counters: the numbers of events since, such as {"skipped updates": 0}; called whenever the report is shown.
         fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
         intervals: how often the optimizer records and inverts; called whenever the report is shown.
+        unnamed: whether no loss is known.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Report:
         counters: Counters | None = None,
         fallbacks: Fallbacks = lambda: (),
         intervals: Fallbacks = lambda: (),
+        unnamed: bool = False,
     ) -> None:
         self.program, self.counters, self.fallbacks, self.intervals = program, counters, fallbacks, intervals
+        self.unnamed = unnamed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -156,7 +160,7 @@ class Report:
         """The first line: the share of the parameters that has blocks."""
         count = self.elements
         text = (
-            f"kfac_fx registered {count['registered']:,} of {count['total']:,} trainable parameters "
+            f"kfac_fx {UNNAMED * self.unnamed}registered {count['registered']:,} of {count['total']:,} trainable parameters "
             f"in {plural(len(self.rows), 'Fisher block')}"
         )
         if count["generic"]:

@@ -222,6 +222,11 @@ class FisherEstimator(BlockDiagonalFisher):
             self.fold(decay=None if should_decay else 1.0)
 
     @property
+    def records_in_training(self) -> bool:
+        """Whether the statistics of a KFAC come from the user's own backward."""
+        return self.estimation_mode == "empirical"
+
+    @property
     def recorded(self) -> bool:
         """Whether any batch was recorded; one that is not folded yet counts."""
         return bool(self._pending.sums) or any(group.updated for group in self.groups)

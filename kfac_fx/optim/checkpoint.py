@@ -27,7 +27,6 @@ from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.checks import StepSize
 from kfac_fx.optim.first_order import new_adam_state
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
-from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import Rule, StepIntervals
 from kfac_fx.optim.rules import RULES
 from kfac_fx.optim.state import SCALARS, StepState
@@ -43,12 +42,13 @@ SINCE = ("multiplier", "peak_lr", "last_update")  # in no older states: a traini
 # --- the checkpoint, written ------------------------------------------------------------------------------------------
 
 
-def choices(options: KFACOptions) -> dict[str, tuple[Any, int, Sequence[Any]]]:
+def choices(state: StepState) -> dict[str, tuple[Any, int, Sequence[Any]]]:
     """The choices that a state depends on: each with its number, and with what the numbers stand for."""
+    rule = state.options.rule
     known: dict[str, tuple[Any, Sequence[Any]]] = {
-        "momentum_type": (options.rule.name, tuple(RULES)),
-        "estimation_mode": (options.estimation_mode, MODES),
-        "adapt_damping": (options.rule.damping_rule is not None, (False, True)),
+        "momentum_type": (rule.name, tuple(RULES)),
+        "estimation_mode": (state.estimator.estimation_mode, MODES),
+        "adapt_damping": (rule.damping_rule is not None, (False, True)),
     }
     # The rule of a user has no place among the names: a number that no other name has.
     return {
@@ -101,7 +101,7 @@ def whole(state: StepState) -> Tensors:
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
-    values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state.options).items()}
+    values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state).items()}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
     tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
     if rule.damping_rule is not None and not rule.damping_rule.immediately:
@@ -237,7 +237,7 @@ def check_shapes(needed: Tensors, given: Tensors) -> None:
 def check_choices(state: StepState, whole: Tensors) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: list[tuple[str, str]] = []
-    for name, (here, number, kinds) in choices(state.options).items():
+    for name, (here, number, kinds) in choices(state).items():
         entry = whole.get(f"{WHOLE}{name}")
         if entry is None:
             continue  # the names of all entries are compared next

@@ -61,7 +61,7 @@ class KFAC(Optimizer, Joinable):
         options: the arguments.
 
     Raises:
-        LossError: the model is captured, and no loss of it is known.
+        LossError: no loss of the model is known, and an option needs one.
         RegistrationError: for a net without Fisher blocks, and with "eigen_moments" for blocks without an eigenbasis.
         AlreadyAttachedError: for a second optimizer on one net.
     """
@@ -78,7 +78,7 @@ class KFAC(Optimizer, Joinable):
         invert_every: int | None = None,
         num_burnin_steps: int = 0,
         weight_decay: float = 0.0,
-        estimation_mode: str = "gradients",
+        estimation_mode: str | None = None,
         fraction: float = 1.0,
         seed: int | None = None,
         reduction: str = "mean",
@@ -111,7 +111,7 @@ class KFAC(Optimizer, Joinable):
                 0.02 m / r, too, as the whole step is.
             estimation_mode: "gradients" samples targets in a pass of its own. "empirical" records in the training
                 backward itself, with the true targets (another matrix, see Kunstner et al. 2019). FisherEstimator has
-                the others.
+                the others. None means "gradients", and "empirical" for a net whose loss is not known.
             fraction: the part of every batch that "gradients" records.
             seed: of the sampled targets, which have a random stream of their own; None takes torch's initial seed.
             reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if it
@@ -163,7 +163,6 @@ class KFAC(Optimizer, Joinable):
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
-        net.refuse_unknown_loss()
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
@@ -176,7 +175,7 @@ class KFAC(Optimizer, Joinable):
             net,
             cov_ema_decay=schedule.decay,
             damping=scalar + rule.first_damping,
-            estimation_mode=estimation_mode,
+            estimation_mode=options.mode_for(net.knows_no_loss),
             fraction=fraction,
             exps=rule.exps,
         )

@@ -60,7 +60,8 @@ class Recorder:
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
-        is_mean: whether the loss that forward returns is a mean over cases, and not a sum.
+        is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
+            no loss.
         mean_reason: why that is a guess; None: it is none.
     """
 
@@ -99,6 +100,11 @@ class Recorder:
         """The losses on the outputs of a run."""
         sites = self.emitted.loss_sites
         return OutputLosses(self.emitted, self.loss, probably_mean(sites) if self.is_mean is None else self.is_mean)
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether a loss is known: it was declared, or forward computes it."""
+        return self.losses.are_known or (not self.whole and self.is_mean is not None)
 
     @property
     def whole(self) -> bool:
