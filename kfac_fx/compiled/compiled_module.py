@@ -78,6 +78,11 @@ RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())
 # By a model that is compiled in place and by its wrapper: the module that is attached.
 ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledModule]] = weakref.WeakKeyDictionary()
 OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
+NO_NAME = (
+    "no loss is known: the factors are those of the gradients that training sends back (the empirical Fisher). Every "
+    "example of every forward of a step is a case of them, as in a mean over all. Checks of the step size see the "
+    "slope and these gradients, and undo steps only where forward returns the loss as a number"
+)
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
@@ -217,7 +222,7 @@ class CompiledModule(nn.Module):
             f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
             "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
         )
-        of_forwards = [unrecorded] * bool(self._unrecorded)
+        of_forwards = [NO_NAME] * self.knows_no_loss + [unrecorded] * bool(self._unrecorded)
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
         return [*of_captures, *of_forwards, *of_optimizer()]
 

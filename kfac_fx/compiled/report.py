@@ -158,9 +158,9 @@ class Report:
     @property
     def headline(self) -> str:
         """The first line: the share of the parameters that has blocks."""
-        count = self.elements
+        count, unnamed = self.elements, UNNAMED * self.unnamed
         text = (
-            f"kfac_fx {UNNAMED * self.unnamed}registered {count['registered']:,} of {count['total']:,} trainable parameters "
+            f"kfac_fx {unnamed}registered {count['registered']:,} of {count['total']:,} trainable parameters "
             f"in {plural(len(self.rows), 'Fisher block')}"
         )
         if count["generic"]:

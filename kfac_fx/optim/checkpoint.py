@@ -242,7 +242,8 @@ def check_choices(state: StepState, whole: Tensors) -> None:
         if entry is None:
             continue  # the names of all entries are compared next
         there = int(entry) if entry.numel() == 1 else -1
-        if there != number:
+        is_open = name == "estimation_mode" and not state.forwards.mode_is_known and there in range(len(kinds))
+        if there != number and not is_open:
             saved = repr(kinds[there]) if there in range(len(kinds)) else "another one"
             rows.append((name, f"{saved} in the state, {here!r} here"))
     if rows:
@@ -270,6 +271,8 @@ def restore(
             states[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
     values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
     rule, schedule = state.options.rule, state.schedule
+    if not state.forwards.mode_is_known:
+        state.forwards.decided, state.estimator.estimation_mode = True, MODES[int(values["estimation_mode"])]
     state.damping.copy_(values["damping"])
     state.skipped.copy_(values["skipped"])
     for name in (*SCALARS, *rule.scalars):

@@ -121,6 +121,12 @@ class Forwards:
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
 
+    @property
+    def mode_is_known(self) -> bool:
+        """Whether the estimation mode was given, or a capture, a forward or a state has decided it."""
+        named = bool(self.net.captures.all) and not self.net.knows_no_loss
+        return self.decided or self.schedule.options.estimation_mode is not None or named
+
     # --- what the net and the user report ---------------------------------------------------------------------------
 
     @contextmanager
@@ -139,7 +145,7 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
-        if not self.decided:
+        if not self.decided and options.estimation_mode is None:
             unnamed = not self.net.recorder(args, kwargs).knows_loss
             self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())

@@ -25,8 +25,8 @@ from kfac_fx.recording.recorder import Recorder
 
 
 def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool | None, str | None]:
-    """(whether the returned loss is a mean over cases, and None if forward computes no loss that is known; why that is a
-    guess; None: it is none).
+    """(whether the returned loss is a mean over cases, None if forward computes no loss that is known; why that is a
+    guess, None if it is none).
 
     It runs the model on the batch and on the batch with all examples twice, which leaves no trace.
     """

@@ -379,7 +379,7 @@ def test_zeroed_gradients_drop_the_rides_that_made_them() -> None:
 class FakeNet(SimpleNamespace):
     """It has the names by which a compiled module is told."""
 
-    attach, registrations = None, ()
+    attach, registrations, knows_no_loss = None, (), False
 
 
 class Listening:
@@ -396,10 +396,13 @@ class Listening:
             differs=lambda args, kwargs: (self.compared.append(self.forwards.seen.forwards), torch.tensor(False))[1],
             record_in_training=lambda *_, **__: (self.log.append("ride"), ("outputs", pending(False)))[1],
         )
-        self.schedule = Schedule(options_of(net, **{"lr": 1.0, "damping": 1.0, **options}))
+        options = {"lr": 1.0, "damping": 1.0, "estimation_mode": "gradients", **options}
+        self.schedule = Schedule(options_of(net, **options))
         self.compared: list[int] = []
         estimator = SimpleNamespace(
             outputs=OutputWatch(),
+            estimation_mode=options["estimation_mode"],
+            records_in_training=options["estimation_mode"] == "empirical",
             replicas=None,
             accumulate=lambda _: self.log.append("accumulate"),
             unrecorded=lambda: frozenset(self.unrecorded),
