@@ -213,7 +213,15 @@ class CompiledModule(nn.Module):
         optimizer."""
         counters = getattr(self._listener, "counters", None)
         intervals = getattr(self._listener, "intervals", tuple)
-        return Report(self.program, counters, self._fallbacks, intervals, unnamed=self.knows_no_loss)
+        return Report(
+            self.program,
+            counters,
+            self._fallbacks,
+            intervals,
+            self.knows_no_loss,
+            [capture.program for capture in self.captures.all],
+            [registration.parameters for registration in self.registrations],
+        )
 
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
@@ -254,7 +262,7 @@ class CompiledModule(nn.Module):
                 self._unrecorded += 1
                 return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
             captures.structure.check()
-            if not captures.recorders or captures.trained.unfrozen:
+            if not captures.recorders or captures.trained.unfrozen or captures.waiting:
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 with self._listener.forgetting_on_error():

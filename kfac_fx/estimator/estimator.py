@@ -241,7 +241,8 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError if registrations are missing in them.
         """
         self.follow_registrations()
-        due = {key: block for key, block in self.blocks.items() if moments.only is None or key in moments.only}
+        wanted = [moments.only, moments.used]
+        due = {key: block for key, block in self.blocks.items() if all(keys is None or key in keys for keys in wanted)}
         lacking = {key: block for key, block in due.items() if key not in moments.statistics}
         paused = {key for key, block in lacking.items() if moments.frozen.issuperset(block.registration.owners)}
         if missing := [key for key in lacking if key not in paused]:
@@ -284,10 +285,8 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def follow_registrations(self) -> None:
         """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
-        were unfrozen.
-
-        Raises ModelChangedError if registrations of the same parameters change after the first batch.
-        """
+        were unfrozen, or a call uses parameters that no call used before. Blocks of registrations that changed begin
+        without factors."""
         if self._registrations is None or self.net.registrations is self._followed:
             return
         self._followed, now = self.net.registrations, self.wanted()[0]
@@ -300,10 +299,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if not self._pending.sums and not any(group.updated for group in self.groups):
             self.build()
             return
-        owners = [{n for registration in rs for n in registration.owners} for rs in (self._registrations, now)]
-        if owners[0] >= owners[1]:
-            names = ", ".join(sorted({name for key, _ in before.items() ^ after.items() for name in key}))
-            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
+        self._recorded &= {key for key in after if before.get(key) == after[key]}
         self._pending.keep(key for key in before if before[key] == after.get(key))
         self.extend()
 

@@ -99,7 +99,7 @@ def whole(state: StepState) -> Tensors:
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
-    first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
+    first = [state.first_recorded.get(key, 0) for key in sorted(state.estimator.blocks)]
     values |= {"first_recorded": torch.tensor(first)}
     values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state).items()}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
@@ -286,7 +286,7 @@ def restore(
         state.estimator.cov_ema_decay = schedule.decay
         step, apart = values["checks"].tolist()
         schedule.checked(step, apart, state.checks.size.calm)
-    first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=True)
+    first = zip(sorted(state.estimator.blocks), values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
     state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})
     state.forwards.generator.set_state(values["generator"].cpu())

@@ -161,6 +161,8 @@ class Forwards:
         if options.rule.is_exact and not schedule.burning_in:
             seen.calls.append((args, kwargs))
         only = None if schedule.recording else self.estimator.unrecorded()
+        if only:  # on another path they may have no uses
+            only &= self.net.recorder(args, kwargs).used
         recording = only is None or bool(only)
         beside = recording and not self.estimator.records_in_training and options.fraction == 1.0
         beside, self.recorded = beside and self.net.repeats_recordings, None

@@ -222,14 +222,19 @@ class KFAC(Optimizer, Joinable):
     def _read_registrations(self) -> None:
         self._registrations = self.net.registrations
         self.registered = frozenset(name for registration in self._registrations for name in registration.owners)
-        self._unregistered = self.net.program.parameters.keys() - self.registered
+        self._unregistered = self.net.program.parameters.keys() - self.registered - self.net.captures.waiting
         self.options.rule.refuse_registrations(self._registrations)
 
     def _follow_registrations(self) -> None:
-        """After parameters were unfrozen: those in no Fisher block move to a group for the first-order rule."""
-        if self.net.registrations is self._registrations:
+        """After parameters were unfrozen, or used for the first time: those that are in no Fisher block, and have a
+        gradient, move to a group for the first-order rule."""
+        begun = self.counter > 0 or self._forwards.seen.forwards > 0
+        waiting = self.net.captures.waiting if begun else ()
+        strays = [name for parameter, name in self.names.items() if name in waiting and parameter.grad is not None]
+        if self.net.registrations is self._registrations and not strays:
             return
         self._read_registrations()
+        self._unregistered |= set(strays)
         self._step_state.vectors.registered, self._step_state.vectors.grouped = self.registered, None
         for group in [group for group in self.param_groups if not group["first_order"]]:
             by_rule: tuple[list[Tensor], list[Tensor]] = [], []
