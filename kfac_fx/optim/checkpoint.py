@@ -158,6 +158,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     check_choices(state, checkpoint.whole)
+    refuse_other_paths(state, checkpoint.blocks)
     scalars = state.options.rule.scalars
     added = {f"{WHOLE}{name}": torch.tensor(scalars[name]) for name in SINCE if name in scalars}
     older = {name for name in added if name not in checkpoint.whole}
@@ -171,7 +172,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
     state.estimator.check_state({"damping": checkpoint.whole[f"{WHOLE}estimator.damping"], **checkpoint.blocks})
     check_shapes(needed, checkpoint.whole)
-    for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
+    for n, both in enumerate(zip(groups, with_empty_groups(groups, state_dict["param_groups"]), strict=False)):
         here, there = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
         if here != there:
             raise ValueError(
@@ -195,6 +196,38 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if rows:
         raise ValueError(f"the state does not fit {len(rows)} of {len(parameters)} parameters:\n{table(rows)}")
     return checkpoint
+
+
+def refuse_other_paths(state: StepState, blocks: Tensors) -> None:
+    """Raises ValueError if the state has blocks of parameters that no call has used so far, or lacks those of some that
+    calls have used."""
+    there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
+    here = {key_text(key): key for key in state.estimator.blocks}
+    waiting = {
+        name for name in state.net.captures.waiting if any(name in text.split(",") for text in there - here.keys())
+    }
+    if waiting:
+        raise ValueError(
+            "the state has blocks of parameters that no call of this net has used so far, and which get their blocks "
+            f"when one does: {', '.join(sorted(waiting))}.\nCall net.recorder((x,), {{}}) once for every path that the "
+            "training of before took, and load the state then."
+        )
+    if there and (unknown := [text for text in here if text not in there]) and there < here.keys():
+        raise ValueError(
+            f"the state lacks blocks that calls of this net have used: {'; '.join(unknown)}.\nThe training of before "
+            "took fewer paths: load its state into a new optimizer of a net that took no others."
+        )
+
+
+def with_empty_groups(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The groups of a state, with those of `groups` that parameters have left: states do not have these."""
+    full = iter([group for group in saved if not is_left(group)])
+    return [{**group, "params": []} if is_left(group) else next(full, {"params": []}) for group in groups] + [*full]
+
+
+def is_left(group: Mapping[str, Any]) -> bool:
+    """Whether all parameters of a group of the first-order rule have blocks now."""
+    return not group["params"] and group.get("first_order", True)
 
 
 def is_state(state_dict: Any) -> bool:

@@ -18,9 +18,9 @@ from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import Replicas, Shards
-from kfac_fx.optim.checkpoint import check_state, publish, restore
+from kfac_fx.optim.checkpoint import check_state, is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
-from kfac_fx.optim.groups import Vectors, keep_first_lr, split_group
+from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses
 from kfac_fx.optim.options import KFACOptions
@@ -166,6 +166,9 @@ class KFAC(Optimizer, Joinable):
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
+        self._came_from: dict[int, int] = {}  # from a group that was split off to the group of the parameters in blocks
+        self._with_default_lr: set[int] = set()  # the groups without an lr of their own
+        self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
         super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
         example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
         precision = at_least_float32(example.dtype)
@@ -214,36 +217,65 @@ class KFAC(Optimizer, Joinable):
         """
         first_order = self.options.first_order_rule
         of_all = self.options.of_all_groups
-        for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all):
+        parts = split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all)
+        for part in parts:
             super().add_param_group(part)
             if self.options.rule.keeps_first_lr:
                 keep_first_lr(self.param_groups[-1])
+        last = len(self.param_groups) - 1
+        if len(parts) == 2:
+            self._came_from[last] = last - 1
+        elif "lr" not in param_group:
+            self._with_default_lr.add(last)
+        for parameter in members_of(param_group):
+            self._given.setdefault(parameter, len(self._given))
 
     def _read_registrations(self) -> None:
         self._registrations = self.net.registrations
         self.registered = frozenset(name for registration in self._registrations for name in registration.owners)
-        self._unregistered = self.net.program.parameters.keys() - self.registered - self.net.captures.waiting
+        self._unregistered = self.net.program.parameters.keys() - self.registered
         self.options.rule.refuse_registrations(self._registrations)
 
     def _follow_registrations(self) -> None:
-        """After parameters were unfrozen, or used for the first time: those that are in no Fisher block, and have a
-        gradient, move to a group for the first-order rule."""
-        begun = self.counter > 0 or self._forwards.seen.forwards > 0
-        waiting = self.net.captures.waiting if begun else ()
-        strays = [name for parameter, name in self.names.items() if name in waiting and parameter.grad is not None]
-        if self.net.registrations is self._registrations and not strays:
-            return
-        self._read_registrations()
-        self._unregistered |= set(strays)
-        self._step_state.vectors.registered, self._step_state.vectors.grouped = self.registered, None
-        for group in [group for group in self.param_groups if not group["first_order"]]:
+        """After parameters were unfrozen, or used for the first time: those in Fisher blocks move out of the groups of
+        the first-order rule, and those with a gradient and no block into one."""
+        if self.net.registrations is not self._registrations:
+            self._read_registrations()
+            self._step_state.vectors.registered, self._step_state.vectors.grouped = self.registered, None
+            for place, group in enumerate(self.param_groups):
+                if group["first_order"]:
+                    self._into_blocks(place, group)
+        for group in [group for group in self.param_groups if not group["first_order"]] if self._unregistered else []:
             by_rule: tuple[list[Tensor], list[Tensor]] = [], []
             for parameter in group["params"]:
-                by_rule[self.names[parameter] in self._unregistered].append(parameter)
+                outside = self.names[parameter] in self._unregistered and parameter.grad is not None
+                by_rule[outside].append(parameter)
             if by_rule[True]:
                 group["params"] = by_rule[False]
                 shared = {name: group[name] for name in self.defaults if name != "lr"}
                 self.add_param_group({**shared, "params": by_rule[True]})
+                self._step_state.vectors.grouped = None
+
+    def _into_blocks(self, place: int, group: dict[str, Any]) -> None:
+        """Move the parameters of a group of the first-order rule that have blocks now to the group that they came from.
+
+        A group of which no parameter had a block becomes one of this rule. No group is added or removed, because
+        schedulers count them, and parameters keep the order in which they were given, as states count them.
+        """
+        found = [parameter for parameter in group["params"] if self.names[parameter] in self.registered]
+        if not found:
+            return
+        if place in self._came_from:
+            target = self.param_groups[self._came_from[place]]
+            group["params"] = [parameter for parameter in group["params"] if parameter not in set(found)]
+            target["params"] = sorted([*target["params"], *found], key=self._given.__getitem__)
+        else:
+            group["first_order"] = False
+            if place in self._with_default_lr:
+                group["lr"] = group["lr"] * (self.defaults["lr"] / self.options.first_order_rule.lr)
+        for parameter in found:  # what the first-order rule keeps of it
+            for name in rule_state(self.state.get(parameter, {})):
+                del self.state[parameter][name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -464,7 +496,8 @@ class KFAC(Optimizer, Joinable):
         A file of it can be read with `weights_only=True`.
         """
         publish(self._step_state, self.param_groups, self.state)
-        return super().state_dict()
+        state = super().state_dict()
+        return {**state, "param_groups": [group for group in state["param_groups"] if not is_left(group)]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue bit for bit from `state_dict()`.
@@ -472,9 +505,12 @@ class KFAC(Optimizer, Joinable):
         Raises:
             ValueError: the state does not fit; nothing of it is loaded then.
         """
+        self._follow_registrations()  # paths that were only captured
+        self.estimator.follow_registrations()
         checkpoint = check_state(self._step_state, self.param_groups, state_dict)
         # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        groups = with_empty_groups(self.param_groups, state_dict["param_groups"])
+        super().load_state_dict({"state": {}, "param_groups": groups})
         if self.options.rule.keeps_first_lr:
             for group in self.param_groups:
                 keep_first_lr(group)
