@@ -646,7 +646,8 @@ def united(recorder: Recorder, known: Sequence[Registration], stale: Collection[
         elif all(other.parameters in stale for other in met):
             replaced |= {other.parameters for other in met}
         else:
-            uses = " and ".join(dict.fromkeys(in_words(other) for other in (*met, registration)))
+            every = (f"{in_words(other)}, of {' and '.join(other.parameters)}" for other in (*met, registration))
+            uses = "; ".join(dict.fromkeys(every))
             reasons |= dict.fromkeys(names, f"calls use it in ways that no block of a layer is right for: {uses}")
     registrations = [registration for key, registration in before.items() if key not in replaced]
     if reasons:
