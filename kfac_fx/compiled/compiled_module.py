@@ -262,7 +262,7 @@ class CompiledModule(nn.Module):
                 self._unrecorded += 1
                 return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
             captures.structure.check()
-            if not captures.recorders or captures.trained.unfrozen or captures.waiting:
+            if not captures.recorders or captures.trained.unfrozen or captures.looks_for_paths:
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 with self._listener.forgetting_on_error():

@@ -221,8 +221,11 @@ def refuse_other_paths(state: StepState, blocks: Tensors) -> None:
 
 def with_empty_groups(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The groups of a state, with those of `groups` that parameters have left: states do not have these."""
-    full = iter([group for group in saved if not is_left(group)])
-    return [{**group, "params": []} if is_left(group) else next(full, {"params": []}) for group in groups] + [*full]
+    full = [group for group in saved if not is_left(group)]
+    for place, group in enumerate(groups):
+        if is_left(group):
+            full.insert(place, {**group, "params": []})
+    return full
 
 
 def is_left(group: Mapping[str, Any]) -> bool:

@@ -169,6 +169,7 @@ class KFAC(Optimizer, Joinable):
         self._came_from: dict[int, int] = {}  # from a group that was split off to the group of the parameters in blocks
         self._with_default_lr: set[int] = set()  # the groups without an lr of their own
         self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
+        self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
         super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
         example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
         precision = at_least_float32(example.dtype)
@@ -245,16 +246,17 @@ class KFAC(Optimizer, Joinable):
             for place, group in enumerate(self.param_groups):
                 if group["first_order"]:
                     self._into_blocks(place, group)
-        for group in [group for group in self.param_groups if not group["first_order"]] if self._unregistered else []:
-            by_rule: tuple[list[Tensor], list[Tensor]] = [], []
-            for parameter in group["params"]:
-                outside = self.names[parameter] in self._unregistered and parameter.grad is not None
-                by_rule[outside].append(parameter)
-            if by_rule[True]:
-                group["params"] = by_rule[False]
+            in_blocks = (p for group in self.param_groups if not group["first_order"] for p in group["params"])
+            self._loose = {parameter for parameter in in_blocks if self.names[parameter] in self._unregistered}
+        if strays := {parameter for parameter in self._loose if parameter.grad is not None}:
+            self._loose -= strays
+            for group in [group for group in self.param_groups if not strays.isdisjoint(group["params"])]:
+                of_group = [parameter for parameter in group["params"] if parameter in strays]
+                group["params"] = [parameter for parameter in group["params"] if parameter not in strays]
                 shared = {name: group[name] for name in self.defaults if name != "lr"}
-                self.add_param_group({**shared, "params": by_rule[True]})
+                self.add_param_group({**shared, "params": of_group})
                 self._step_state.vectors.grouped = None
+        self.net.captures.look_for_gradients()
 
     def _into_blocks(self, place: int, group: dict[str, Any]) -> None:
         """Move the parameters of a group of the first-order rule that have blocks now to the group that they came from.

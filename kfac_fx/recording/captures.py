@@ -60,6 +60,7 @@ from kfac_fx.recording.unchanged import Structure, Trained
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
+LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
 
 Result = TypeVar("Result")
@@ -275,6 +276,8 @@ class CaptureCache:
         self.registrations: tuple[Registration, ...] = ()
         self.stale: frozenset[Key] = frozenset()
         self.waiting: frozenset[str] = frozenset()
+        self.reached: set[str] = set()  # those of them that had a gradient
+        self.looks = LOOKS  # training forwards in which another path is looked for, while parameters wait
         self.refusal = ""
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self.outdated = False  # parameters were unfrozen since the first capture
@@ -340,7 +343,25 @@ class CaptureCache:
     def note_waiting(self) -> None:
         blocks = {name for registration in self.registrations for name in registration.owners}
         lost = {capture.program.owner(name) for capture in self.all for name in without_loss(capture.program)}
-        self.waiting = frozenset() if self.capturing.by_hand else frozenset(self.trained.registered) - blocks - lost
+        waiting = frozenset() if self.capturing.by_hand else frozenset(self.trained.registered) - blocks - lost
+        self.looks = self.looks if waiting == self.waiting else LOOKS
+        self.waiting = waiting
+
+    def look_for_gradients(self) -> None:
+        """Look for another path again if a parameter that waits has its first gradient. It may also be trained outside
+        of forward, and then no path has it."""
+        new = self.waiting - self.reached
+        if found := [name for name in new if self.trained.registered[name].grad is not None]:
+            self.reached.update(found)
+            self.looks = LOOKS
+
+    @property
+    def looks_for_paths(self) -> bool:
+        """Whether the capture of a training forward is to be looked for, though nothing may be recorded in it."""
+        if not self.waiting or not self.looks:
+            return False
+        self.looks -= 1
+        return True
 
     @property
     def program(self) -> Program:
