@@ -218,6 +218,8 @@ class KFAC(Optimizer, Joinable):
         """
         first_order = self.options.first_order_rule
         of_all = self.options.of_all_groups
+        members = members_of(param_group)
+        param_group = {**param_group, "params": members}
         parts = split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all)
         for part in parts:
             super().add_param_group(part)
@@ -228,7 +230,7 @@ class KFAC(Optimizer, Joinable):
             self._came_from[last] = last - 1
         elif "lr" not in param_group:
             self._with_default_lr.add(last)
-        for parameter in members_of(param_group):
+        for parameter in members:
             self._given.setdefault(parameter, len(self._given))
 
     def _read_registrations(self) -> None:
