@@ -677,7 +677,7 @@ def united(recorder: Recorder, known: Sequence[Registration], stale: Collection[
             reasons, size = shared(shared(reasons, registrations), recorder.registrations), len(reasons)
             grown = len(reasons) > size
         recorder = with_reasons(recorder, reasons)
-        registrations = demoted(recorder.program, registrations, reasons)
+        registrations = made_generic(recorder.program, registrations, reasons)
         before = {registration.parameters: registration for registration in registrations}
     same = {key: before[key] for key in now if key in before and texts.get(key, "") == ""}
     recorder = with_approximations(recorder, same)
@@ -697,7 +697,9 @@ def shared(reasons: Mapping[str, str], registrations: Iterable[Registration]) ->
     return more
 
 
-def demoted(program: Program, registrations: Iterable[Registration], reasons: Mapping[str, str]) -> list[Registration]:
+def made_generic(
+    program: Program, registrations: Iterable[Registration], reasons: Mapping[str, str]
+) -> list[Registration]:
     """The registrations, with a generic one for each of these parameters in place of theirs."""
     kept: list[Registration] = []
     found = dict[str, None]()
@@ -714,7 +716,7 @@ def demoted(program: Program, registrations: Iterable[Registration], reasons: Ma
 
 def with_reasons(recorder: Recorder, reasons: Mapping[str, str]) -> Recorder:
     """The capture with generic registrations of these parameters."""
-    registrations = tuple(demoted(recorder.program, recorder.registrations, reasons))
+    registrations = tuple(made_generic(recorder.program, recorder.registrations, reasons))
     if registrations == recorder.registrations:
         return recorder
     return recorder.with_program(recorder.program.but(registrations=registrations))
