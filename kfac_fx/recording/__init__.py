@@ -42,9 +42,9 @@ are in no capture, training forwards look for a capture that has them, because a
 first step: a gradient that has arrived cannot be recorded.
 
 **Freezing** needs no capture (`unchanged`). While all parameters of a registration are frozen, its statistics pause,
-and no more of its block changes than the inverse. If a parameter is trained for the first time, the model is captured anew. Blocks
-of the same registrations go on. New ones have stacks of their own, are recorded and decomposed at once, and then follow
-the schedule of a first step. A forward while everything is frozen is no part of a step.
+and no more of its block changes than the inverse. If a parameter is trained for the first time, the model is captured
+anew. Blocks of the same registrations go on. New ones have stacks of their own, are recorded and decomposed at once,
+and then follow the schedule of a first step. A forward while everything is frozen is no part of a step.
 
 **Divided models** (`emitted_submodules`, `passes.divide`). The model's own forward runs, with each captured submodule
 replaced by its graph; probes add up over all calls.
