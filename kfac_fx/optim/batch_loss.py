@@ -245,14 +245,18 @@ class BatchLoss:
 
     def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
         """The loss without a name on every output that a gradient has arrived at; or on the first, without any."""
-        numbers = dict(zip(forward.leaves, leaves, strict=True))
-        arrived = {leaf: numbers[leaf] for leaf in forward.gradients} or dict([*numbers.items()][:1])
+        dims = dict(zip(forward.leaves, case_dims(forward.recorder, len(leaves)), strict=True))
+        outputs = dict(zip(forward.leaves, leaves, strict=True))
+        arrived = [leaf for leaf in outputs if leaf in forward.gradients] or [*outputs][:1]
         terms = []
-        for leaf, value in arrived.items():
-            shapes = [f.gradients[leaf].shape for f in self.forwards if leaf in f.gradients]
-            cases = sum(shape[0] if shape else 1 for shape in shapes)
-            gradient = forward.gradients.get(leaf, torch.zeros_like(value))
-            rows = precise(real_numbers(gradient.to(value))) * (cases / self.loss_scale)
+        for leaf in arrived:
+            value, dim = outputs[leaf], dims[leaf]
+            shapes = [other.gradients[leaf].shape for other in self.forwards if leaf in other.gradients]
+            cases = sum(shape[dim] if shape else 1 for shape in shapes)
+            gradient = forward.gradients.get(leaf, torch.zeros_like(value)).to(value)
+            if value.dim():
+                value, gradient = value.movedim(dim, 0), gradient.movedim(dim, 0)
+            rows = precise(real_numbers(gradient)) * (cases / self.loss_scale)
             terms.append((1.0, Unnamed(real_numbers(value), rows)))
         return terms
 

@@ -218,6 +218,23 @@ def test_the_checks_measure_a_loss_that_forward_returns() -> None:
     assert 0.9 < float(opt.rho) < 1.1
 
 
+def test_cases_on_another_dimension_make_the_same_steps() -> None:
+    """The Fisher norm of a step is over the examples, wherever they are."""
+    x = torch.randn(3, 16, 4, dtype=torch.float64)
+    nets = []
+    for cases_first in (False, True):
+        torch.manual_seed(0)
+        inputs = x.transpose(0, 1) if cases_first else x
+        net = kfac_fx.compile(mlp().double(), (inputs,), batch_dim=0 if cases_first else 1)
+        opt = kfac_fx.KFAC(net, damping_adaptation_interval=1)
+        for _ in range(3):
+            opt.zero_grad()
+            F.huber_loss(net(inputs), inputs[..., :3]).backward()
+            opt.step()
+        nets.append((opt.predicted_change, net(x[0])))
+    torch.testing.assert_close(nets[0], nets[1])
+
+
 def test_a_state_continues_bit_for_bit_also_in_a_net_that_is_not_captured_yet() -> None:
     def step(net: Any, opt: kfac_fx.KFAC) -> None:
         opt.zero_grad()
