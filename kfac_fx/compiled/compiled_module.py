@@ -219,8 +219,7 @@ class CompiledModule(nn.Module):
             self._fallbacks,
             intervals,
             self.knows_no_loss,
-            [capture.program for capture in self.captures.all],
-            [registration.parameters for registration in self.registrations],
+            self.captures.sources,
         )
 
     def _fallbacks(self) -> list[str]:
@@ -262,7 +261,7 @@ class CompiledModule(nn.Module):
                 self._unrecorded += 1
                 return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
             captures.structure.check()
-            if not captures.recorders or captures.trained.unfrozen or captures.looks_for_paths:
+            if not captures.recorders or captures.trained.unfrozen or captures.looks_for_path():
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 with self._listener.forgetting_on_error():

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from itertools import chain, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,7 @@ from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.captures import CompileArguments, without_loss
 from kfac_fx.recording.case_gradients import CaseRecorder
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import described
 
 if TYPE_CHECKING:
@@ -91,8 +93,8 @@ class Report:
         fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
         intervals: how often the optimizer records and inverts; called whenever the report is shown.
         unnamed: whether no loss is known.
-        others: the programs of other kinds of calls, which may take other paths.
-        order: of the registrations, by their parameters.
+        sources: a program that has each registration, by its parameters, in their order; calls of other kinds may take
+            other paths than `program`.
     """
 
     def __init__(
@@ -102,14 +104,12 @@ class Report:
         fallbacks: Fallbacks = lambda: (),
         intervals: Fallbacks = lambda: (),
         unnamed: bool = False,
-        others: Iterable[Program] = (),
-        order: Iterable[tuple[str, ...]] = (),
+        sources: Mapping[Key, Program] = MappingProxyType({}),
     ) -> None:
         self.program, self.counters, self.fallbacks, self.intervals = program, counters, fallbacks, intervals
         self.unnamed = unnamed
-        places = {key: place for place, key in enumerate(order)}
-        self.paths = paths(program, others, places)
-        self._place = places
+        self.paths = paths(program, sources)
+        self._place = {key: place for place, key in enumerate(sources)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -391,18 +391,14 @@ class Report:
         return dot(self.to_networkx())
 
 
-def paths(program: Program, others: Iterable[Program], places: Mapping[tuple[str, ...], int]) -> tuple[Program, ...]:
-    """The program, and those of the others that have registrations which none before has, with these alone, in the
-    order of `places`, those of the registrations."""
+def paths(program: Program, sources: Mapping[Key, Program]) -> tuple[Program, ...]:
+    """The program, and the others with those of their registrations alone that no program before has."""
     found, seen = [program], {registration.parameters for registration in program.registrations}
-    having = {r.parameters: other for other in reversed([*others]) for r in other.registrations}
-    for key in places:
-        if key not in seen and key in having:
-            new = tuple(
-                registration for registration in having[key].registrations if registration.parameters not in seen
-            )
+    for key, source in sources.items():
+        if key not in seen:
+            new = tuple(r for r in source.registrations if r.parameters in sources and r.parameters not in seen)
             seen |= {registration.parameters for registration in new}
-            found.append(having[key].but(registrations=new))
+            found.append(source.but(registrations=new))
     return tuple(found)
 
 
@@ -605,9 +601,7 @@ def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
-def block_graph(
-    program: Program, rows: Sequence[ReportRow], numbers: Mapping[tuple[str, ...], int]
-) -> networkx.DiGraph:
+def block_graph(program: Program, rows: Sequence[ReportRow], numbers: Mapping[Key, int]) -> networkx.DiGraph:
     """The graph of one path of `Report.to_networkx`. numbers: of the rows, by parameters."""
     import networkx
 

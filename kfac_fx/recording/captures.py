@@ -261,6 +261,7 @@ class CaptureCache:
         first: the first capture; None as long as there is none. When a parameter is trained for the first time, a new
             capture replaces it.
         registrations: those of which there are blocks: the union of those of all captures so far.
+        sources: a program that has each of them, also of a capture that is gone.
         waiting: the trained parameters that no call has used so far, as far as the captures tell; they have no block.
         stale: those among them, by parameters, that no capture has since parameters were unfrozen.
         trained: the parameters that were trained at any time.
@@ -275,6 +276,7 @@ class CaptureCache:
         self.first: Recorder | None = None
         self.registrations: tuple[Registration, ...] = ()
         self.stale: frozenset[Key] = frozenset()
+        self.sources: dict[Key, Program] = {}
         self.waiting: frozenset[str] = frozenset()
         self.reached: set[str] = set()  # those of them that had a gradient
         self.looks = LOOKS  # training forwards in which another path is looked for, while parameters wait
@@ -308,7 +310,7 @@ class CaptureCache:
         rest = [registration for registration in self.registrations if used.isdisjoint(registration.owners)]
         self.first, self.registrations = recorder, (*recorder.registrations, *rest)
         self.stale &= {registration.parameters for registration in rest}
-        self.note_waiting()
+        self.note_blocks()
 
     def joined(self, recorder: Recorder) -> Recorder:
         """A further capture, with the blocks that there are, and new ones for what it uses first.
@@ -332,7 +334,7 @@ class CaptureCache:
         if union.registrations != self.registrations:
             self.registrations = union.registrations
         self.stale -= union.recorder.used
-        self.note_waiting()
+        self.note_blocks()
         return union.recorder
 
     def renewed(self, recorder: Recorder, other: Recorder) -> Recorder:
@@ -340,7 +342,11 @@ class CaptureCache:
         self.first = other if self.first is recorder else self.first
         return other
 
-    def note_waiting(self) -> None:
+    def note_blocks(self) -> None:
+        """Note where the registrations come from, and which parameters have none."""
+        present = {r.parameters: capture.program for capture in reversed(self.all) for r in capture.registrations}
+        sources = {**self.sources, **present}
+        self.sources = {r.parameters: sources[r.parameters] for r in self.registrations if r.parameters in sources}
         blocks = {name for registration in self.registrations for name in registration.owners}
         lost = {capture.program.owner(name) for capture in self.all for name in without_loss(capture.program)}
         waiting = frozenset() if self.capturing.by_hand else frozenset(self.trained.registered) - blocks - lost
@@ -355,9 +361,8 @@ class CaptureCache:
             self.reached.update(found)
             self.looks = LOOKS
 
-    @property
-    def looks_for_paths(self) -> bool:
-        """Whether the capture of a training forward is to be looked for, though nothing may be recorded in it."""
+    def looks_for_path(self) -> bool:
+        """Count a training forward. Returns whether to look for its capture, though it may record nothing."""
         if not self.waiting or not self.looks:
             return False
         self.looks -= 1
@@ -463,7 +468,7 @@ class CaptureCache:
             self.make_first(recorder)
             self.outdated = False
         self.recorders[key] = [*cached, recorder][-MAX_CAPTURES:]
-        self.note_waiting()
+        self.note_blocks()
         self.recorders.move_to_end(key)
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
