@@ -391,7 +391,7 @@ class Listening:
             named_parameters=lambda: iter([("w", self.w)]),
             buffers=lambda: iter(()),
             record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),
-            recorder=lambda args, kwargs: None,
+            recorder=lambda args, kwargs: SimpleNamespace(used=frozenset(self.unrecorded)) if self.unrecorded else None,
             repeats_recordings=False,
             differs=lambda args, kwargs: (self.compared.append(self.forwards.seen.forwards), torch.tensor(False))[1],
             record_in_training=lambda *_, **__: (self.log.append("ride"), ("outputs", pending(False)))[1],

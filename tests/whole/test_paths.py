@@ -160,6 +160,15 @@ class Tasks(nn.Module):
         return F.cross_entropy(z, y) if task == "kind" else F.mse_loss(z, y)
 
 
+class Branching(Adapters):
+    """One path is a graph, the other branches on values, so that its submodules have graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.active == "b" and float(x.detach().sum()) > 1e9:
+            x = 2 * x
+        return super().forward(x)
+
+
 def of_task(model: Any, step: int) -> Tensor:
     loss: Tensor = model(X, "kind", Y) if step % 2 == 0 else model(X, "size", X[:, :2])
     return loss
@@ -167,6 +176,7 @@ def of_task(model: Any, step: int) -> Tensor:
 
 SITUATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Tensor], Any, Any, int]] = {
     "adapters": (Adapters, turn, (X,), "categorical", 2),
+    "branch on one path": (Branching, turn, (X,), "categorical", 2),
     "early exits": (Exits, leave, (X,), "categorical", 3),
     "curriculum of depth": (Growing, grow, (X,), "categorical", 1),
     "dropped layers": (Dropped, drop, (X,), "categorical", 4),
