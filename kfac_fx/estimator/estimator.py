@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ from kfac_fx.recording.model_checks import (
     refuse_wrapped,
 )
 from kfac_fx.recording.statistics import Key, Moments, additive
+
+MARKS = 2**12  # of sets of registrations; sums of them over as many processes are exact in float32
 
 
 class FisherEstimator(BlockDiagonalFisher):
@@ -544,6 +547,8 @@ class PendingBatch:
             groups: the group of blocks of every registration that has sums.
             damping: its device and at least its precision are those of the number of cases.
             divided: whether blocks have owners.
+
+        Raises ModelChangedError on a CPU if the processes have sums of other registrations than this one.
         """
         if replicas is None or replicas.number == 1:
             return self.cases - self.lost
@@ -555,7 +560,16 @@ class PendingBatch:
         cases = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
         members = [key for key, group in groups.items() if group.here]
         if not divided:
-            cases, *totals = replicas.total([cases, *(t for key in members for t in messages[key].values())])
+            mark = cases.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
+            cases, marks, *totals = replicas.total(
+                [cases, mark, *(t for key in members for t in messages[key].values())]
+            )
+            if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
+                raise ModelChangedError(
+                    "the processes of a step took different paths through the model, so their statistics are those of "
+                    f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
+                    "Let the argument, the attribute or the random number that chooses a path be the same in all."
+                )
         else:
             by_owner: list[list[Tensor]] = [[] for _ in range(replicas.number)]
             for key, group in groups.items():
