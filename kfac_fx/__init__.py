@@ -30,7 +30,7 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes import errors
 from kfac_fx.passes.errors import *  # noqa: F403
 from kfac_fx.passes.layers import as_rows, by_group, layer
-from kfac_fx.passes.tracing.functions import plain_backward
+from kfac_fx.passes.tracing.functions import plain_backward, plain_function
 
 __version__ = "0.1.0"
 
@@ -78,6 +78,7 @@ __all__ = [
     "load_spectrum",
     "losses",
     "plain_backward",
+    "plain_function",
     "plot",
     "rules",
     "save_queries",

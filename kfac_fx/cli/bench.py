@@ -105,6 +105,7 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
                 cov_update_every=statistics_every,
                 invert_every=inverses_every,
                 damping_adaptation_interval=checks_every,
+                estimation_mode="gradients",
             )
             contestants[name] = Contestant(net, optimizer, problem)
     except (ValueError, RuntimeError) as error:

@@ -33,7 +33,7 @@ from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.linalg.processes import Shard
-from kfac_fx.losses.declared import LossSpec, loss_from, no_loss_known, replaced
+from kfac_fx.losses.declared import LossSpec, loss_from, replaced
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     ApproximationError,
@@ -79,6 +79,11 @@ RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())
 # By a model that is compiled in place and by its wrapper: the module that is attached.
 ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledModule]] = weakref.WeakKeyDictionary()
 OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
+NO_NAME = (
+    "no loss is known: the factors are those of the gradients that training sends back (the empirical Fisher). Every "
+    "example of every forward of a step is a case of them, as in a mean over all. Checks of the step size see the "
+    "slope and these gradients, and undo steps only where forward returns the loss as a number"
+)
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
@@ -208,7 +213,15 @@ class CompiledModule(nn.Module):
         """Every parameter with its Fisher block, the reason and the cost; and the counters and intervals of an attached
         optimizer."""
         counters = getattr(self._listener, "counters", None)
-        return Report(self.program, counters, self._fallbacks, getattr(self._listener, "intervals", tuple))
+        intervals = getattr(self._listener, "intervals", tuple)
+        return Report(
+            self.program,
+            counters,
+            self._fallbacks,
+            intervals,
+            self.knows_no_loss,
+            self.captures.sources,
+        )
 
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
@@ -217,7 +230,7 @@ class CompiledModule(nn.Module):
             f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
             "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
         )
-        of_forwards = [unrecorded] * bool(self._unrecorded)
+        of_forwards = [NO_NAME] * self.knows_no_loss + [unrecorded] * bool(self._unrecorded)
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
         return [*of_captures, *of_forwards, *of_optimizer()]
 
@@ -249,7 +262,7 @@ class CompiledModule(nn.Module):
                 self._unrecorded += 1
                 return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
             captures.structure.check()
-            if not captures.recorders or captures.trained.unfrozen:
+            if not captures.recorders or captures.trained.unfrozen or captures.looks_for_path():
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 with self._listener.forgetting_on_error():
@@ -474,11 +487,11 @@ class CompiledModule(nn.Module):
         of, values = recorder.losses, recorder.capture.flatten(*call)
         return of.averaged(of.real(lambda new: replaced(outputs, fisher, new), fisher, values, targets))
 
-    def refuse_unknown_loss(self) -> None:
-        """Raises LossError if the whole model is captured, and no loss of it is known."""
-        first = self.captures.first
-        if first is not None and first.whole and not first.losses.are_known:
-            raise no_loss_known()
+    @property
+    def knows_no_loss(self) -> bool:
+        """Whether the model is captured, and no loss is declared or computed by forward."""
+        captures = self.captures.all
+        return bool(captures) and not any(capture.knows_loss for capture in captures)
 
     # --- attachment and change --------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from itertools import chain, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,15 +47,15 @@ from kfac_fx.compiled.text import (
     wrap,
 )
 from kfac_fx.passes.errors import plural
-from kfac_fx.passes.graphs.labels import ancestors, labels_of, parameters_behind, symbolic_sizes, use_edges
+from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
-from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.users_code import source_line, where
-from kfac_fx.recording.captures import CompileArguments
+from kfac_fx.recording.captures import CompileArguments, without_loss
 from kfac_fx.recording.case_gradients import CaseRecorder
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import described
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ NO_KNOWN_LOSS = (
     "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule: name "
     "its loss with compile(..., loss=lambda outputs: [...])"
 )
+UNNAMED = "takes factors from training gradients because it knows no loss, and "
 COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
     "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
@@ -90,6 +92,9 @@ class Report:
         counters: the numbers of events since, such as {"skipped updates": 0}; called whenever the report is shown.
         fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
         intervals: how often the optimizer records and inverts; called whenever the report is shown.
+        unnamed: whether no loss is known.
+        sources: a program that has each registration, by its parameters, in their order; calls of other kinds may take
+            other paths than `program`.
     """
 
     def __init__(
@@ -98,8 +103,13 @@ class Report:
         counters: Counters | None = None,
         fallbacks: Fallbacks = lambda: (),
         intervals: Fallbacks = lambda: (),
+        unnamed: bool = False,
+        sources: Mapping[Key, Program] = MappingProxyType({}),
     ) -> None:
         self.program, self.counters, self.fallbacks, self.intervals = program, counters, fallbacks, intervals
+        self.unnamed = unnamed
+        self.paths = paths(program, sources)
+        self._place = {key: place for place, key in enumerate(sources)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -110,32 +120,34 @@ class Report:
     @cached_property
     def rows(self) -> tuple[ReportRow, ...]:
         """One row for every registration."""
-        return rows(self.program)
+        every = [row for path in self.paths for row in rows(path)]
+        return tuple(sorted(every, key=lambda row: self._place.get(row.parameters, len(self._place))))
 
     @property
     def dropped(self) -> tuple[Note, ...]:
         """The matches that are not registered, with the reason."""
-        return self.program.dropped
+        return tuple(dict.fromkeys(note for path in self.paths for note in path.dropped))
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The parameters that no loss depends on."""
-        return self.program.unused
+        """The parameters that no loss depends on, in all calls so far."""
+        return tuple(name for name in self.program.unused if self.program.owner(name) not in self.registered)
+
+    @property
+    def registered(self) -> set[str]:
+        """The parameters in blocks."""
+        return {name for path in self.paths for registration in path.registrations for name in registration.owners}
 
     @property
     def behind_no_loss(self) -> tuple[str, ...]:
         """Those of the unused parameters that the model's outputs depend on: their losses are not known."""
-        if not self.unused or self.program.submodules or not self.program.losses:
-            return ()
-        returned = [node for node in pytree.tree_leaves(self.program.returned) if isinstance(node, fx.Node)]
-        reached = {str(node.target) for node in ancestors(returned) if node.op == "get_attr"}
-        return tuple(name for name in self.unused if self.program.owner(name) in reached)
+        lost = {name for path in self.paths for name in without_loss(path)}
+        return tuple(name for name in self.unused if name in lost)
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The parameters that are used, but that a LayerCollection did not register."""
-        registered = {name for registration in self.program.registrations for name in registration.owners}
-        registered |= {self.program.owner(name) for name in self.unused}
+        registered = self.registered | {self.program.owner(name) for name in self.unused}
         return tuple(name for name in self.program.parameters if name not in registered)
 
     @property
@@ -154,9 +166,9 @@ class Report:
     @property
     def headline(self) -> str:
         """The first line: the share of the parameters that has blocks."""
-        count = self.elements
+        count, unnamed = self.elements, UNNAMED * self.unnamed
         text = (
-            f"kfac_fx registered {count['registered']:,} of {count['total']:,} trainable parameters "
+            f"kfac_fx {unnamed}registered {count['registered']:,} of {count['total']:,} trainable parameters "
             f"in {plural(len(self.rows), 'Fisher block')}"
         )
         if count["generic"]:
@@ -167,14 +179,15 @@ class Report:
     def memory(self) -> str:
         """The memory of the factors and of their inverses, as text."""
         total = memory_text(sum(row.bytes for row in self.rows))
-        dtypes = {factor_dtype(block, self.program.parameters) for block in self.program.registrations}
+        dtypes = {factor_dtype(block, path.parameters) for path in self.paths for block in path.registrations}
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         return f"{total} of factors, {total} of inverses ({kinds or 'none'})"
 
     @property
     def captured(self) -> list[str]:
         """The submodules that were captured, if there is no graph of the whole model."""
-        parts = dict.fromkeys((submodule.path, submodule.read) for submodule in self.program.submodules)
+        submodules = [submodule for path in self.paths for submodule in path.submodules]
+        parts = dict.fromkeys((submodule.path, submodule.read) for submodule in submodules)
         modules, reads = ([path for path, read in parts if read is which] for which in (False, True))
         what = "one submodule" if len(modules) == 1 else f"{len(modules)} submodules, one by one"
         lines = [f"{what}: {', '.join(modules)}"] if modules else []
@@ -190,9 +203,15 @@ class Report:
         return []
 
     @property
+    def other_paths(self) -> list[str]:
+        """The blocks that came with other kinds of calls than the first."""
+        names = [", ".join(fold(registration.parameters) for registration in path.registrations) for path in self.paths]
+        return [f"{of_path}: used by another kind of calls than the first" for of_path in names[1:]]
+
+    @property
     def python(self) -> list[str]:
         """The submodules that stay Python, and why."""
-        return texts(self.program.left)
+        return texts(dict.fromkeys(note for path in self.paths for note in path.left))
 
     def sections(self, expand: bool = True) -> list[tuple[str, list[str]]]:
         """The sections below the table: (title, lines). expand: one line for each of several that are alike."""
@@ -212,16 +231,17 @@ class Report:
             "left out": left_out if self.left_out else [],
             "captured": self.captured,
             "python": self.python,
+            "paths": self.other_paths,
             "memory": [self.memory],
             "passes": [passes or "none"],
-            "sampling": described(program),
-            "casts": casts(program),
+            "sampling": [*dict.fromkeys(line for path in self.paths for line in described(path))],
+            "casts": [*dict.fromkeys(line for path in self.paths for line in casts(path))],
         }
         if program.mask is not None:
-            uses = [use for registration in program.registrations for use in registration.uses]
+            uses = [use for path in self.paths for registration in path.registrations for use in registration.uses]
             masked = sum(ROW_MASK in use.attrs for use in uses)
             all_masked = f"{program.mask.name} masks {masked:,} of {plural(len(uses), 'use')}"
-            sections["padding"] = [all_masked, *texts(program.unmasked)]
+            sections["padding"] = [all_masked, *texts(dict.fromkeys(n for path in self.paths for n in path.unmasked))]
         sections["every"] = list(self.intervals())
         if self.counters is not None:
             counted = ", ".join(f"{name} {count:,}" for name, count in self.counters().items())
@@ -292,19 +312,19 @@ class Report:
         Returns:
             "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss.
             "registrations": `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason.
-            "submodules": those that were captured, with their numbers of calls. "cases", "sampling", "casts",
+            "submodules": those that were captured, with their numbers of calls. "cases", "paths", "sampling", "casts",
             "fallbacks": lines of text. "passes": name, nodes, seconds.
         """
-        program = self.program
         return {
             "parameters": {**self.elements, "unused": list(self.unused), "behind no loss": list(self.behind_no_loss)},
             "registrations": [row.to_dict() for row in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
-            "submodules": [{"module": submodule.path, "calls": submodule.calls} for submodule in program.submodules],
+            "submodules": [{"module": s.path, "calls": s.calls} for path in self.paths for s in path.submodules],
             "cases": self.cases,
-            "python": [{"module": note.subject, "reason": note.reason} for note in program.left],
-            "sampling": described(program),
-            "casts": casts(program),
+            "python": [{"module": n.subject, "reason": n.reason} for path in self.paths for n in path.left],
+            "paths": self.other_paths,
+            "sampling": [line for path in self.paths for line in described(path)],
+            "casts": [line for path in self.paths for line in casts(path)],
             "fallbacks": list(self.fallbacks()),
             "passes": [{"name": r.name, "nodes": r.nodes, "seconds": r.seconds} for r in self.history],
         }
@@ -355,11 +375,31 @@ class Report:
         `generic`. Every edge has a `kind`: "piece", "parameter" (into a use), "block" (into a block) or "data" (between
         uses). The report lists no uses of generic parameters, so their edges lead to their block.
         """
-        return block_graph(self.program, self.rows)
+        import networkx
+
+        numbers = {row.parameters: number for number, row in enumerate(self.rows)}
+        graph = block_graph(self.paths[0], self.rows, numbers)
+        for place, path in enumerate(self.paths[1:], 1):
+            of_path = block_graph(path, self.rows, numbers)
+            kinds = networkx.get_node_attributes(of_path, "kind")
+            again = [node for node in of_path if node in graph and kinds[node] in ("use", "operation")]
+            graph = networkx.compose(graph, networkx.relabel_nodes(of_path, {n: f"{n} of path {place}" for n in again}))
+        return graph
 
     def to_dot(self) -> str:
         """The blocks, their uses and the data between uses, in Graphviz' language."""
         return dot(self.to_networkx())
+
+
+def paths(program: Program, sources: Mapping[Key, Program]) -> tuple[Program, ...]:
+    """The program, and the others with those of their registrations alone that no program before has."""
+    found, seen = [program], {registration.parameters for registration in program.registrations}
+    for key, source in sources.items():
+        if key not in seen:
+            new = tuple(r for r in source.registrations if r.parameters in sources and r.parameters not in seen)
+            seen |= {registration.parameters for registration in new}
+            found.append(source.but(registrations=new))
+    return tuple(found)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -561,14 +601,16 @@ def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
-def block_graph(program: Program, rows: Sequence[ReportRow]) -> networkx.DiGraph:
-    """The graph of `Report.to_networkx`."""
+def block_graph(program: Program, rows: Sequence[ReportRow], numbers: Mapping[Key, int]) -> networkx.DiGraph:
+    """The graph of one path of `Report.to_networkx`. numbers: of the rows, by parameters."""
     import networkx
 
     graph = networkx.DiGraph()
     for name, parameter in program.parameters.items():
         graph.add_node(name, kind="parameter", label=name, shape=tuple(parameter.shape))
-    for number, (registration, row) in enumerate(zip(program.registrations, rows, strict=True)):
+    for registration in program.registrations:
+        number = numbers[registration.parameters]
+        row = rows[number]
         block, label = registration.parameters, f"{number}  {row.layer}\n{row.names}\n{row.block}: {row.factors_text}"
         graph.add_node(block, kind="block", label=label, generic=row.generic, **row.to_dict())
         for piece in registration.pieces:
@@ -661,7 +703,7 @@ def with_reasons(entries: Sequence[tuple[str, str]], expand: bool) -> list[str]:
     return [f"{group.counted}: {entries[group.places[0]][1]}" for group in groups]
 
 
-def texts(notes: Sequence[Note]) -> list[str]:
+def texts(notes: Iterable[Note]) -> list[str]:
     """Every note as a line."""
     return [f"{note.subject}: {note.reason}" for note in notes]
 

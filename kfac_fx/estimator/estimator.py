@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ from kfac_fx.recording.model_checks import (
     refuse_wrapped,
 )
 from kfac_fx.recording.statistics import Key, Moments, additive
+
+MARKS = 2**12  # of sets of registrations; sums of them over as many processes are exact in float32
 
 
 class FisherEstimator(BlockDiagonalFisher):
@@ -222,6 +225,11 @@ class FisherEstimator(BlockDiagonalFisher):
             self.fold(decay=None if should_decay else 1.0)
 
     @property
+    def records_in_training(self) -> bool:
+        """Whether the statistics of a KFAC come from the user's own backward."""
+        return self.estimation_mode == "empirical"
+
+    @property
     def recorded(self) -> bool:
         """Whether any batch was recorded; one that is not folded yet counts."""
         return bool(self._pending.sums) or any(group.updated for group in self.groups)
@@ -236,7 +244,8 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError if registrations are missing in them.
         """
         self.follow_registrations()
-        due = {key: block for key, block in self.blocks.items() if moments.only is None or key in moments.only}
+        wanted = [moments.only, moments.used]
+        due = {key: block for key, block in self.blocks.items() if all(keys is None or key in keys for keys in wanted)}
         lacking = {key: block for key, block in due.items() if key not in moments.statistics}
         paused = {key for key, block in lacking.items() if moments.frozen.issuperset(block.registration.owners)}
         if missing := [key for key in lacking if key not in paused]:
@@ -279,10 +288,8 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def follow_registrations(self) -> None:
         """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
-        were unfrozen.
-
-        Raises ModelChangedError if registrations of the same parameters change after the first batch.
-        """
+        were unfrozen, or a call uses parameters that no call used before. Blocks of registrations that changed begin
+        without factors."""
         if self._registrations is None or self.net.registrations is self._followed:
             return
         self._followed, now = self.net.registrations, self.wanted()[0]
@@ -295,10 +302,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if not self._pending.sums and not any(group.updated for group in self.groups):
             self.build()
             return
-        owners = [{n for registration in rs for n in registration.owners} for rs in (self._registrations, now)]
-        if owners[0] >= owners[1]:
-            names = ", ".join(sorted({name for key, _ in before.items() ^ after.items() for name in key}))
-            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
+        self._recorded &= {key for key in after if before.get(key) == after[key]}
         self._pending.keep(key for key in before if before[key] == after.get(key))
         self.extend()
 
@@ -543,6 +547,8 @@ class PendingBatch:
             groups: the group of blocks of every registration that has sums.
             damping: its device and at least its precision are those of the number of cases.
             divided: whether blocks have owners.
+
+        Raises ModelChangedError on a CPU if the processes have sums of other registrations than this one.
         """
         if replicas is None or replicas.number == 1:
             return self.cases - self.lost
@@ -554,7 +560,16 @@ class PendingBatch:
         cases = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
         members = [key for key, group in groups.items() if group.here]
         if not divided:
-            cases, *totals = replicas.total([cases, *(t for key in members for t in messages[key].values())])
+            mark = cases.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
+            cases, marks, *totals = replicas.total(
+                [cases, mark, *(t for key in members for t in messages[key].values())]
+            )
+            if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
+                raise ModelChangedError(
+                    "the processes of a step took different paths through the model, so their statistics are those of "
+                    f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
+                    "Let the argument, the attribute or the random number that chooses a path be the same in all."
+                )
         else:
             by_owner: list[list[Tensor]] = [[] for _ in range(replicas.number)]
             for key, group in groups.items():

@@ -245,7 +245,9 @@ class ModelSpectrum(Spectrum):
 
         self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
-        return Queries(of_rank(matrices, rank), self.record, net=self.net)
+        # Blocks that this path of the model does not use are zero in the queries.
+        record = self.record if matrices.keys() == set(self.keys) else recording(self.net, [*matrices])
+        return Queries(of_rank(matrices, rank), record, net=self.net)
 
     def queries(self, vector: Vector, *, rank: int | None = None) -> Queries:
         """Vectors of your own as queries: the score of an example is its gradient times the vector.

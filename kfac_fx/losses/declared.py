@@ -411,7 +411,8 @@ def no_loss_known() -> LossError:
     return LossError(
         "no loss is known: the Fisher is that of an output distribution.\n"
         f"Name it with compile(..., loss={first}), {', '.join(names)} or a function of the model's outputs, or let "
-        f"forward compute {', '.join(others)} or {last}."
+        f"forward compute {', '.join(others)} or {last}. For another loss write KFAC(net) without an estimation_mode, "
+        "which then takes its gradients, and no rule that computes with the Fisher of every batch."
     )
 
 

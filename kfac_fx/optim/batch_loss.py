@@ -42,6 +42,7 @@ from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
+from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves
 from kfac_fx.passes import results
@@ -232,6 +233,8 @@ class BatchLoss:
         returned = results.tree_flatten(outputs)[0]
         leaves = [returned[n] for n in forward.leaves]
         fisher = tuple(leaves) if fisher is None else fisher
+        if not forward.recorder.losses.are_known:
+            return Values(self.unnamed(forward, leaves), leaves)
         if not forward.recorder.whole:
             return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)
         # Not `net.losses`, which looks for a capture of the call: a part may have a single example.
@@ -239,6 +242,23 @@ class BatchLoss:
         inputs = forward.recorder.capture.flatten(forward.args, forward.kwargs)
         pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, inputs)
         return Values(of.averaged(pairs), leaves)
+
+    def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
+        """The loss without a name on every output that a gradient has arrived at; or on the first, without any."""
+        dims = dict(zip(forward.leaves, case_dims(forward.recorder, len(leaves)), strict=True))
+        outputs = dict(zip(forward.leaves, leaves, strict=True))
+        arrived = [leaf for leaf in outputs if leaf in forward.gradients] or [*outputs][:1]
+        terms = []
+        for leaf in arrived:
+            value, dim = outputs[leaf], dims[leaf]
+            shapes = [other.gradients[leaf].shape for other in self.forwards if leaf in other.gradients]
+            cases = sum(shape[dim] if shape else 1 for shape in shapes)
+            gradient = forward.gradients.get(leaf, torch.zeros_like(value)).to(value)
+            if value.dim():
+                value, gradient = value.movedim(dim, 0), gradient.movedim(dim, 0)
+            rows = precise(real_numbers(gradient)) * (cases / self.loss_scale)
+            terms.append((1.0, Unnamed(real_numbers(value), rows)))
+        return terms
 
     @OWN_PRECISION.entered()
     def change(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
@@ -449,6 +469,8 @@ def against_part(forward: ObservedForward, share: float, parameters: Mapping[str
         return "no single graph holds the model"
     if recorder.program.mask is not None:
         return "of padded positions a part may hold others than the batch"
+    if not recorder.losses.are_known and any(forward.gradients[leaf].dim() == 0 for leaf in forward.gradients):
+        return "the loss that forward returns has no name, and a part may have another one"
     if recorder.losses.given is None:
         if any(site.reduction == "sum" for site in recorder.emitted.loss_sites):
             return "forward computes a loss that is a sum over cases"

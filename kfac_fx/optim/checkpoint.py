@@ -27,7 +27,6 @@ from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.checks import StepSize
 from kfac_fx.optim.first_order import new_adam_state
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
-from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import Rule, StepIntervals
 from kfac_fx.optim.rules import RULES
 from kfac_fx.optim.state import SCALARS, StepState
@@ -43,12 +42,13 @@ SINCE = ("multiplier", "peak_lr", "last_update")  # in no older states: a traini
 # --- the checkpoint, written ------------------------------------------------------------------------------------------
 
 
-def choices(options: KFACOptions) -> dict[str, tuple[Any, int, Sequence[Any]]]:
+def choices(state: StepState) -> dict[str, tuple[Any, int, Sequence[Any]]]:
     """The choices that a state depends on: each with its number, and with what the numbers stand for."""
+    rule = state.options.rule
     known: dict[str, tuple[Any, Sequence[Any]]] = {
-        "momentum_type": (options.rule.name, tuple(RULES)),
-        "estimation_mode": (options.estimation_mode, MODES),
-        "adapt_damping": (options.rule.damping_rule is not None, (False, True)),
+        "momentum_type": (rule.name, tuple(RULES)),
+        "estimation_mode": (state.estimator.estimation_mode, MODES),
+        "adapt_damping": (rule.damping_rule is not None, (False, True)),
     }
     # The rule of a user has no place among the names: a number that no other name has.
     return {
@@ -99,9 +99,9 @@ def whole(state: StepState) -> Tensors:
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
-    first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
+    first = [state.first_recorded.get(key, 0) for key in sorted(state.estimator.blocks)]
     values |= {"first_recorded": torch.tensor(first)}
-    values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state.options).items()}
+    values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state).items()}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
     tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
     if rule.damping_rule is not None and not rule.damping_rule.immediately:
@@ -158,6 +158,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     check_choices(state, checkpoint.whole)
+    refuse_other_paths(state, checkpoint.blocks)
     scalars = state.options.rule.scalars
     added = {f"{WHOLE}{name}": torch.tensor(scalars[name]) for name in SINCE if name in scalars}
     older = {name for name in added if name not in checkpoint.whole}
@@ -171,7 +172,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
     state.estimator.check_state({"damping": checkpoint.whole[f"{WHOLE}estimator.damping"], **checkpoint.blocks})
     check_shapes(needed, checkpoint.whole)
-    for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
+    for n, both in enumerate(zip(groups, with_empty_groups(groups, state_dict["param_groups"]), strict=False)):
         here, there = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
         if here != there:
             raise ValueError(
@@ -195,6 +196,41 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if rows:
         raise ValueError(f"the state does not fit {len(rows)} of {len(parameters)} parameters:\n{table(rows)}")
     return checkpoint
+
+
+def refuse_other_paths(state: StepState, blocks: Tensors) -> None:
+    """Raises ValueError if the state has blocks of parameters that no call has used so far, or lacks those of some that
+    calls have used."""
+    there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
+    here = {key_text(key): key for key in state.estimator.blocks}
+    waiting = {
+        name for name in state.net.captures.waiting if any(name in text.split(",") for text in there - here.keys())
+    }
+    if waiting:
+        raise ValueError(
+            "the state has blocks of parameters that no call of this net has used so far, and which get their blocks "
+            f"when one does: {', '.join(sorted(waiting))}.\nCall net.recorder((x,), {{}}) once for every path that the "
+            "training of before took, and load the state then."
+        )
+    if there and (unknown := [text for text in here if text not in there]) and there < here.keys():
+        raise ValueError(
+            f"the state lacks blocks that calls of this net have used: {'; '.join(unknown)}.\nThe training of before "
+            "took fewer paths: load its state into a new optimizer of a net that took no others."
+        )
+
+
+def with_empty_groups(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The groups of a state, with those of `groups` that parameters have left: states do not have these."""
+    full = [group for group in saved if not is_left(group)]
+    for place, group in enumerate(groups):
+        if is_left(group):
+            full.insert(place, {**group, "params": []})
+    return full
+
+
+def is_left(group: Mapping[str, Any]) -> bool:
+    """Whether all parameters of a group of the first-order rule have blocks now."""
+    return not group["params"] and group.get("first_order", True)
 
 
 def is_state(state_dict: Any) -> bool:
@@ -237,12 +273,13 @@ def check_shapes(needed: Tensors, given: Tensors) -> None:
 def check_choices(state: StepState, whole: Tensors) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: list[tuple[str, str]] = []
-    for name, (here, number, kinds) in choices(state.options).items():
+    for name, (here, number, kinds) in choices(state).items():
         entry = whole.get(f"{WHOLE}{name}")
         if entry is None:
             continue  # the names of all entries are compared next
         there = int(entry) if entry.numel() == 1 else -1
-        if there != number:
+        is_open = name == "estimation_mode" and not state.forwards.mode_is_known and there in range(len(kinds))
+        if there != number and not is_open:
             saved = repr(kinds[there]) if there in range(len(kinds)) else "another one"
             rows.append((name, f"{saved} in the state, {here!r} here"))
     if rows:
@@ -270,6 +307,8 @@ def restore(
             states[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
     values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
     rule, schedule = state.options.rule, state.schedule
+    if not state.forwards.mode_is_known:
+        state.forwards.decided, state.estimator.estimation_mode = True, MODES[int(values["estimation_mode"])]
     state.damping.copy_(values["damping"])
     state.skipped.copy_(values["skipped"])
     for name in (*SCALARS, *rule.scalars):
@@ -283,7 +322,7 @@ def restore(
         state.estimator.cov_ema_decay = schedule.decay
         step, apart = values["checks"].tolist()
         schedule.checked(step, apart, state.checks.size.calm)
-    first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=True)
+    first = zip(sorted(state.estimator.blocks), values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
     state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})
     state.forwards.generator.set_state(values["generator"].cpu())

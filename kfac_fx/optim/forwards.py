@@ -109,6 +109,7 @@ class Forwards:
     devices: tuple[torch.device, ...]  # those with random streams beside the CPU's
     seen: MicroBatches = field(default_factory=MicroBatches)  # the forwards since the last step
     paused: bool = False  # a loss is being measured, so forwards are ignored
+    decided: bool = False  # how statistics are estimated
     halves: bool = False  # the last forward computed in half precision
     checked: bool = False  # the training loss has been compared with the registered loss
     unwatched: bool = False  # the comparison was impossible
@@ -119,6 +120,12 @@ class Forwards:
     before: RandomState | None = None  # before the last forward, until the comparison
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
+
+    @property
+    def mode_is_known(self) -> bool:
+        """Whether the estimation mode was given, or a capture, a forward or a state has decided it."""
+        named = bool(self.net.captures.all) and not self.net.knows_no_loss
+        return self.decided or self.schedule.options.estimation_mode is not None or named
 
     # --- what the net and the user report ---------------------------------------------------------------------------
 
@@ -138,6 +145,9 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
+        if not self.decided and options.estimation_mode is None:
+            unnamed = not self.net.recorder(args, kwargs).knows_loss
+            self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())
         if (seen.pending or seen.watched or seen.observed) and all(
             parameter.grad is None for _, parameter in self.net.named_parameters()
@@ -151,8 +161,10 @@ class Forwards:
         if options.rule.is_exact and not schedule.burning_in:
             seen.calls.append((args, kwargs))
         only = None if schedule.recording else self.estimator.unrecorded()
+        if only:  # on another path they may have no uses
+            only &= self.net.recorder(args, kwargs).used
         recording = only is None or bool(only)
-        beside = recording and not options.recording_in_training and options.fraction == 1.0
+        beside = recording and not self.estimator.records_in_training and options.fraction == 1.0
         beside, self.recorded = beside and self.net.repeats_recordings, None
         if (recording or options.rule.is_exact) and self.estimator.outputs.due() and not beside:
             self.estimator.outputs.add(self.net.differs(args, kwargs))
@@ -169,12 +181,12 @@ class Forwards:
             comparison with those of the model's own forward.
         """
         options, generator = self.schedule.options, self.stream()
-        if options.recording_in_training:
+        if self.estimator.records_in_training:
             outputs, batch = self.net.record_in_training(args, kwargs, generator=generator)
             batch.only = only
             self.seen.pending.append(batch)
             return outputs
-        mode, fraction = options.estimation_mode, options.fraction
+        mode, fraction = self.estimator.estimation_mode, options.fraction
         moments = self.net.record(
             args,
             kwargs,
@@ -263,14 +275,15 @@ class Forwards:
 
         Warns with LossScaleWarning.
         """
-        self.unwatched, options = not self.seen.watched, self.schedule.options
+        self.unwatched = not self.seen.watched and not self.net.knows_no_loss
+        options = self.schedule.options
         value = None if loss is None else float(loss)
         check_scale(
             self.seen.watched,
             reduction=options.reduction,
             loss_scale=loss_scale,
             value=value,
-            in_training=options.recording_in_training,
+            in_training=self.estimator.records_in_training,
             recorded=float(sum(batch.cases for batch in self.seen.pending)),
         )
         self.checked, self.before = True, None

@@ -138,6 +138,8 @@ def watch(
 
     start: the random streams before the forward.
     """
+    if not recorder.losses.are_known:
+        return None
     leaves, spec = results.tree_flatten(outputs)
     values = recorder.capture.flatten(args, kwargs)
     hooked, at_outputs = hooked_leaves(recorder, leaves)
@@ -187,7 +189,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     numbers = [n for n, leaf in tensors.items() if leaf.requires_grad and leaf.numel() == 1]
     if not recorder.whole:
-        if recorder.losses.given is None:  # Python computes the loss inside
+        if recorder.losses.given is None and recorder.losses.are_known:  # Python computes the loss inside
             return numbers, False
         return [n for n, leaf in tensors.items() if is_differentiable(leaf)], True
     nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))

@@ -18,9 +18,9 @@ from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import Replicas, Shards
-from kfac_fx.optim.checkpoint import check_state, publish, restore
+from kfac_fx.optim.checkpoint import check_state, is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
-from kfac_fx.optim.groups import Vectors, keep_first_lr, split_group
+from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses
 from kfac_fx.optim.options import KFACOptions
@@ -61,7 +61,7 @@ class KFAC(Optimizer, Joinable):
         options: the arguments.
 
     Raises:
-        LossError: the model is captured, and no loss of it is known.
+        LossError: no loss of the model is known, and an option needs one.
         RegistrationError: for a net without Fisher blocks, and with "eigen_moments" for blocks without an eigenbasis.
         AlreadyAttachedError: for a second optimizer on one net.
     """
@@ -78,7 +78,7 @@ class KFAC(Optimizer, Joinable):
         invert_every: int | None = None,
         num_burnin_steps: int = 0,
         weight_decay: float = 0.0,
-        estimation_mode: str = "gradients",
+        estimation_mode: str | None = None,
         fraction: float = 1.0,
         seed: int | None = None,
         reduction: str = "mean",
@@ -111,7 +111,7 @@ class KFAC(Optimizer, Joinable):
                 0.02 m / r, too, as the whole step is.
             estimation_mode: "gradients" samples targets in a pass of its own. "empirical" records in the training
                 backward itself, with the true targets (another matrix, see Kunstner et al. 2019). FisherEstimator has
-                the others.
+                the others. None means "gradients", and "empirical" for a net whose loss is not known.
             fraction: the part of every batch that "gradients" records.
             seed: of the sampled targets, which have a random stream of their own; None takes torch's initial seed.
             reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if it
@@ -163,10 +163,13 @@ class KFAC(Optimizer, Joinable):
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
-        net.refuse_unknown_loss()
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
+        self._came_from: dict[int, int] = {}  # from a group that was split off to the group of the parameters in blocks
+        self._with_default_lr: set[int] = set()  # the groups without an lr of their own
+        self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
+        self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
         super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
         example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
         precision = at_least_float32(example.dtype)
@@ -176,7 +179,7 @@ class KFAC(Optimizer, Joinable):
             net,
             cov_ema_decay=schedule.decay,
             damping=scalar + rule.first_damping,
-            estimation_mode=estimation_mode,
+            estimation_mode=options.mode_for(net.knows_no_loss),
             fraction=fraction,
             exps=rule.exps,
         )
@@ -215,10 +218,20 @@ class KFAC(Optimizer, Joinable):
         """
         first_order = self.options.first_order_rule
         of_all = self.options.of_all_groups
-        for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all):
+        members = members_of(param_group)
+        param_group = {**param_group, "params": members}
+        parts = split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all)
+        for part in parts:
             super().add_param_group(part)
             if self.options.rule.keeps_first_lr:
                 keep_first_lr(self.param_groups[-1])
+        last = len(self.param_groups) - 1
+        if len(parts) == 2:
+            self._came_from[last] = last - 1
+        elif "lr" not in param_group:
+            self._with_default_lr.add(last)
+        for parameter in members:
+            self._given.setdefault(parameter, len(self._given))
 
     def _read_registrations(self) -> None:
         self._registrations = self.net.registrations
@@ -227,19 +240,46 @@ class KFAC(Optimizer, Joinable):
         self.options.rule.refuse_registrations(self._registrations)
 
     def _follow_registrations(self) -> None:
-        """After parameters were unfrozen: those in no Fisher block move to a group for the first-order rule."""
-        if self.net.registrations is self._registrations:
-            return
-        self._read_registrations()
-        self._step_state.vectors.registered, self._step_state.vectors.grouped = self.registered, None
-        for group in [group for group in self.param_groups if not group["first_order"]]:
-            by_rule: tuple[list[Tensor], list[Tensor]] = [], []
-            for parameter in group["params"]:
-                by_rule[self.names[parameter] in self._unregistered].append(parameter)
-            if by_rule[True]:
-                group["params"] = by_rule[False]
+        """After parameters were unfrozen, or used for the first time: those in Fisher blocks move out of the groups of
+        the first-order rule, and those with a gradient and no block into one."""
+        if self.net.registrations is not self._registrations:
+            self._read_registrations()
+            self._step_state.vectors.registered, self._step_state.vectors.grouped = self.registered, None
+            for place, group in enumerate(self.param_groups):
+                if group["first_order"]:
+                    self._into_blocks(place, group)
+            in_blocks = (p for group in self.param_groups if not group["first_order"] for p in group["params"])
+            self._loose = {parameter for parameter in in_blocks if self.names[parameter] in self._unregistered}
+        if strays := {parameter for parameter in self._loose if parameter.grad is not None}:
+            self._loose -= strays
+            for group in [group for group in self.param_groups if not strays.isdisjoint(group["params"])]:
+                of_group = [parameter for parameter in group["params"] if parameter in strays]
+                group["params"] = [parameter for parameter in group["params"] if parameter not in strays]
                 shared = {name: group[name] for name in self.defaults if name != "lr"}
-                self.add_param_group({**shared, "params": by_rule[True]})
+                self.add_param_group({**shared, "params": of_group})
+                self._step_state.vectors.grouped = None
+        self.net.captures.look_for_gradients()
+
+    def _into_blocks(self, place: int, group: dict[str, Any]) -> None:
+        """Move the parameters of a group of the first-order rule that have blocks now to the group that they came from.
+
+        A group of which no parameter had a block becomes one of this rule. No group is added or removed, because
+        schedulers count them, and parameters keep the order in which they were given, as states count them.
+        """
+        found = [parameter for parameter in group["params"] if self.names[parameter] in self.registered]
+        if not found:
+            return
+        if place in self._came_from:
+            target = self.param_groups[self._came_from[place]]
+            group["params"] = [parameter for parameter in group["params"] if parameter not in set(found)]
+            target["params"] = sorted([*target["params"], *found], key=self._given.__getitem__)
+        else:
+            group["first_order"] = False
+            if place in self._with_default_lr:
+                group["lr"] = group["lr"] * (self.defaults["lr"] / self.options.first_order_rule.lr)
+        for parameter in found:  # what the first-order rule keeps of it
+            for name in rule_state(self.state.get(parameter, {})):
+                del self.state[parameter][name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -460,7 +500,8 @@ class KFAC(Optimizer, Joinable):
         A file of it can be read with `weights_only=True`.
         """
         publish(self._step_state, self.param_groups, self.state)
-        return super().state_dict()
+        state = super().state_dict()
+        return {**state, "param_groups": [group for group in state["param_groups"] if not is_left(group)]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue bit for bit from `state_dict()`.
@@ -468,9 +509,12 @@ class KFAC(Optimizer, Joinable):
         Raises:
             ValueError: the state does not fit; nothing of it is loaded then.
         """
+        self._follow_registrations()  # paths that were only captured
+        self.estimator.follow_registrations()
         checkpoint = check_state(self._step_state, self.param_groups, state_dict)
         # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        groups = with_empty_groups(self.param_groups, state_dict["param_groups"])
+        super().load_state_dict({"state": {}, "param_groups": groups})
         if self.options.rule.keeps_first_lr:
             for group in self.param_groups:
                 keep_first_lr(group)

@@ -19,6 +19,7 @@ from kfac_fx.linalg.arguments import (
     not_negative,
     whole_number,
 )
+from kfac_fx.losses.declared import no_loss_known
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.first_order import FirstOrder
 from kfac_fx.optim.rule import COMMON, CheckedRule, Rule, check_fields
@@ -43,7 +44,8 @@ def a_grad_scaler(name: str, value: Any) -> None:
 
 
 def a_mode(name: str, value: Any) -> None:
-    check_mode(value)
+    if value is not None:
+        check_mode(value)
 
 
 def in_any_case(known: Sequence[str]) -> Callable[[str, Any], None]:
@@ -72,7 +74,7 @@ class KFACOptions:
     invert_every: Annotated[int | None, whole_number(1, STEPS)]
     num_burnin_steps: Annotated[int, whole_number(0, STEPS)]
     weight_decay: Annotated[float, not_negative]
-    estimation_mode: Annotated[str, a_mode]
+    estimation_mode: Annotated[str | None, a_mode]
     fraction: Annotated[float, a_share]
     seed: Annotated[int | None, a_seed]
     reduction: Annotated[str, functools.partial(choice, known=("mean", "sum"))]
@@ -117,10 +119,11 @@ class KFACOptions:
                 "'qmodel', or with adapt_damping=True, divide the loss by the number of cases and write "
                 "reduction='mean'"
             )
-        if self.recording_in_training and self.fraction != 1:
+        if self.estimation_mode == "empirical" and self.fraction != 1:
             raise ValueError(
                 "estimation_mode='empirical' records in the whole training backward: leave fraction at 1.0"
             )
+        self.mode_for(self.net.knows_no_loss)
 
     @functools.cached_property
     def strategy(self) -> str | None:
@@ -146,10 +149,17 @@ class KFACOptions:
         values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
         return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in values.items()}
 
-    @property
-    def recording_in_training(self) -> bool:
-        """Whether the statistics come from the user's own backward."""
-        return self.estimation_mode == "empirical"
+    def mode_for(self, unnamed: bool) -> str:
+        """The way in which statistics are estimated.
+
+        unnamed: no loss is known.
+
+        Raises LossError for options that need one.
+        """
+        mode = self.estimation_mode or ("empirical" if unnamed else "gradients")
+        if unnamed and (mode != "empirical" or self.fraction != 1 or self.rule.is_exact):
+            raise no_loss_known()
+        return mode
 
     @property
     def of_groups(self) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class StepState:
             calls,
             {name: parameter.detach() for parameter, name in self.vectors.names.items()},
             [flat.everywhere(vector) for vector in vectors],
-            ggn=self.options.estimation_mode.endswith("GGN"),
+            ggn=self.estimator.estimation_mode.endswith("GGN"),
             multiply_jacobian=self.multiply_jacobian,
             replicas=self.replicas,
             scalar=self.vectors.scalar,

@@ -122,7 +122,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     if first:
         warn_of_trainer(state.net, state.net.model)
         state.replicas.check_options(state.options.common())
-        told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
+        told = scaler is not None or state.estimator.records_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
         if state.vectors.shards is None:  # FSDP2 averages the gradients itself
             state.replicas.check_gradients([dense(gradient) for gradient in gradients])
@@ -169,7 +169,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
         trained,
         state.multiply_jacobian,
         loss_scale,
-        state.options.estimation_mode.endswith("GGN"),
+        state.estimator.estimation_mode.endswith("GGN"),
         state.replicas,
         state.forwards.devices,
         seen.start,
@@ -195,7 +195,7 @@ def choose_intervals(state: StepState) -> None:
         estimator.groups,
         rows,
         options.fraction,
-        in_training=options.recording_in_training,
+        in_training=estimator.records_in_training,
         with_product=not rule.by_quotients or checks.by_product is not None,
         check_share=checks.share,
         rates=Rates.of((parameter.device.type for parameter in state.vectors.names), state.forwards.halves),

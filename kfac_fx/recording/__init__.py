@@ -36,11 +36,15 @@ halves so fast that patches take less time than the many operations of this way,
 on CUDA makes them in every precision, because inductor of torch 2.11 compiles this way to other numbers without an
 error (seen for kernels of 3 with padding; "aot_eager" and the CPU are right).
 
+**Paths** (`captures`). A call that takes another path through the model is another capture. It adds registrations to
+those that there are, and has statistics of its own alone, so blocks of other paths stay as they are. While parameters
+are in no capture, training forwards look for a capture that has them, because a block must have factors before its
+first step: a gradient that has arrived cannot be recorded.
+
 **Freezing** needs no capture (`unchanged`). While all parameters of a registration are frozen, its statistics pause,
-and no more of its block changes than the inverse. Captures that do not use a frozen registration agree with the others,
-as with adapters that are switched off. If a parameter is trained for the first time, the model is captured anew. Blocks
-of the same registrations go on. New ones have stacks of their own, are recorded and decomposed at once, and then follow
-the schedule of a first step. A forward while everything is frozen is no part of a step.
+and no more of its block changes than the inverse. If a parameter is trained for the first time, the model is captured
+anew. Blocks of the same registrations go on. New ones have stacks of their own, are recorded and decomposed at once,
+and then follow the schedule of a first step. A forward while everything is frozen is no part of a step.
 
 **Divided models** (`emitted_submodules`, `passes.divide`). The model's own forward runs, with each captured submodule
 replaced by its graph; probes add up over all calls.

@@ -1,20 +1,25 @@
 """The captures of one model: one for every kind of call, made and proved at the first such call.
 
 A capture is one graph, or one for each of the largest submodules that have one, and its proof; `Capturing` makes it.
-`CaptureCache` keeps the captures and chooses among them. All captures of one model must give the same Fisher blocks,
-which `agreeing` sees to.
+`CaptureCache` keeps the captures and chooses among them.
+
+Kinds of calls may take different *paths*: an argument, an attribute or a mode decides which modules run. The
+registrations of a model are the union of those of its captures, in the order in which calls met them (`united`), and
+every capture records those that it has uses of. Where two paths use a parameter in ways that make different blocks, no
+block of a layer is right for both. All its captures then have the gradient of the parameter, squared, in a diagonal
+block, which takes any use, and the report gives the reason.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.passes.approximations import longest
@@ -29,11 +34,12 @@ from kfac_fx.passes.errors import (
     first_line,
     table,
 )
+from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
-from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
 from kfac_fx.passes.tracing.effects import values_kept
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
@@ -54,6 +60,7 @@ from kfac_fx.recording.unchanged import Structure, Trained
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
+LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
 
 Result = TypeVar("Result")
@@ -251,10 +258,12 @@ class CaptureCache:
     """The captures of one model.
 
     Attributes:
-        first: the capture that the blocks are made for; None as long as there is none. When a parameter is trained for
-            the first time, a new capture replaces it.
-        registrations: those of which there are blocks: of `first`, and of parameters that are frozen and that `first`
-            does not use.
+        first: the first capture; None as long as there is none. When a parameter is trained for the first time, a new
+            capture replaces it.
+        registrations: those of which there are blocks: the union of those of all captures so far.
+        sources: a program that has each of them, also of a capture that is gone.
+        waiting: the trained parameters that no call has used so far, as far as the captures tell; they have no block.
+        stale: those among them, by parameters, that no capture has since parameters were unfrozen.
         trained: the parameters that were trained at any time.
         refusal: the error of torch.fx, if it could not trace the whole model.
         recorders: by kind of call, the least recently used first.
@@ -266,6 +275,11 @@ class CaptureCache:
         self.trained = Trained(model)
         self.first: Recorder | None = None
         self.registrations: tuple[Registration, ...] = ()
+        self.stale: frozenset[Key] = frozenset()
+        self.sources: dict[Key, Program] = {}
+        self.waiting: frozenset[str] = frozenset()
+        self.reached: set[str] = set()  # those of them that had a gradient
+        self.looks = LOOKS  # training forwards in which another path is looked for, while parameters wait
         self.refusal = ""
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self.outdated = False  # parameters were unfrozen since the first capture
@@ -292,8 +306,67 @@ class CaptureCache:
             self.make_first(self.capturing.registered(traced))
 
     def make_first(self, recorder: Recorder) -> None:
-        rest = (registration for registration in self.registrations if recorder.absent.issuperset(registration.owners))
+        used = {name for registration in recorder.registrations for name in registration.owners}
+        rest = [registration for registration in self.registrations if used.isdisjoint(registration.owners)]
         self.first, self.registrations = recorder, (*recorder.registrations, *rest)
+        self.stale &= {registration.parameters for registration in rest}
+        self.note_blocks()
+
+    def joined(self, recorder: Recorder) -> Recorder:
+        """A further capture, with the blocks that there are, and new ones for what it uses first.
+
+        Raises ModelChangedError for other uses than those that were registered by hand, for padding that one capture
+        leaves out and another one does not, and for a series that is too long; RegistrationError under `strict` for
+        uses that no block of a layer is right for.
+        """
+        if self.capturing.by_hand or (self.masked and recorder.program.mask is not None):
+            refuse_other_uses(recorder, self.registrations, by_hand=self.capturing.by_hand)
+        union = united(recorder, self.registrations, self.stale)
+        if union.reasons and self.arguments.options.strict:
+            raise RegistrationError(
+                f"calls of {class_of(self.model).__name__} use parameters in ways that no block of a layer is right "
+                f"for together:\n{table(union.reasons.items())}\n"
+                "Compile with strict=False, which gives them a diagonal block, or let all calls use them alike."
+            )
+        if union.reasons:
+            for cached in self.recorders.values():
+                cached[:] = [self.renewed(other, with_reasons(other, union.reasons)) for other in cached]
+        if union.registrations != self.registrations:
+            self.registrations = union.registrations
+        self.stale -= union.recorder.used
+        self.note_blocks()
+        return union.recorder
+
+    def renewed(self, recorder: Recorder, other: Recorder) -> Recorder:
+        """`other`, which takes the place of a capture."""
+        self.first = other if self.first is recorder else self.first
+        return other
+
+    def note_blocks(self) -> None:
+        """Note where the registrations come from, and which parameters have none."""
+        present = {r.parameters: capture.program for capture in reversed(self.all) for r in capture.registrations}
+        sources = {**self.sources, **present}
+        self.sources = {r.parameters: sources[r.parameters] for r in self.registrations if r.parameters in sources}
+        blocks = {name for registration in self.registrations for name in registration.owners}
+        lost = {capture.program.owner(name) for capture in self.all for name in without_loss(capture.program)}
+        waiting = frozenset() if self.capturing.by_hand else frozenset(self.trained.registered) - blocks - lost
+        self.looks = self.looks if waiting == self.waiting else LOOKS
+        self.waiting = waiting
+
+    def look_for_gradients(self) -> None:
+        """Look for another path again if a parameter that waits has its first gradient. It may also be trained outside
+        of forward, and then no path has it."""
+        new = self.waiting - self.reached
+        if found := [name for name in new if self.trained.registered[name].grad is not None]:
+            self.reached.update(found)
+            self.looks = LOOKS
+
+    def looks_for_path(self) -> bool:
+        """Count a training forward. Returns whether to look for its capture, though it may record nothing."""
+        if not self.waiting or not self.looks:
+            return False
+        self.looks -= 1
+        return True
 
     @property
     def program(self) -> Program:
@@ -370,8 +443,10 @@ class CaptureCache:
                         cached[-1] = self.capturing.proved(recorder, args, kwargs)
                     if self.first is recorder:
                         self.make_first(cached[-1])
-                if not recorder.absent <= recorder.frozen:
-                    cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
+                    else:
+                        cached[-1] = self.joined(cached[-1])
+                if not recorder.apart <= recorder.frozen:
+                    cached[-1] = self.renewed(cached[-1], self.joined(cached[-1]))
                 return cached[-1]
         if self.structure.sharded:
             raise self.too_late(
@@ -386,13 +461,14 @@ class CaptureCache:
                 args, kwargs, every_size=any(map(self.has_settings_of, cached)), first=self.first is None
             )
         if self.recorders:
-            recorder = agreeing(recorder, self.registrations, masked=self.masked)
+            recorder = self.joined(recorder)
         else:
             if self.outdated:
                 recorder = continuing(recorder, self.registrations)
             self.make_first(recorder)
             self.outdated = False
         self.recorders[key] = [*cached, recorder][-MAX_CAPTURES:]
+        self.note_blocks()
         self.recorders.move_to_end(key)
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
@@ -415,6 +491,7 @@ class CaptureCache:
         refuse_unfit(self.model)
         self.recorders.clear()
         self.outdated = True
+        self.stale = frozenset(registration.parameters for registration in self.registrations)
 
     def has_settings_of(self, recorder: Recorder) -> bool:
         """Whether everything that the capture is specialized to still has its values; see `ForwardSettings`."""
@@ -498,9 +575,11 @@ class CaptureCache:
                 error = UntraceableError("it was divided on earlier inputs")
                 extended = self.capturing.divided(args, kwargs, error, emitted)
         assert self.first is not None, "bug in kfac_fx: an uncaptured call before the first capture"
-        extended = agreeing(extended, self.registrations, masked=self.masked)
-        for cached in self.recorders.values():
-            cached[:] = [extended if other is recorder else other for other in cached]
+        kinds = [cached for cached in self.recorders.values() if any(other is recorder for other in cached)]
+        places = [next(n for n, other in enumerate(cached) if other is recorder) for cached in kinds]
+        extended = self.joined(extended)
+        for cached, place in zip(kinds, places, strict=True):
+            cached[place] = self.renewed(cached[place], extended)
 
     # --- capturing --------------------------------------------------------------------------------------------------
 
@@ -525,6 +604,15 @@ def drop_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
+def without_loss(program: Program) -> tuple[str, ...]:
+    """The unused parameters that the model's outputs depend on: their losses are not known."""
+    if not program.unused or program.submodules or not program.losses:
+        return ()
+    returned = [node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node)]
+    reached = {str(node.target) for node in ancestors(returned) if node.op == "get_attr"}
+    return tuple(name for name in program.unused if program.owner(name) in reached)
+
+
 # --- agreement of captures --------------------------------------------------------------------------------------------
 
 
@@ -545,31 +633,120 @@ def with_generic(program: Program, earlier: Program) -> Program:
     return program.but(registrations=tuple(registrations))
 
 
-def agreeing(recorder: Recorder, known: Sequence[Registration], masked: bool = False) -> Recorder:
-    """`recorder` with the approximations of the known registrations, and without those that differ from them.
+@dataclass(frozen=True)
+class Union:
+    """The registrations of all captures so far.
 
-    Only registrations of which all parameters are frozen may differ: adapters that are switched off.
-
-    known: the registrations of which there are blocks. masked: whether these were captured with a padding mask.
-
-    Raises ModelChangedError if other registrations differ.
+    Attributes:
+        recorder: the capture that was added, with the approximations of the blocks that there are.
+        registrations: one a block; those that were known come first.
+        reasons: by parameter, why no block of a layer is right for all its uses.
     """
-    frozen = recorder.frozen
+
+    recorder: Recorder
+    registrations: tuple[Registration, ...]
+    reasons: Mapping[str, str]
+
+
+def united(recorder: Recorder, known: Sequence[Registration], stale: Collection[Key] = ()) -> Union:
+    """Add a capture to the registrations that are known.
+
+    Registrations of frozen parameters alone may differ, as those of adapters that are switched off: this capture does
+    not record them, and `recorder.apart` names them. They are compared again when the parameters are trained.
+
+    stale: those of the known registrations, by parameters, that are of a time when fewer parameters were trained.
+
+    Raises ModelChangedError for a series that is longer than its block is prepared for.
+    """
+    before, frozen = {registration.parameters: registration for registration in known}, recorder.frozen
+    now = {registration.parameters: registration for registration in recorder.registrations}
+    texts = {key: other_path(before[key], now[key]) for key in now if key in before}
+    apart, replaced, reasons = set[str](), set[Key](), dict[str, str]()
+    for key, registration in now.items():
+        if texts.get(key) == "":
+            continue
+        met = [other for other in before.values() if not set(other.owners).isdisjoint(registration.owners)]
+        names = {name for other in (registration, *met) for name in other.owners}
+        if met and names <= frozen:
+            apart |= names
+        elif all(other.parameters in stale for other in met):
+            replaced |= {other.parameters for other in met}
+        else:
+            every = (f"{in_words(other)}, of {' and '.join(other.parameters)}" for other in (*met, registration))
+            uses = "; ".join(dict.fromkeys(every))
+            reasons |= dict.fromkeys(names, f"calls use it in ways that no block of a layer is right for: {uses}")
+    registrations = [registration for key, registration in before.items() if key not in replaced]
+    if reasons:
+        grown = True
+        while grown:  # what shares a block with them
+            reasons, size = shared(shared(reasons, registrations), recorder.registrations), len(reasons)
+            grown = len(reasons) > size
+        recorder = with_reasons(recorder, reasons)
+        registrations = made_generic(recorder.program, registrations, reasons)
+        before = {registration.parameters: registration for registration in registrations}
+    same = {key: before[key] for key in now if key in before and texts.get(key, "") == ""}
+    recorder = with_approximations(recorder, same)
+    recorder.apart = frozenset(apart)
+    taken = {name for registration in registrations for name in registration.owners}
+    new = (registration for registration in recorder.registrations if taken.isdisjoint(registration.owners))
+    return Union(recorder, (*registrations, *new), reasons)
+
+
+def shared(reasons: Mapping[str, str], registrations: Iterable[Registration]) -> dict[str, str]:
+    """The reasons of parameters, and of those that share a registration with them."""
+    more = dict(reasons)
+    for registration in registrations:
+        reason = next((more[name] for name in registration.owners if name in more), None)
+        if reason is not None:
+            more = dict.fromkeys(registration.owners, reason) | more
+    return more
+
+
+def made_generic(
+    program: Program, registrations: Iterable[Registration], reasons: Mapping[str, str]
+) -> list[Registration]:
+    """The registrations, with a generic one for each of these parameters in place of theirs."""
+    kept: list[Registration] = []
+    found = dict[str, None]()
+    for registration in registrations:
+        if reasons.keys().isdisjoint(registration.owners):
+            kept.append(registration)
+            continue
+        for name in registration.owners:
+            if name not in found:
+                found[name] = None
+                kept.append(program.generic(name, reasons[name]))
+    return kept
+
+
+def with_reasons(recorder: Recorder, reasons: Mapping[str, str]) -> Recorder:
+    """The capture with generic registrations of these parameters."""
+    registrations = tuple(made_generic(recorder.program, recorder.registrations, reasons))
+    if registrations == recorder.registrations:
+        return recorder
+    return recorder.with_program(recorder.program.but(registrations=registrations))
+
+
+def refuse_other_uses(recorder: Recorder, known: Sequence[Registration], by_hand: bool) -> None:
+    """Raises ModelChangedError for other uses than those that were registered by hand; or if padding would be in the
+    factors of some calls and not of others."""
     before = {registration.parameters: registration for registration in known}
     now = {registration.parameters: registration for registration in recorder.registrations}
-    rows = {key: other_path(before.get(key), now.get(key)) for key in dict.fromkeys((*before, *now))}
-    if recorder.program.mask is not None and masked:
-        rows |= {key: rows[key] or other_masks(before[key], now[key]) for key in before if key in now}
-    owners = {key: set((before.get(key) or now[key]).owners) for key in rows}
-    if differing := [(", ".join(key), text) for key, text in rows.items() if text and not owners[key] <= frozen]:
+    rows = {key: other_masks(before[key], now[key]) for key in before if key in now}
+    if by_hand:
+        every = dict.fromkeys((*before, *now))
+        rows = {key: other_path(before.get(key), now.get(key)) or rows.get(key, "") for key in every}
+    trained = {key: set((before.get(key) or now[key]).owners) - recorder.frozen for key in rows}
+    if differing := [(", ".join(key), text) for key, text in rows.items() if text and trained[key]]:
         name = class_of(recorder.model).__name__
+        advice = (
+            "Register them in a LayerCollection on the graph of these calls." if by_hand
+            else "Compile with inputs whose padding the mask tells in the same uses."
+        )  # fmt: skip
         raise ModelChangedError(
             f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
-            f"{table(differing)}\nCompile the model once per control-flow path."
+            f"{table(differing)}\n{advice}"
         )
-    recorder = with_approximations(recorder, {key: before[key] for key in before if key in now and not rows[key]})
-    recorder.absent = frozenset(name for key, text in rows.items() if text for name in owners[key])
-    return recorder
 
 
 def continuing(recorder: Recorder, known: Sequence[Registration]) -> Recorder:
@@ -581,10 +758,7 @@ def continuing(recorder: Recorder, known: Sequence[Registration]) -> Recorder:
         for registration in recorder.registrations
         if registration.parameters in before and not other_path(before[registration.parameters], registration)
     }
-    recorder = with_approximations(recorder, same)
-    used = {name for registration in recorder.registrations for name in registration.owners}
-    recorder.absent = frozenset(name for registration in known for name in registration.owners) - used
-    return recorder
+    return with_approximations(recorder, same)
 
 
 def with_approximations(recorder: Recorder, known: Mapping[Key, Registration]) -> Recorder:
@@ -601,7 +775,10 @@ def with_approximations(recorder: Recorder, known: Mapping[Key, Registration]) -
 
 
 def other_path(first: Registration | None, other: Registration | None) -> str:
-    """The difference that two registrations of the same parameters make to their block; "" if there is none."""
+    """The difference that two registrations of the same parameters make to their block; "" if there is none.
+
+    Raises ModelChangedError for a series that is longer than its block is prepared for.
+    """
     if first is None or other is None:
         return f"{in_words(first)} at first, {in_words(other)} here"
     if first.structure.needs_cases and not other.structure.needs_cases:
@@ -609,7 +786,10 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     approximated = replace(other, approximation=first.approximation)
     difference = f"{in_words(first)} at first, {in_words(other)} here"
     if first.structure.series and other.steps > (most := longest(first.steps)):
-        return f"{difference}; {first.approximation} is prepared for {most} at most"
+        raise ModelChangedError(
+            f"{', '.join(other.parameters)}: {difference}; {first.approximation} is prepared for {most} at most.\n"
+            "Compile with an example of the longest sequence."
+        )
     same = first.layer == other.layer and first.statistics == approximated.statistics
     return "" if same else difference
 

@@ -453,7 +453,8 @@ class EmittedSubmodules(EmittedModel):
 
     Attributes:
         division: what was captured, and what is left to Python.
-        returns_loss: whether the losses are on what the model returns; else on what Python hands to torch's losses.
+        returns_loss: whether the losses are on what the model returns; else on what Python hands to torch's losses, if
+            it does.
         padding_mask: the user's, of a call of the model.
         mask_sizes: the shape of the mask when each submodule was captured.
         checked: the submodules that were proved, by their places in the division; None: all may run.
@@ -589,7 +590,7 @@ class EmittedSubmodules(EmittedModel):
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
         self.observed = weighed(output, watch.losses, self.observed)
-        if not self.returns_loss:
+        if self.observed:
             return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, results.tree_leaves(output)))
 

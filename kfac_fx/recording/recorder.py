@@ -49,7 +49,8 @@ class Recorder:
         statistics: the names of the statistics by registration (its parameters); None: those that its block needs.
         proven: whether the registration proof was conclusive.
         settings: what the capture is specialized to beside its inputs; None: nothing.
-        absent: parameters that have a block which this capture cannot record; all of them are frozen.
+        apart: parameters whose block this capture cannot record, because it uses them in another way; all of them are
+            frozen.
         loop_reason: why exact passes send their sources back one by one; see `Pullback`.
         misfits: see `OutputLosses.misfits`.
         rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
@@ -60,7 +61,8 @@ class Recorder:
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
-        is_mean: whether the loss that forward returns is a mean over cases, and not a sum.
+        is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
+            no loss.
         mean_reason: why that is a guess; None: it is none.
     """
 
@@ -69,7 +71,7 @@ class Recorder:
     statistics: Mapping[Key, tuple[str, ...]] | None = None
     proven: bool = False
     settings: ForwardSettings | None = None
-    absent: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
     verify: bool = True
     loop_reason: str | None = field(default=None, init=False)
     misfits: list[str] = field(default_factory=list, init=False)
@@ -101,6 +103,11 @@ class Recorder:
         return OutputLosses(self.emitted, self.loss, probably_mean(sites) if self.is_mean is None else self.is_mean)
 
     @property
+    def knows_loss(self) -> bool:
+        """Whether a loss is known: it was declared, or forward computes it."""
+        return self.losses.are_known or (not self.whole and self.is_mean is not None)
+
+    @property
     def whole(self) -> bool:
         """Whether one graph is the whole model."""
         return self.emitted.whole
@@ -108,6 +115,11 @@ class Recorder:
     @property
     def registrations(self) -> tuple[Registration, ...]:
         return self.program.registrations
+
+    @cached_property
+    def used(self) -> frozenset[Key]:
+        """The registrations that these calls use, by parameters."""
+        return frozenset(registration.parameters for registration in self.registrations)
 
     def with_program(self, program: Program) -> Recorder:
         """The same capture with other registrations."""
@@ -294,7 +306,7 @@ class Recorder:
                 )
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
                 self.loop_reason, self.exact_verified, self.rows_reason = exact.loop_reason, True, exact.rows_reason
-                return Moments(statistics, cases, gradients, self.frozen)
+                return Moments(statistics, cases, gradients, self.frozen, used=self.used)
             sent_from: Sequence[Tensor] = returned or fisher
             if returned:
                 cotangents: Cotangents = [torch.ones_like(loss) * losses_of.scale(losses) for loss in returned]
@@ -312,7 +324,7 @@ class Recorder:
                 statistics[registration.parameters] = {"gradient": gradient}
             else:
                 statistics[registration.parameters] = without_twins({name: next(of_probes) for name in names})
-        return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
+        return Moments(statistics, cases, gradients if params_stats else {}, self.frozen, used=self.used)
 
     def follows_returned(self, mode: str, targets: Any) -> bool:
         """Whether the gradient of the loss that forward returns is sent back, instead of that of its distributions."""
@@ -375,7 +387,8 @@ class Recorder:
         if losses_of.are_known:
             losses = losses_of.real(lambda outputs: losses_of.rebuilt(output, fisher, outputs), fisher, values)
             cases = losses_of.cases(losses)
-        return self.capture.unflatten(output), PendingMoments(probes, registrations, views, cases, self.frozen)
+        pending = PendingMoments(probes, registrations, views, cases, self.frozen, used=self.used)
+        return self.capture.unflatten(output), pending
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)

@@ -24,8 +24,9 @@ from kfac_fx.recording.output_losses import probably_mean
 from kfac_fx.recording.recorder import Recorder
 
 
-def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """(whether the returned loss is a mean over cases, why that is a guess; None: it is none).
+def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool | None, str | None]:
+    """(whether the returned loss is a mean over cases, None if forward computes no loss that is known; why that is a
+    guess, None if it is none).
 
     It runs the model on the batch and on the batch with all examples twice, which leaves no trace.
     """
@@ -34,15 +35,14 @@ def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if recorder.loss is not None or plain:
         return probably_mean(sites), None
     try:
-        once, twice = (
-            size_of_gradient(recorder, *call) for call in ((args, kwargs), with_all_twice(recorder, args, kwargs))
-        )
+        once = size_of_gradient(recorder, args, kwargs)
+        if math.isnan(once):
+            return None, None
+        twice = size_of_gradient(recorder, *with_all_twice(recorder, args, kwargs))
     except Exception as error:  # a model of one size of batches, in words of its own
         if fatal(error):
             raise
         return probably_mean(sites), f"the model does not run on a batch with all examples twice ({first_line(error)})"
-    if math.isnan(once):  # forward computes no loss
-        return probably_mean(sites), None
     if not (0 < once < math.inf and 0 < twice < math.inf):
         return probably_mean(sites), "its gradient is zero, or not finite, on the first batch"
     return twice < math.sqrt(2.0) * once, None

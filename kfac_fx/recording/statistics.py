@@ -421,6 +421,7 @@ class Moments:
         gradients: of the parameters by name, summed over sources, if they were requested.
         frozen: the parameters that were frozen. Registrations that have no others have no statistics.
         only: the registrations whose statistics are due; None: all.
+        used: the registrations that the call uses; None: all. Others have no statistics.
     """
 
     statistics: dict[Key, dict[str, Tensor]]
@@ -428,6 +429,7 @@ class Moments:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     only: frozenset[Key] | None = None
+    used: frozenset[Key] | None = None
 
 
 @dataclass
@@ -438,7 +440,7 @@ class PendingMoments:
         probes: of every registration, by the name of the statistic.
         generic: views of the generic parameters, which hold the gradient of this forward alone.
         cases: the number of cases of this forward.
-        frozen, only: see `Moments`.
+        frozen, only, used: see `Moments`.
         backwards: how often a backward reached the probes of a registration.
     """
 
@@ -448,6 +450,7 @@ class PendingMoments:
     cases: int | Tensor
     frozen: frozenset[str] = frozenset()
     only: frozenset[Key] | None = None
+    used: frozenset[Key] | None = None
     backwards: Counter[Key] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -493,7 +496,7 @@ class PendingMoments:
                     for name, value in sums.items()
                 }
             )
-        return Moments(statistics, self.cases, frozen=self.frozen, only=self.only)
+        return Moments(statistics, self.cases, frozen=self.frozen, only=self.only, used=self.used)
 
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]

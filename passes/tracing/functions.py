@@ -5,7 +5,8 @@
 If its forward were traced, autograd would differentiate the traced operations, whatever its backward says. While
 torch.export traces, an operation without values stands for the call: its shapes come from the Function's forward
 on tensors without data. Afterwards the graph calls `Clipped.apply` itself, with the arguments that are no tensors as
-they were. Parameters that enter such a call are generic, unless `plain_backward` declares the Function.
+they were. Parameters that enter such a call are generic, unless `plain_backward` or `plain_function` declares the
+Function.
 """
 
 from __future__ import annotations
@@ -185,6 +186,40 @@ def plain_backward(function: AnyFunction) -> AnyFunction:
     return function
 
 
+PLAIN_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # by module and name of the Function
+
+
+def plain_function(function: AnyFunction, plain: Callable[..., Any]) -> AnyFunction:
+    """Declare which operations of torch compute the same as a torch.autograd.Function.
+
+    kfac_fx.plain_function(FusedCrossEntropy, lambda x, weight, y: F.cross_entropy(x @ weight.T, y))
+
+    Captures from now on have these operations instead of the Function, so that layers and losses inside of it are
+    found: a head that is fused with its loss has a block, and every way to estimate its Fisher. The model itself runs
+    the Function. The first batch compares outputs and gradients of the two; if they differ by more than rounding, the
+    graph is refused and the model is divided around the Function.
+
+    Args:
+        function: a subclass of torch.autograd.Function.
+        plain: takes the arguments of `function.apply`, and returns what it returns.
+
+    Returns:
+        The Function itself.
+
+    Raises TypeError for anything else.
+    """
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        kind = function.__name__ if isinstance(function, type) else type(function).__name__
+        raise TypeError(f"plain_function takes a subclass of torch.autograd.Function, and got {kind}")
+    if not callable(plain):
+        raise TypeError(
+            f"plain_function takes a function of the arguments of {function.__name__}.apply that computes the same, "
+            f"and got a {type(plain).__name__}"
+        )
+    PLAIN_FUNCTIONS[qualified_name(function)] = plain
+    return function
+
+
 def qualified_name(function: Function) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
@@ -255,7 +290,10 @@ class OwnBackwards:
         """Stands for a Function's `apply`."""
         arguments = bound(function, args, kwargs)
         call = FunctionCall(function)
-        if qualified_name(function) in PLAIN_BACKWARDS:
+        name = qualified_name(function)
+        if name in PLAIN_FUNCTIONS:
+            return PLAIN_FUNCTIONS[name](*args, **kwargs)
+        if name in PLAIN_BACKWARDS:
             return self.traced(call, arguments)
         try:
             call.take(arguments)

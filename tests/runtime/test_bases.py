@@ -25,7 +25,7 @@ WIDTH = 3  # of a block, at most
 
 @pytest.fixture(params=[torch.float64, torch.float32])
 def fisher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FisherEstimator:
-    """Of three layers with sides of width 4, 7, 8, 9 and 2, where those above 4 have bases in blocks."""
+    """The Fisher of three layers whose sides of width 8 and 9 have bases in blocks, and whose side of width 2 has not."""
     monkeypatch.setitem(bases.WIDEST, "cpu", WIDTH)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(request.param)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx import (
-    ModelChangedError,
-)
+from kfac_fx import ModelChangedError, RegistrationError
 from kfac_fx.passes.approximations import LONGEST
-from kfac_fx.recording.captures import other_masks, other_path, with_generic
+from kfac_fx.recording.captures import other_masks, other_path, shared, with_generic
 from tests.runtime.compiled import X, mlp, net_of
 
 
@@ -86,22 +83,62 @@ class Heads(nn.Module):
         return y + self.second(x) if second else y
 
 
-def test_inputs_on_another_path_are_refused_with_the_difference() -> None:
+def keys(net: Any) -> list[tuple[str, ...]]:
+    return [registration.parameters for registration in net.registrations]
+
+
+FIRST, SECOND = ("first.weight", "first.bias"), ("second.weight", "second.bias")
+
+
+def test_the_registrations_are_the_union_of_those_of_all_paths_in_the_order_of_the_calls() -> None:
     net = net_of(Heads(), X)
-    with pytest.raises(ModelChangedError) as failure:
-        net.record((X,), {"second": True, "exp": True})
-    first, *rows, last = str(failure.value).splitlines()
-    assert first == "with these inputs Heads uses its parameters differently than with the first inputs:"
-    assert [row.rpartition("  ")[0].strip() for row in rows] == [
-        "first.weight, first.bias", "first.bias", "second.weight, second.bias", "first.weight"
-    ]  # fmt: skip
-    assert rows[0].endswith("  linear with 1 use at first, no block of its own here")
-    assert rows[2].endswith("  no block of its own at first, linear with 1 use here")
-    assert (
-        "no block of its own at first, generic (no layer has the form of linear (test_capturing_agreement.py:"
-        in rows[3]
+    assert keys(net) == [FIRST] and net.captures.waiting == {*SECOND}
+    before = net.registrations
+    net.record((X,), {})
+    assert net.registrations is before
+    assert net.record((X,), {"second": True}).statistics.keys() == {FIRST, SECOND}
+    assert keys(net) == [FIRST, SECOND] and net.captures.waiting == set()
+    moments = net.record((X,), {})
+    assert moments.statistics.keys() == moments.used == {FIRST}
+    assert net.report.unused == () and [row.parameters for row in net.report.rows] == [FIRST, SECOND]
+
+
+def test_parameters_that_paths_use_in_other_ways_have_a_diagonal_block_in_all_captures() -> None:
+    model = Heads()
+    net = net_of(model, X)
+    net.record((X,), {"second": True, "exp": True})
+    assert keys(net) == [("first.weight",), ("first.bias",), SECOND]
+    reasons = {row.parameters: row.reason for row in net.report.rows}
+    assert str(reasons[("first.bias",)]).startswith(
+        "calls use it in ways that no block of a layer is right for: linear with 1 use, of first.weight and "
+        "first.bias; generic (no layer has the form of linear (test_capturing_agreement.py:"
     )
-    assert last == "Compile the model once per control-flow path."
+    assert reasons[SECOND] is None
+    for args, exp in (((X,), False), ((X,), True)):
+        moments = net.record(args, {"exp": exp}, mode="empirical", targets=torch.arange(len(X)) % 3)
+        gradients = torch.autograd.grad(
+            F.cross_entropy(model(*args, exp=exp), torch.arange(len(X)) % 3, reduction="sum"),
+            [*model.first.parameters()],
+        )
+        for name, gradient in zip(FIRST, gradients, strict=True):
+            torch.testing.assert_close(moments.statistics[(name,)]["gradient"], gradient.flatten())
+
+
+def test_under_strict_such_parameters_are_an_error() -> None:
+    net = kfac_fx.compile(Either(), (X,), loss="categorical", strict=True)
+    with pytest.raises(RegistrationError) as failure:
+        net.record((X,), {"scaled": True})
+    first, row, advice = str(failure.value).splitlines()
+    assert first == "calls of Either use parameters in ways that no block of a layer is right for together:"
+    assert row.startswith("  vector  ") and "scale_and_shift with 1 use, of vector" in row
+    assert advice.startswith("Compile with strict=False")
+    assert keys(net) == [("vector",), ("head.weight", "head.bias")]
+
+
+def test_what_shares_a_block_with_such_a_parameter_has_a_diagonal_block_too() -> None:
+    union = {"a": "why"}
+    blocks = [registered("a", "b"), registered("b", "c"), registered("d")]
+    assert shared(shared(union, blocks), blocks) == {"a": "why", "b": "why", "c": "why"}
 
 
 def test_the_number_of_uses_may_change() -> None:
@@ -166,7 +203,8 @@ def test_a_series_may_be_as_long_as_its_block_is_prepared_for() -> None:
         return replace(series, uses=tuple(replace(use, steps=steps) for use in series.uses))
 
     assert other_path(series, of_steps(LONGEST)) == ""
-    assert other_path(series, of_steps(LONGEST + 1)).endswith(f"; kron_series_1 is prepared for {LONGEST} at most")
+    with pytest.raises(ModelChangedError, match=f"^w: .*; kron_series_1 is prepared for {LONGEST} at most"):
+        other_path(series, of_steps(LONGEST + 1))
 
 
 class Either(nn.Module):
@@ -180,12 +218,13 @@ class Either(nn.Module):
         return self.head(torch.tanh(x * self.vector if scaled else x + (x @ self.vector).unsqueeze(-1)))
 
 
-def test_another_use_of_a_parameter_is_told_where_its_padding_mask_fits_as_before() -> None:
+def test_another_use_of_a_parameter_makes_its_block_diagonal_where_its_padding_mask_fits_as_before() -> None:
     x, mask = torch.randn(3, 5, 4), torch.ones(3, 5)
     net = kfac_fx.compile(Either(), (x, mask), loss="categorical", padding_mask="mask")
     net.record((x, mask), {})
-    with pytest.raises(ModelChangedError, match="vector  linear with 1 use at first, scale_and_shift with 1 use here"):
-        net.record((x, mask), {"scaled": True})
+    net.record((x, mask), {"scaled": True})
+    (row, _) = net.report.rows
+    assert row.generic and "linear with 1 use, of vector; scale_and_shift with 1 use, of vector" in str(row.reason)
 
 
 def test_a_first_mask_after_batches_without_one_is_no_other_use() -> None:
@@ -226,19 +265,19 @@ def test_a_mask_that_fits_in_one_batch_only_is_told() -> None:
     assert other_masks(one, masked) == "the padding mask fits its uses here only"
 
 
-def test_a_block_that_was_absent_is_wanted_when_its_parameters_are_trained_again() -> None:
-    net = kfac_fx.compile(Heads(), (X,), {"second": True}, loss="categorical")
-    net.model.second.requires_grad_(False)
-    net.record((X,), {"second": False})
-    net.model.second.requires_grad_(True)
-    with pytest.raises(ModelChangedError, match="second.weight, second.bias .* no block of its own here"):
-        net.record((X,), {"second": False})
+def test_a_frozen_parameter_that_is_used_in_another_way_is_compared_when_it_is_trained_again() -> None:
+    net = kfac_fx.compile(Either(), (X,), loss="categorical")
+    net.model.vector.requires_grad_(False)
+    assert net.recorder((X,), {"scaled": True}).apart == {"vector"}
+    assert not net.registrations[0].generic
+    net.model.vector.requires_grad_(True)
+    assert not net.recorder((X,), {"scaled": True}).apart
+    assert net.registrations[0].generic
 
 
-@pytest.mark.parametrize(("frozen", "agrees"), [((), False), (("weight",), False), (("weight", "bias"), True)])
-def test_a_block_may_be_absent_only_if_all_its_parameters_are_frozen(frozen: tuple[str, ...], agrees: bool) -> None:
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")])
+def test_a_block_that_a_path_does_not_use_has_no_statistics_of_it(frozen: tuple[str, ...]) -> None:
     net = kfac_fx.compile(Heads(), (X,), {"second": True}, loss="categorical")
     for name in frozen:
         getattr(net.model.second, name).requires_grad_(False)
-    with nullcontext() if agrees else pytest.raises(ModelChangedError, match="no block of its own here"):
-        net.record((X,), {"second": False})
+    assert net.record((X,), {"second": False}).statistics.keys() == {FIRST}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +13,7 @@ from torch import Tensor
 from kfac_fx.estimator.estimator import PendingBatch, with_symmetric
 from kfac_fx.linalg.matrices import pack_symmetric, unpack_symmetric
 from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.passes.errors import ModelChangedError
 
 KEY, OTHER = ("0.weight",), ("1.weight",)
 CPU = torch.device("cpu")
@@ -71,3 +76,37 @@ def test_of_symmetric_sums_alone_messages_carry_a_half(approximation: str) -> No
         name: name in ("count", "A_diag", "G_diag", "square") for name in sums
     }
     torch.testing.assert_close(with_symmetric(kind, packed, unpack_symmetric), sums)
+
+
+class Twice:
+    """Two processes, of which the other one has the same tensors, or marks another set of registrations."""
+
+    number = 2
+
+    def __init__(self, others_mark: float | None) -> None:
+        self.others_mark = others_mark
+
+    def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        totals = [2 * tensor for tensor in tensors]
+        if self.others_mark is not None and totals and not totals[0].dim():
+            totals[1] = tensors[1] + self.others_mark
+        return totals
+
+
+@pytest.mark.parametrize("others_mark", [None, 7.0])
+def test_processes_on_different_paths_are_told_and_their_sums_are_not_mixed(others_mark: float | None) -> None:
+    """Two adapters of one shape have messages of one length."""
+    batch = PendingBatch()
+    batch.add({KEY: {"A": torch.eye(2), "G": torch.eye(2)}}, {}, 4, (), False, CPU)
+    group: Any = SimpleNamespace(structure=APPROXIMATIONS["kron"], here=True)
+    replicas: Any = Twice(others_mark)
+    if others_mark is None:
+        assert float(batch.total(replicas, {KEY: group}, torch.ones(()), divided=False)) == 8
+        assert torch.equal(batch.sums[KEY]["A"], 2 * torch.eye(2))
+        return
+    with pytest.raises(ModelChangedError) as failure:
+        batch.total(replicas, {KEY: group}, torch.ones(()), divided=False)
+    first, advice = str(failure.value).splitlines()
+    assert first.startswith("the processes of a step took different paths") and first.endswith("used 0.weight.")
+    assert advice.startswith("Let the argument, the attribute or the random number")
+    assert torch.equal(batch.sums[KEY]["A"], torch.eye(2))

@@ -339,19 +339,23 @@ def test_a_state_of_another_estimator_is_refused() -> None:
         FisherEstimator(deep()).load_state_dict(FisherEstimator(mixed()).state_dict())
 
 
-def test_the_first_batch_may_change_a_registration_and_later_ones_may_not() -> None:
-    """A first batch may prove that a layer is not what it looked like."""
+def test_a_registration_that_changes_begins_without_factors_and_the_others_go_on() -> None:
+    """A first batch may prove that a layer is not what it looked like, and a later path that no layer is right."""
     net = deep()
     est = FisherEstimator(net)
-    assert est.blocks["5.weight", "5.bias"].registration.approximation == "diagonal"
+    key, others = ("5.weight", "5.bias"), ("0.weight", "0.bias")
+    assert est.blocks[key].registration.approximation == "diagonal"
     net.registrations = (*net.registrations[:-1], replace(net.registrations[-1], approximation="kron"))
     est.update_covariances(batch())
-    assert est.blocks["5.weight", "5.bias"].registration.approximation == "kron"
+    assert est.blocks[key].registration.approximation == "kron"
+    before = {name: tensor.clone() for name, tensor in est.blocks[others].state().items()}
     net.registrations = (*net.registrations[:-1], replace(net.registrations[-1], approximation="diagonal"))
-    with pytest.raises(
-        ModelChangedError, match=r"registrations changed after the first batch was recorded: 5\.bias, 5\.wei"
-    ):
-        est.update_covariances(batch())
+    est.follow_registrations()
+    assert not est.blocks[key].has_factors and est.unrecorded() == {key}
+    for name, tensor in est.blocks[others].state().items():
+        assert torch.equal(tensor, before[name])
+    est.update_covariances(batch())
+    assert est.blocks[key].has_factors and est.newcomers == {key}
 
 
 def test_a_loaded_state_forgets_batches_that_are_not_folded() -> None:

@@ -379,7 +379,7 @@ def test_zeroed_gradients_drop_the_rides_that_made_them() -> None:
 class FakeNet(SimpleNamespace):
     """It has the names by which a compiled module is told."""
 
-    attach, registrations = None, ()
+    attach, registrations, knows_no_loss = None, (), False
 
 
 class Listening:
@@ -391,15 +391,18 @@ class Listening:
             named_parameters=lambda: iter([("w", self.w)]),
             buffers=lambda: iter(()),
             record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),
-            recorder=lambda args, kwargs: None,
+            recorder=lambda args, kwargs: SimpleNamespace(used=frozenset(self.unrecorded)) if self.unrecorded else None,
             repeats_recordings=False,
             differs=lambda args, kwargs: (self.compared.append(self.forwards.seen.forwards), torch.tensor(False))[1],
             record_in_training=lambda *_, **__: (self.log.append("ride"), ("outputs", pending(False)))[1],
         )
-        self.schedule = Schedule(options_of(net, **{"lr": 1.0, "damping": 1.0, **options}))
+        options = {"lr": 1.0, "damping": 1.0, "estimation_mode": "gradients", **options}
+        self.schedule = Schedule(options_of(net, **options))
         self.compared: list[int] = []
         estimator = SimpleNamespace(
             outputs=OutputWatch(),
+            estimation_mode=options["estimation_mode"],
+            records_in_training=options["estimation_mode"] == "empirical",
             replicas=None,
             accumulate=lambda _: self.log.append("accumulate"),
             unrecorded=lambda: frozenset(self.unrecorded),

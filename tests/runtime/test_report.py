@@ -70,6 +70,7 @@ def test_the_data_has_the_promised_keys(program: Program) -> None:
         "submodules",
         "cases",
         "python",
+        "paths",
         "sampling",
         "casts",
         "fallbacks",

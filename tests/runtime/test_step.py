@@ -105,7 +105,7 @@ class FakeForwards:
 class FakeNet(SimpleNamespace):
     """It has the names by which a compiled module is told."""
 
-    attach, registrations = None, ()
+    attach, registrations, knows_no_loss = None, (), False
 
 
 class Problem:
@@ -123,6 +123,8 @@ class Problem:
             FakeEstimator(self.log, **(estimator or {})),
             Replicas(),
         )
+        fake.estimation_mode = mode = chosen.mode_for(unnamed=False)
+        fake.records_in_training = mode == "empirical"
         self.state = StepState(
             net=net,
             options=chosen,

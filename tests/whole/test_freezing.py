@@ -366,14 +366,20 @@ def test_an_adapter_that_is_switched_off_keeps_its_block_and_its_momentum() -> N
     assert len(training.net.captures.recorders) + sum(map(len, training.net.captures.recorders.values())) == 3
 
 
-def test_an_adapter_that_is_trained_must_be_in_use() -> None:
+def test_an_adapter_that_is_trained_and_not_in_use_keeps_its_block() -> None:
     training = Training(Adapted())
     training.step(0)
+    before = training.block(("adapter.weight",))
     training.model.switch(False)
     training.step(1)
     training.model.adapter.requires_grad_(True)
-    with pytest.raises(ModelChangedError, match="adapter.weight .*at first, no block of its own here"):
-        training.step(2)
+    training.step(2)
+    assert torch.equal(training.block(("adapter.weight",))["A/moment"], before["A/moment"])
+    training.model.switch(True)
+    training.step(3)
+    torch.testing.assert_close(
+        training.block(("adapter.weight",))["A/total_weight"], 0.95 * before["A/total_weight"] + 1
+    )
 
 
 def test_a_base_that_is_unfrozen_while_its_adapter_is_off_leaves_the_adapters_block_as_it_is() -> None:

@@ -1,7 +1,9 @@
-"""Losses that are not known: the error comes at once, and heads behind no loss are named."""
+"""Losses that are not known: factors come from the gradients in training, what needs a loss is refused at once, and
+heads behind no loss are named."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.passes.torch_private import pytree
 
 X, LABELS, BOXES = torch.randn(8, 4), torch.randint(3, (8,)), torch.randn(8, 2)
@@ -46,12 +49,280 @@ def of_both(outputs: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("inputs", [None, (X,)], ids=["fx", "export"])
-@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact"])
-def test_an_optimizer_of_a_captured_model_without_a_loss_is_refused(inputs: Any, mode: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"estimation_mode": "gradients"},
+        {"estimation_mode": "exact"},
+        {"momentum_type": "qmodel", "damping": 0.1},
+        {"fraction": 0.5},
+    ],
+    ids=str,
+)
+def test_options_that_need_a_loss_are_refused_without_one(inputs: Any, options: dict[str, Any]) -> None:
     net = kfac_fx.compile(nn.Linear(4, 3), inputs)
-    with pytest.raises(kfac_fx.LossError, match=r"no loss is known.*\nName it with compile\(\.\.\., loss="):
-        kfac_fx.KFAC(net, estimation_mode=mode)
+    with pytest.raises(kfac_fx.LossError, match=r"no loss is known.*\nName it with compile\(\.\.\., loss=") as refusal:
+        kfac_fx.KFAC(net, **options)
+    assert "For another loss write KFAC(net) without an estimation_mode" in str(refusal.value)
     assert str(net.report)  # which needs none
+
+
+# --- a loss without a name --------------------------------------------------------------------------------------------
+
+
+def mlp(outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def test_the_factors_are_those_of_the_gradients_of_all_examples_of_a_step() -> None:
+    layer, x, y = nn.Linear(4, 3), torch.randn(12, 4), torch.randn(12, 3)
+    net = kfac_fx.compile(layer, (x,))
+    opt = kfac_fx.KFAC(net, cov_ema_decay=0.9)
+    rows = []
+    for part, target in zip(x.split([8, 4]), y.split([8, 4]), strict=True):  # of one mean over 12 examples
+        out = net(part)
+        out.register_hook(rows.append)
+        (F.huber_loss(out, target, reduction="sum") / 12).backward()
+    opt.step()
+    d, r = 12 * torch.cat(rows), torch.cat([x, torch.ones(12, 1)], 1)
+    block = opt.estimator.blocks["weight", "bias"]
+    torch.testing.assert_close(block.factors["G"].value[0], d.T @ d / 12)
+    torch.testing.assert_close(block.factors["A"].value[0], r.T @ r / 12)
+    assert str(net.report).startswith("kfac_fx takes factors from training gradients because it knows no loss,\n")
+
+
+def test_the_curvature_of_a_loss_without_a_name_is_the_empirical_fisher_at_its_outputs() -> None:
+    rows, vector = torch.randn(6, 3, 2), torch.randn(6, 3, 2)
+    loss = Unnamed(torch.randn(6, 3, 2), rows)
+    flat = rows.flatten(1)
+    fisher = torch.einsum("ni,nj->nij", flat, flat)
+    expected = torch.einsum("ni,nij,nj->", vector.flatten(1), fisher, vector.flatten(1))
+    torch.testing.assert_close(loss.squared_norm(vector), expected)
+    torch.testing.assert_close(loss.multiply_fisher(vector).flatten(1), (fisher @ vector.flatten(1)[..., None])[..., 0])
+    torch.testing.assert_close(loss.divergence_from(loss.inputs - vector), expected / 2)
+    assert loss.cases == 6 and loss.entropy() is None
+    several = loss.multiply_fisher_factor_transpose(torch.stack([vector, 2 * vector]))
+    torch.testing.assert_close(several[1], 2 * several[0])
+
+
+def test_a_number_that_forward_returns_is_the_loss_itself() -> None:
+    loss = Unnamed(torch.tensor(2.0), torch.tensor(0.5))
+    assert loss.squared_norm(torch.tensor(3.0)) == 1.5**2
+    assert loss.divergence_from(torch.tensor(1.0)) == 0 == loss.entropy()
+
+
+class Fused(torch.autograd.Function):
+    """A linear layer and its cross entropy, whose logits are nowhere in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        z = x @ weight.t()
+        d = (z.softmax(-1) - F.one_hot(y, z.shape[-1])) / len(y)
+        ctx.save_for_backward(d @ weight, d.t() @ x)
+        return F.cross_entropy(z, y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        of_x, of_weight = ctx.saved_tensors
+        return gradient * of_x, gradient * of_weight, None
+
+
+class PlainlyFused(Fused):
+    """One that `plain_function` declares."""
+
+
+class WithHead(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.body, self.head, self.function = nn.Linear(4, 8), nn.Linear(8, 3, bias=False), function
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        function = getattr(self.function, "apply", self.function)
+        return function(torch.tanh(self.body(x)), self.head.weight, y)
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 16), nn.AdaptiveLogSoftmaxWithLoss(16, 12, [4, 8])
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.head(torch.tanh(self.body(x)), y)
+
+
+INPUTS = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+BEST = INPUTS[:, :3].argmax(1)
+ADVANTAGE = torch.rand(32, generator=torch.Generator().manual_seed(2))
+
+
+def of_policy(net: Any) -> Tensor:
+    """The loss of a policy gradient."""
+    return -(F.log_softmax(net(INPUTS), -1).gather(1, BEST[:, None]).squeeze(1) * ADVANTAGE).mean()
+
+
+SITUATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], Any]] = {
+    "fused head": (lambda: WithHead(Fused), lambda net: net(INPUTS, BEST), (INPUTS, BEST)),
+    "adaptive softmax": (Adaptive, lambda net: net(INPUTS, BEST * 4).loss, (INPUTS, BEST)),
+    "triplets": (
+        mlp,
+        lambda net: F.triplet_margin_loss(net(INPUTS), net(INPUTS + 0.3), net(INPUTS.flip(0))),
+        (INPUTS,),
+    ),
+    "policy gradient": (mlp, of_policy, (INPUTS,)),
+    "captured late": (mlp, lambda net: F.huber_loss(net(INPUTS), INPUTS[:, :3]), None),
+}
+
+
+def trained(optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor], steps: int = 40) -> float:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - step / steps)
+        optimizer.zero_grad()
+        loss_of().backward()
+        optimizer.step()
+    return float(loss_of().detach())
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_default_trains_losses_without_a_name_at_least_as_low_as_adamw(name: str) -> None:
+    make, loss_of, inputs = SITUATIONS[name]
+    torch.manual_seed(0)
+    model = make()
+    net = kfac_fx.compile(copy.deepcopy(model), inputs)
+    plain, first = loss_of(model), loss_of(net)
+    plain.backward()
+    first.backward()
+    for wanted, parameter in zip(model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)
+    losses = [
+        trained(torch.optim.AdamW(other.parameters(), lr=lr), lambda other=other: loss_of(other))  # type: ignore[misc]
+        for lr, other in ((lr, copy.deepcopy(model)) for lr in (1e-2, 3e-2))
+    ]
+    assert trained(kfac_fx.KFAC(net), lambda: loss_of(net)) <= min(losses)
+    report = str(net.report)
+    assert report.startswith("kfac_fx takes factors from training gradients because it knows no loss")
+    assert "the loss as linear" not in " ".join(report.split())
+
+
+def test_the_checks_measure_a_loss_that_forward_returns() -> None:
+    net = kfac_fx.compile(WithHead(Fused), (INPUTS, BEST))
+    opt = kfac_fx.KFAC(net, 1e-3, damping_adaptation_interval=1)
+    for _ in range(2):
+        before = net(INPUTS, BEST)
+        before.backward()
+        opt.step()
+        opt.zero_grad()
+    change = net(INPUTS, BEST) - before
+    torch.testing.assert_close(opt.rho * opt.predicted_change, change.detach(), rtol=1e-2, atol=1e-7)
+    assert 0.9 < float(opt.rho) < 1.1
+
+
+def test_cases_on_another_dimension_make_the_same_steps() -> None:
+    """The Fisher norm of a step is over the examples, wherever they are."""
+    x = torch.randn(3, 16, 4, dtype=torch.float64)
+    nets = []
+    for cases_first in (False, True):
+        torch.manual_seed(0)
+        inputs = x.transpose(0, 1) if cases_first else x
+        net = kfac_fx.compile(mlp().double(), (inputs,), batch_dim=0 if cases_first else 1)
+        opt = kfac_fx.KFAC(net, damping_adaptation_interval=1)
+        for _ in range(3):
+            opt.zero_grad()
+            F.huber_loss(net(inputs), inputs[..., :3]).backward()
+            opt.step()
+        nets.append((opt.predicted_change, net(x[0])))
+    torch.testing.assert_close(nets[0], nets[1])
+
+
+def test_a_state_continues_bit_for_bit_also_in_a_net_that_is_not_captured_yet() -> None:
+    def step(net: Any, opt: kfac_fx.KFAC) -> None:
+        opt.zero_grad()
+        F.huber_loss(net(INPUTS), INPUTS[:, :3]).backward()
+        opt.step()
+
+    torch.manual_seed(0)
+    first = kfac_fx.compile(mlp(), (INPUTS,))
+    optimizer = kfac_fx.KFAC(first)
+    for _ in range(3):
+        step(first, optimizer)
+    for inputs in (None, (INPUTS,)):
+        second = kfac_fx.compile(copy.deepcopy(first.model), inputs)
+        other = kfac_fx.KFAC(second)
+        other.load_state_dict(optimizer.state_dict())
+        expected = copy.deepcopy(first.model)
+        net = kfac_fx.compile(expected, (INPUTS,))
+        same = kfac_fx.KFAC(net)
+        same.load_state_dict(optimizer.state_dict())
+        step(second, other)
+        step(net, same)
+        assert all(map(torch.equal, second.parameters(), expected.parameters()))
+
+
+def test_a_model_that_computes_its_loss_with_labels_has_a_name_though_it_was_compiled_without_them() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            z: Tensor = self.layer(x)
+            return z if y is None else F.cross_entropy(z, y)
+
+    net = kfac_fx.compile(Optional(), (X,))
+    opt = kfac_fx.KFAC(net)
+    assert opt.estimator.estimation_mode == "empirical"
+    net(X, LABELS).backward()
+    opt.step()
+    assert opt.estimator.estimation_mode == "gradients" and "knows no loss" not in str(net.report)
+
+
+# --- a function that is written out -----------------------------------------------------------------------------------
+
+
+def fused(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x @ weight.t(), y)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact", "curvature_prop"])
+def test_a_fused_head_that_is_written_out_has_the_fisher_of_the_plain_one(mode: str) -> None:
+    kfac_fx.plain_function(PlainlyFused, fused)
+    torch.manual_seed(0)
+    model = WithHead(PlainlyFused)
+    plain = WithHead(fused)
+    plain.load_state_dict(model.state_dict())
+    nets = [kfac_fx.compile(of, (X, LABELS), strict=True) for of in (model, plain)]
+    assert net_loss(nets[0]).grad_fn.name().startswith("PlainlyFused")  # type: ignore[union-attr]  # the model runs it
+    moments = [net.record((X, LABELS), {}, mode=mode, generator=torch.Generator().manual_seed(0)) for net in nets]
+    for key, sums in moments[0].statistics.items():
+        for name, value in sums.items():
+            torch.testing.assert_close(value, moments[1].statistics[key][name])
+    assert kfac_fx.KFAC(nets[0]).estimator.estimation_mode == "gradients"
+
+
+def net_loss(net: Any) -> Tensor:
+    loss: Tensor = net(X, LABELS)
+    return loss
+
+
+def test_a_written_function_that_computes_something_else_is_refused_by_its_numbers() -> None:
+    class Lie(Fused):
+        pass
+
+    kfac_fx.plain_function(Lie, lambda x, weight, y: fused(2 * x, weight, y))
+    net = kfac_fx.compile(WithHead(Lie), (X, LABELS))
+    assert not net.recorder((X, LABELS), {}).whole
+    assert net.program.left[0].reason.startswith("it computes something else than its graph: outputs differ by")
+
+
+def test_only_functions_are_declared() -> None:
+    with pytest.raises(TypeError, match=r"takes a subclass of torch\.autograd\.Function, and got Linear"):
+        kfac_fx.plain_function(nn.Linear, fused)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"takes a function of the arguments of Fused\.apply .*, and got a int"):
+        kfac_fx.plain_function(Fused, 3)  # type: ignore[arg-type]
+
+
+# --- heads behind no loss ---------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_captured_in_parts_may_have_its_loss_in_python() -> None:
