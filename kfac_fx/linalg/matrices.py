@@ -602,12 +602,12 @@ def zero_unless_(condition: Tensor, tensor: Tensor) -> Tensor:
 
 
 def copy_if_(condition: Tensor, target: Tensor, source: Tensor) -> None:
-    """Overwrite the target where the condition is true. On a CPU the host reads the condition, because `where` takes
-    several times as long as a copy."""
+    """Overwrite the target where the condition is true, in the target's precision. On a CPU the host reads the
+    condition, because `where` takes several times as long as a copy."""
     if on_host(condition) and condition.all():
         target.copy_(source)
     elif not on_host(condition) or condition.any():
-        torch.where(condition, source, target, out=target)
+        torch.where(condition, source.to(target.dtype), target, out=target)
 
 
 def on_host(condition: Tensor) -> bool:

@@ -25,7 +25,7 @@ WIDTH = 3  # of a block, at most
 
 @pytest.fixture(params=[torch.float64, torch.float32])
 def fisher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FisherEstimator:
-    """The Fisher of three layers whose sides of width 8 and 9 have bases in blocks, and whose side of width 2 has not."""
+    """A Fisher whose sides of width 8 and 9 have bases in blocks."""
     monkeypatch.setitem(bases.WIDEST, "cpu", WIDTH)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(request.param)
@@ -125,6 +125,24 @@ def test_a_factor_that_is_in_blocks_itself_is_cut_further(
     q = basis_of(group)
     product = turned(group, values[0].unsqueeze(-1) * turned(group, w, q, True) * values[1].unsqueeze(-2), q)
     torch.testing.assert_close(product, group.applied(w, [group.value(side) for side in group.sides]))
+
+
+def test_a_block_whose_factor_is_not_finite_keeps_its_rounded_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast(monkeypatch, halves=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(140, 140), nn.Tanh(), nn.Linear(140, 140), nn.Tanh(), nn.Linear(140, 2))
+    fisher = FisherEstimator(compile(model, loss="normal"), exps=(), estimation_mode="exact")
+    fisher.new_extras, fisher.relative_damping = EigenMoments().new_extras, 0.01
+    for broken in (False, True):
+        fisher.update_covariances(torch.randn(20, 140))
+        group = fisher.groups[0]
+        before = [basis.clone() for basis in basis_of(group)]
+        if broken:
+            group.factors["A"].moment[0, 0, 0, 0] = torch.nan
+        update_bases(fisher, carried=in_new_basis)
+    assert len(group) == 2 and before[0].dtype is torch.bfloat16
+    for last, basis in zip(before, basis_of(group), strict=True):
+        assert torch.equal(last[0], basis[0]) and not torch.equal(last[1], basis[1])
 
 
 # --- trainings ------------------------------------------------------------------------------------------------------
