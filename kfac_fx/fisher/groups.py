@@ -47,6 +47,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, SYMMETRIC, Values
 from kfac_fx.linalg.matrices import (
     HERE,
     HostCopy,
@@ -283,6 +284,17 @@ class BlockGroup:
     def total(self, values: Tensor) -> Tensor:
         """The sums over all parts of blocks, from those over the part that is here."""
         return values
+
+    symmetric_roots = True  # whether powers of the sides are operators of roots
+
+    def declared(self) -> dict[str, Values]:
+        """The values that tensors of a block may have in a state, by name; all finite numbers for others."""
+        weights = {f"{name}/total_weight": NOT_NEGATIVE for name in self.factors}
+        numbers = {f"{name}/moment": NOT_NEGATIVE for name, stack in self.factors.items() if stack.per_case}
+        moments = {f"{s.factor}/moment": NOT_NEGATIVE if s.diagonal else SYMMETRIC for s in self.structure.sides}
+        powers = [root for root in self.roots if not isinstance(root, str) and self.symmetric_roots]
+        roots = {f"{s}/{root}": NOT_NEGATIVE if s.diagonal else SYMMETRIC for root in powers for s in self.sides}
+        return {"skipped": A_COUNT, "failed": A_COUNT, **weights, **numbers, **moments, **roots}
 
     def in_state(self, entry: Tensor) -> Tensor:
         """A tensor of one block as the state has it, sharing memory: a diagonal F in the shape of the matrix."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.linalg.entries import ORTHOGONAL, Values
 from kfac_fx.linalg.matrices import (
     basis_dtype,
     copy_if_,
@@ -43,6 +44,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
 WIDEST = {"cpu": 768}  # basis, by kind of device; others have whole ones
+BASIS_VALUES = {"basis": ORTHOGONAL, "eigenvalues": Values(least=1)}  # of the extras in a state
 # From a group and the operators of Q'ᵀ Q: pairs of a tensor that lies in the basis, and of its value in the new one.
 Carried = Callable[[BlockGroup, Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
 

@@ -146,6 +146,21 @@ class KFACOptions:
         values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
         return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in values.items()}
 
+    @functools.cached_property
+    def told(self) -> dict[str, float | str | None]:
+        """What a checkpoint tells of the options as they were given, next to the choices that it depends on. Waits for
+        the device of tensors."""
+        elsewhere = ("momentum_type", "estimation_mode", "adapt_damping", "placement")  # the last changes no result
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name in self.common()}
+        values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
+        values |= {"lr": self.of_groups["lr"], "cov_ema_decay": self.factor_decay}
+        values |= {"first_order": repr(self.first_order_rule)}
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        comparable = {
+            name: value for name, value in numbers.items() if isinstance(value, (float, int, str, type(None)))
+        }
+        return {name: value for name, value in comparable.items() if name not in elsewhere}
+
     @property
     def recording_in_training(self) -> bool:
         """Whether the statistics come from the user's own backward."""

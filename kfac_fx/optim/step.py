@@ -22,7 +22,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.checks import Check, revert, take
+from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
 from kfac_fx.optim.groups import FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
@@ -268,8 +268,9 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     slope = measured.slope if check.batch.observed else flat.inner(flat.g, measured.move)
     predicted = slope + 0.5 * measured.curvature
     kept, change = take(flat, measured.move, update.state, check, measured.before, slope, measured.rise, tried)
-    ratio = torch.where(kept, measured.ratio, 2 * measured.ratio)
-    size.store(tried, ratio=ratio, value=check.value, **update.scalars, **measured.scalars)
+    ratio = torch.where(kept, measured.ratio, 2 * measured.ratio).clamp(max=MOST_SHORTENED)
+    value = torch.where(check.value.isfinite(), check.value, torch.inf)
+    size.store(tried, ratio=ratio, value=value, **update.scalars, **measured.scalars)
     outcome = Outcome(tried, kept, change, predicted)
     rule.checked_move(step, check, measured, outcome)
     step.undone = tried & ~kept if step.risen is None else (tried & ~kept) | step.risen
