@@ -55,7 +55,7 @@ class Job:
         self.y = target.argmax(-1) if self.classes else target
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, y) if self.classes else (outputs - y).square().sum(-1).mean() / 2
+        return F.cross_entropy(outputs, y) if self.classes else (outputs - y).square().sum(-1).mean()
 
     @property
     def last(self) -> nn.Linear:

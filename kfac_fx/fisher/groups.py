@@ -401,6 +401,12 @@ class BlockGroup:
         means = mean_eigenvalue(self.as_operator(side, stack.moment), side.diagonal)
         return means / stack.total_weight.unsqueeze(-1)
 
+    def part_of_mean(self, mean: Tensor) -> Tensor:
+        """λ_A = c tr A / dim A of a `relative_damping`, from mean eigenvalues; 1 where that underflows, as of zeros."""
+        assert self.relative_damping is not None, "bug in kfac_fx: a part of the mean, and no relative damping"
+        part = self.relative_damping * mean
+        return torch.where(part >= torch.finfo(part.dtype).tiny, part, 1)
+
     def positions(self) -> Tensor:
         """c of every block, [L]. It is 1 for blocks without rows, whose A and G are zero, so that F + λ I is λ I."""
         if self.right is None:
@@ -412,8 +418,7 @@ class BlockGroup:
         """The damping of every matrix of every side, [L, groups] each."""
         damping = self.damping.to(self.device, self.dtype)
         if self.relative_damping is not None:
-            by_side = {side: self.mean_eigenvalue(side) for side in self.structure.sides}
-            each = {s: torch.where(mean > 0, self.relative_damping * mean, 1) for s, mean in by_side.items()}
+            each = {side: self.part_of_mean(self.mean_eigenvalue(side)) for side in self.structure.sides}
             inputs_too = {} if self.right is None else dict.fromkeys(self.sides[1:], each[self.right])
             return {**inputs_too, self.left: each[self.left]}
         if self.right is None:

@@ -247,9 +247,7 @@ def eigensystem_of_blocks(factor: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
 
 def damped(group: BlockGroup, of_sides: Sequence[Tensor]) -> list[Tensor]:
     """Λ_G / λ_G + 1 and Λ_A / λ_A + 1 as the extras have them, from the eigenvalues of every side."""
-    assert group.relative_damping is not None, "bug in kfac_fx: bases without a relative damping"
-    means = [group.mean_eigenvalue(side) for side in group.sides]
-    dampings = [torch.where(mean > 0, group.relative_damping * mean, 1) for mean in means]
+    dampings = [group.part_of_mean(group.mean_eigenvalue(side)) for side in group.sides]
     left, *right = [
         values / unsqueeze_like(damping, values) + 1 for damping, values in zip(dampings, of_sides, strict=True)
     ]

@@ -184,4 +184,6 @@ def restore(
     state.late = checkpoint.late
     state.vectors.grouped = None
     state.memory.reset()
+    state.undone.zero_()
+    state.progress.forget(int(values["skipped"]))
     state.forwards.forget()

@@ -204,7 +204,7 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
         if name not in rule.scalars:
             entry_of.pop(f"{WHOLE}{name}", None)
     names = [name for name in SINCE if name in rule.scalars and f"{WHOLE}{name}" not in entry_of]
-    entry_of.update({f"{WHOLE}{name}": torch.tensor(rule.scalars[name]) for name in names})
+    entry_of.update({f"{WHOLE}{name}": torch.tensor(rule.scalars[name], dtype=torch.float64) for name in names})
     if "multiplier" in names and isinstance(norm := entry_of.get(f"{WHOLE}norm"), Tensor):
         entry_of[f"{WHOLE}norm"] = torch.ones_like(norm)  # its first check is long ago
     for place, (parameter, first_order) in enumerate(parameters_of(groups)):

@@ -116,7 +116,7 @@ class Check:
 
 
 class StalledWarning(UserWarning):
-    """Checks shorten all steps, or undo them, so that the training hardly moves."""
+    """A training hardly moves: checks shorten all steps or undo them, steps cannot be made, or change no parameter."""
 
 
 @dataclass

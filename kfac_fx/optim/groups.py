@@ -213,6 +213,15 @@ class FlatParameters:
         """A 0-dim bool."""
         return is_finite(self.division.total(vector.sum()))
 
+    def may_be_added(self, move: Tensor) -> Tensor:
+        """Whether a move δ is finite, and its length a number of the parameters whose square is finite; a 0-dim bool.
+
+        A longer one cannot be right: the squares of the new parameters are infinite, or the parameters themselves.
+        """
+        longest = min((torch.finfo(copy.dtype).max for copy in self.copies.values()), default=1.0)
+        squared = self.division.total(torch.dot(move, move))
+        return squared <= min(longest * longest, torch.finfo(move.dtype).max)
+
     def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
         squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
@@ -437,5 +446,5 @@ def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Te
     """
     update, new = rule(flat.g, flat.state, flat.flat)
     move = flat.displacement(update)
-    finite = torch.stack([flat.is_finite(move), *map(flat.is_finite, new.values())]).all()
+    finite = torch.stack([flat.may_be_added(move), *map(flat.is_finite, new.values())]).all()
     return (move, new), finite
