@@ -185,5 +185,5 @@ def restore(
     state.vectors.grouped = None
     state.memory.reset()
     state.undone.zero_()
-    state.progress.forget(int(values["skipped"]))
+    state.standstill.forget(int(values["skipped"]))
     state.forwards.forget()

@@ -22,10 +22,10 @@ from kfac_fx.optim.curvature import JacobianProducts, exact_products
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import FlatParameters, Vectors, first_order_update
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optim.progress import Progress
 from kfac_fx.optim.rule import BlockStep, Memory
 from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.standstill import StandstillWatch
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.random_streams import RandomState
@@ -81,7 +81,7 @@ class StepState:
     checks: Checks = field(init=False)
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
     undone: Tensor = field(init=False)  # that of those which checks undid, since the optimizer was made
-    progress: Progress = field(default_factory=Progress)
+    standstill: StandstillWatch = field(default_factory=StandstillWatch)
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
     phases: PhaseSeconds = field(default_factory=PhaseSeconds)

@@ -26,9 +26,9 @@ from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
 from kfac_fx.optim.groups import FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
-from kfac_fx.optim.progress import GRADIENT, LOSS, Look
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
+from kfac_fx.optim.standstill import GRADIENT, LOSS, Look
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -117,17 +117,18 @@ def look_at(
     state: StepState, causes: Mapping[str, Tensor], in_blocks: FlatParameters | None, others: FlatParameters | None
 ) -> None:
     """Look at what the step has changed, if that is due. causes: as `Look.finite`."""
-    if not state.progress.due():
+    if not state.standstill.due():
         return
     moving = [flat for flat in (in_blocks, others) if flat is not None]
     assert state.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
     rates = {id(rate): rate for rate in state.vectors.grouped.scalars["lr"].values()}
-    gradients = [gradient.any() for flat in moving for gradient in flat.gradients.values()]
-    state.progress.look(
+    device = state.skipped.device
+    gradients = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
+    state.standstill.look(
         Look(
             state.skipped - state.undone,
             state.undone,
-            state.progress.compare(copy for flat in moving for copy in flat.copies.values()).to(state.skipped.device),
+            state.standstill.compare((copy for flat in moving for copy in flat.copies.values()), state.skipped),
             torch.stack(gradients).any(),
             torch.stack([*rates.values()]).any(),
             causes,

@@ -60,7 +60,7 @@ class Look:
 
 
 @dataclass
-class Progress:
+class StandstillWatch:
     """What is known of the steps of an optimizer.
 
     Attributes:
@@ -87,13 +87,13 @@ class Progress:
             self.read(*self.unread.pop(0))
         return len(self.told) < 2 and (is_early(self.tried, EVERY) or self.tried % EVERY == 0)
 
-    def compare(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Whether a parameter has changed since the last look, 0-dim."""
+    def compare(self, parameters: Iterable[Tensor], like: Tensor) -> Tensor:
+        """Whether a parameter has changed since the last look, 0-dim. like: a tensor on the device of the answer."""
         new = sampled(parameters)
         old, self.sample = self.sample, new
         if [tensor.shape for tensor in old] != [tensor.shape for tensor in new] or not new:
-            return torch.ones((), dtype=torch.bool)  # the first look, or other parameters
-        return torch.stack([(a != b).any() for a, b in zip(old, new, strict=True)]).any()
+            return like.new_ones((), dtype=torch.bool)  # the first look, or other parameters
+        return torch.stack([(a != b).any().to(like.device) for a, b in zip(old, new, strict=True)]).any()
 
     def look(self, look: Look) -> None:
         copy = HostCopy(look.stacked())
@@ -121,7 +121,7 @@ class Progress:
             text = FROM_UPDATE
         else:
             text = f"{because or 'the gradient or the loss was not finite'}. {FROM_DATA}"
-        steps = f"step {step}" if step - before == 1 else f"{plural(number, "step")} of steps {before + 1} to {step}"
+        steps = f"step {step}" if step - before == 1 else f"{plural(number, 'step')} of steps {before + 1} to {step}"
         self.tell("failed", f"{steps} changed nothing, because {text}. optimizer.skipped counts such steps.")
 
     def tell_still(self, before: int, step: int, pushed: bool) -> None:
