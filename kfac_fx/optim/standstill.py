@@ -23,15 +23,18 @@ EVERY = 100  # steps from look to look
 SAMPLED = 64  # numbers of every parameter
 LEAST_STEPS = 3  # in which parameters stand still, for a warning
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
+UPDATE = "the update is not finite, or so long that its square is not"
+EMPTY = "no statistics came of the batch, as of one without cases"
+UNKNOWN = "the gradient or the loss was not finite, or a batch had no cases"  # between two looks
 FROM_DATA = (
     "Look for NaN and infinity in the inputs, the targets and the parameters, and for squares that overflow. If the "
     "first steps were made, they were too long: write a smaller lr or a larger damping, and begin anew. In float16, "
     "use autocast with a GradScaler, or bfloat16"
 )
-FROM_UPDATE = (
-    "the update is not finite, or so long that its square is not. Write a smaller lr or weight_decay, or a larger "
-    "damping"
-)
+REMEDIES = {
+    UPDATE: "Write a smaller lr or weight_decay, or a larger damping",
+    EMPTY: "Leave out batches without cases, or with ignored targets alone",
+}
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,7 @@ class StandstillWatch:
         self.unread.clear()
 
     def tell_failed(self, number: int, before: int, step: int, because: str | None) -> None:
-        if because == "update":
-            text = FROM_UPDATE
-        else:
-            text = f"{because or 'the gradient or the loss was not finite'}. {FROM_DATA}"
+        text = f"{because or UNKNOWN}. {REMEDIES.get(because or UNKNOWN, FROM_DATA)}"
         steps = f"step {step}" if step - before == 1 else f"{plural(number, 'step')} of steps {before + 1} to {step}"
         self.tell("failed", f"{steps} changed nothing, because {text}. optimizer.skipped counts such steps.")
 

@@ -28,7 +28,7 @@ from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
-from kfac_fx.optim.standstill import GRADIENT, LOSS, Look
+from kfac_fx.optim.standstill import EMPTY, GRADIENT, LOSS, UPDATE, Look
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -92,7 +92,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
     if due.first and not (recorded and ok.item()):
         state.skipped += 1
-        look_at(state, causes, in_blocks, others)
+        look_at(state, causes if recorded else {EMPTY: torch.zeros_like(ok)}, in_blocks, others)
         return
     if due.adapting_late:
         measure_late(state, losses)
@@ -106,7 +106,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if step is not None and step.undone is not None:
         state.undone += step.undone & ~ok
     look_at(
-        state, {**causes, "update": ok if step is None or step.undone is None else ok | step.undone}, in_blocks, others
+        state, {**causes, UPDATE: ok if step is None or step.undone is None else ok | step.undone}, in_blocks, others
     )
     schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
     if (rule_with_checks := state.options.checks) is not None and step is not None and step.undone is not None:

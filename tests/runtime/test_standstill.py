@@ -49,10 +49,10 @@ def test_a_batch_that_is_not_finite_is_told_once_at_the_next_look() -> None:
             step(net, opt, infinite * 0 if number in (4, 13) else x, y)
 
     assert told(opt, train) == [
-        "1 step of steps 3 to 5 changed nothing, because the gradient or the loss was not finite. Look for NaN and "
-        "infinity in the inputs, the targets and the parameters, and for squares that overflow. If the first steps "
-        "were made, they were too long: write a smaller lr or a larger damping, and begin anew. In float16, use "
-        "autocast with a GradScaler, or bfloat16. optimizer.skipped counts such steps."
+        "1 step of steps 3 to 5 changed nothing, because the gradient or the loss was not finite, or a batch had no "
+        "cases. Look for NaN and infinity in the inputs, the targets and the parameters, and for squares that "
+        "overflow. If the first steps were made, they were too long: write a smaller lr or a larger damping, and begin "
+        "anew. In float16, use autocast with a GradScaler, or bfloat16. optimizer.skipped counts such steps."
     ]
     assert opt.skipped == 2
 
