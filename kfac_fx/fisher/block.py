@@ -642,7 +642,7 @@ class BlockDiagonalFisher(Operator):
             values = {**self.of_extras, **block.group.declared()}
             declared |= {start + name: values_of(name, values) for name in block.state()}
         elsewhere = tuple(start for start, block in by_start.items() if not block.group.here)
-        # Of blocks that other processes keep, everything may be in the state.
+        # Entries of blocks that other processes keep may be in the state, too.
         given = {name: state[name] for name in state if name in mine or not str(name).startswith(elsewhere)}
         rows = faults(given, {name: (tensor, declared.get(name, FINITE)) for name, tensor in mine.items()})
         wrong = dict(rows)

@@ -1,4 +1,4 @@
-"""The entries of a state: the values that each may have, and what is wrong with one.
+"""The entries of a state: the values that each may have, and their faults.
 
 An entry is declared by a tensor like it (its shape, its dtype, how it is divided) and by `Values`. A state is checked
 against all declarations before anything of it is written, so that an error leaves everything as it was.
@@ -24,7 +24,7 @@ class Values:
     """The values that an entry of a state may have; by default all finite numbers.
 
     Attributes:
-        least, most: the bounds, themselves included. Of a symmetric matrix `least` is that of the diagonal.
+        least, most: the bounds, themselves included; `least` of a symmetric matrix is that of its diagonal.
         infinite, nan: whether these are values, too.
         form: "symmetric" or "orthogonal" of matrices, the last two dimensions; "" for none. Columns and rows of zeros
             may fill an orthogonal matrix up.
@@ -53,7 +53,7 @@ def values_of(name: str, declared: Mapping[str, Values], usual: Values = FINITE)
 
 @torch.no_grad()
 def fault(entry: object, like: Tensor, values: Values = FINITE) -> str | None:
-    """What is wrong with an entry of a state, in words; None if nothing is. Waits for the device.
+    """The fault of an entry of a state, in words; None without one. Waits for the device.
 
     Floating-point numbers may have another precision than `like`. The entry is checked as it will be stored, and the
     form of a matrix as precisely as it was saved.
@@ -133,7 +133,7 @@ def refuse(rows: Sequence[tuple[str, str]], hint: str = "", *, owner: str) -> No
 
 
 def generator_fault(entry: Tensor, device: str | torch.device) -> str | None:
-    """What is wrong with the state of a random generator of a device."""
+    """The fault of the state of a random generator of a device; None without one."""
     try:
         torch.Generator(device).set_state(entry.detach().cpu())
     except (RuntimeError, TypeError) as error:  # of torch, which also refuses devices that are not there

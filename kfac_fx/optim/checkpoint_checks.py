@@ -1,4 +1,4 @@
-"""What is wrong with a state_dict that an optimizer is to load, and what its user should know of it.
+"""The faults of a state_dict that an optimizer is to load, and the things that its user should know of it.
 
 A state is checked as a whole before anything of it is loaded, and one error names all entries that are wrong. The shape
 and the dtype of an entry are those that it has in the optimizer that loads. Its values are declared: in `WHOLE_VALUES`
@@ -118,7 +118,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     """
     alone = state.vectors.division is UNDIVIDED
     try:
-        checkpoint = checked(state, groups, state_dict)
+        checkpoint = checked_here(state, groups, state_dict)
     except ValueError:
         if not alone:
             state.replicas.total([torch.ones_like(state.skipped)])
@@ -128,8 +128,8 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     return checkpoint
 
 
-def checked(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
-    """`check_state` of this process."""
+def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+    """`check_state`, for this process alone."""
     if not is_state(state_dict):
         raise ValueError(
             "this is no state_dict of an optimizer, which has 'state' and 'param_groups': write opt.state_dict()"
@@ -275,7 +275,7 @@ def of_optimizer(state: StepState, entries: Entries) -> tuple[Given, Declared]:
 
 
 def kept_dtype(first: Tensor, entry: object) -> torch.dtype:
-    """Of an entry of a rule: vectors of parameters of several precisions have the widest of them."""
+    """The dtype of an entry of a rule: vectors of parameters of several precisions have the widest of them."""
     if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
         return first.dtype
     return torch.promote_types(first.dtype, entry.dtype)

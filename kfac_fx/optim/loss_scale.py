@@ -44,7 +44,7 @@ SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
 TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
-CERTAIN = 1e-7  # of the length of a gradient, for the root of the mean squared length of those of sampled targets
+CERTAINTY = 1e-7  # of the length of a gradient, for the root of the mean squared length of those of sampled targets
 LISTED_PARAMETERS = 8  # parameters that a warning names
 WHY = (
     "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
@@ -638,7 +638,7 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     whole batch are certain, as those of a saturated softmax; and if forward computes losses of which only some are
     distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
 
-    Curvature is too little if √tr F is below `CERTAIN` of the gradient's length. If targets were samples of the
+    Curvature is too little if √tr F is below `CERTAINTY` of the gradient's length. If targets were samples of the
     predictive distributions, tr F would be the mean squared length of the gradients of cases. So the targets are as far
     away as if a Normal distribution missed them by ten million deviations.
 
@@ -650,7 +650,7 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     for block in (block for block in estimator.blocks.values() if block.group.here):
         flat = ~block.factors["G" if "G" in block.factors else "F"].moment.any()
         lengths = [gradients[name].norm().to(flat.device) for name in block.registration.owners if name in gradients]
-        far = bool(lengths) and root_of_trace(block) <= CERTAIN * torch.stack(lengths).norm()
+        far = bool(lengths) and root_of_trace(block) <= CERTAINTY * torch.stack(lengths).norm()
         curvature = ~(block.group.agreed(flat) | far)
         for name in block.registration.owners:
             curved[name] = curved[name] | curvature if name in curved else curvature

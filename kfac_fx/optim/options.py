@@ -148,7 +148,7 @@ class KFACOptions:
 
     @functools.cached_property
     def told(self) -> dict[str, float | str | None]:
-        """What a checkpoint tells of the options as they were given, next to the choices that it depends on. Waits for
+        """The options, as they were given, that a checkpoint has next to the choices that it depends on. Waits for
         the device of tensors."""
         elsewhere = ("momentum_type", "estimation_mode", "adapt_damping", "placement")  # the last changes no result
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name in self.common()}

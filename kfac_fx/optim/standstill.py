@@ -24,7 +24,7 @@ SAMPLED = 64  # numbers of every parameter
 LEAST_STEPS = 3  # in which parameters stand still, for a warning
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
 UPDATE = "the update is not finite, or so long that its square is not"
-EMPTY = "no statistics came of the batch, as of one without cases"
+NO_CASES = "no statistics came of the batch, as of one without cases"
 UNKNOWN = "the gradient or the loss was not finite, or a batch had no cases"  # between two looks
 FROM_DATA = (
     "Look for NaN and infinity in the inputs, the targets and the parameters, and for squares that overflow. If the "
@@ -33,7 +33,7 @@ FROM_DATA = (
 )
 REMEDIES = {
     UPDATE: "Write a smaller lr or weight_decay, or a larger damping",
-    EMPTY: "Leave out batches without cases, or with ignored targets alone",
+    NO_CASES: "Leave out batches without cases, or with ignored targets alone",
 }
 
 
@@ -64,7 +64,7 @@ class Look:
 
 @dataclass
 class StandstillWatch:
-    """What is known of the steps of an optimizer.
+    """The looks at an optimizer, and what they have told.
 
     Attributes:
         tried: the number of steps with a gradient.

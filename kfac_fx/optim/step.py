@@ -28,7 +28,7 @@ from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
-from kfac_fx.optim.standstill import EMPTY, GRADIENT, LOSS, UPDATE, Look
+from kfac_fx.optim.standstill import NO_CASES, GRADIENT, LOSS, UPDATE, Look
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -92,7 +92,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
     if due.first and not (recorded and ok.item()):
         state.skipped += 1
-        look_at(state, causes if recorded else {EMPTY: torch.zeros_like(ok)}, in_blocks, others)
+        look_at(state, causes if recorded else {NO_CASES: torch.zeros_like(ok)}, in_blocks, others)
         return
     if due.adapting_late:
         measure_late(state, losses)
