@@ -477,8 +477,13 @@ class KFAC(Optimizer, Joinable):
                 all of them, and nothing of the state is loaded.
         """
         checkpoint = check_state(self._step_state, self.param_groups, state_dict)
-        # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        before = self.state, self.param_groups
+        try:
+            # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        except BaseException:  # of a user's hook
+            self.state, self.param_groups = before
+            raise
         if self.options.rule.keeps_first_lr:
             for group in self.param_groups:
                 keep_first_lr(group)

@@ -28,7 +28,7 @@ from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
-from kfac_fx.optim.standstill import NO_CASES, GRADIENT, LOSS, UPDATE, Look
+from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE, Look
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from examples.own_rule import OneSidedSoap
-from kfac_fx import KFAC
-from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx import KFAC, FisherEstimator
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.fisher.block import key_text
 from kfac_fx.rules import Regular, Values
 from tests.runtime.slow_kfac import mlp
@@ -405,3 +405,69 @@ def test_a_tensor_that_needs_a_gradient_is_a_value_like_others() -> None:
     assert_same(flat_state(state), flat_state(opt.state_dict()))
     assert not any(entry.requires_grad for _, entry in walk(opt.state_dict()) if isinstance(entry, Tensor))
     step(net, opt, 1)
+
+
+@pytest.mark.parametrize("kind", ["register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"])
+def test_a_hook_that_fails_leaves_the_optimizer_as_it_was(kind: str) -> None:
+    net, opt, state, _ = trained_state("regular")
+    step(net, opt, 1)
+    before = flat_state(opt.state_dict())
+
+    def fail(*_: Any) -> None:
+        raise KeyError("a hook")
+
+    handle = getattr(opt, kind)(fail)
+    with pytest.raises(KeyError, match="a hook"):
+        opt.load_state_dict(state)
+    handle.remove()
+    assert_same(before, flat_state(opt.state_dict()))
+    step(net, opt, 1)
+
+
+# --- estimators -------------------------------------------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """Blocks of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.scale = nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.Parameter(torch.ones(3, 1, 1))
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head((self.norm(self.conv(x)) * self.scale).flatten(1))
+        return outputs
+
+
+@pytest.mark.parametrize("approximation", ["kron", "diagonal", "full", "kron_sua"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_state_of_an_estimator_is_loaded_as_a_whole_or_not_at_all(approximation: str, way: str) -> None:
+    net, est = estimated(approximation)
+    state = {name: tensor.clone() for name, tensor in est.state_dict().items()}
+    changes = {name: WAYS[way](tensor) for name, tensor in state.items() if not signed(way, name)}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    given = {name: changes.get(name, tensor) for name, tensor in state.items()}
+    with pytest.raises(
+        ValueError, match=r"^the state does not fit this estimator, and nothing of it is loaded: "
+    ) as failure:
+        est.load_state_dict({name: value for name, value in given.items() if value is not REMOVED})
+    named = {line[2:].partition("  ")[0] for line in str(failure.value).splitlines()[1:]}
+    assert changes.keys() <= named
+    assert_same(state, est.state_dict())
+
+
+def signed(way: str, name: str) -> bool:
+    """Whether an entry may have negative numbers, or contradicts others if these are right."""
+    return way == "negative" and (name.endswith(("cholesky", "cholesky_inverse", "ready")))
+
+
+@functools.cache
+def estimated(approximation: str) -> tuple[CompiledModule, FisherEstimator]:
+    x = torch.randn(6, 2, 3, 3)
+    net = compile(Several(), (x,), loss="categorical", approximations={"conv": approximation})
+    est = FisherEstimator(net, damping=0.1, exps=(-1, -0.5), compute_cholesky=True, seed=0)
+    est.update_covariances(x)
+    est.update_inverses()
+    return net, est
