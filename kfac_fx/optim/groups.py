@@ -325,8 +325,7 @@ class GroupedParameters:
                         one_element(key, value)
                         scalars[name].copy_(value.reshape(()))
                     else:
-                        number(f"{key} of a parameter group", value)
-                        scalars[name].fill_(value)
+                        scalars[name].fill_(number(f"{key} of a parameter group", value))
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 

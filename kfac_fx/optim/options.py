@@ -18,6 +18,7 @@ from kfac_fx.linalg.arguments import (
     choice,
     not_negative,
     whole_number,
+    wrong_value,
 )
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.first_order import FirstOrder
@@ -35,6 +36,11 @@ def a_rate(name: str, value: Any) -> None:
             f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
         )
     not_negative(name, value)
+
+
+def several_parameters(name: str, value: Any) -> None:
+    if isinstance(value, (Tensor, str, bytes)) or not isinstance(value, Iterable):
+        raise wrong_value(name, value, "be parameters, or groups of them, as in [{'params': [...], 'lr': 0.1}]")
 
 
 def a_grad_scaler(name: str, value: Any) -> None:
@@ -78,7 +84,7 @@ class KFACOptions:
     reduction: Annotated[str, functools.partial(choice, known=("mean", "sum"))]
     first_order: Annotated[Mapping[str, Any] | None, of_first_order]
     grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler]
-    params: Iterable[Any] | None
+    params: Annotated[Iterable[Any] | None, several_parameters]
     process_group: Annotated[Any | None, a_process_group]
     placement: Annotated[str, in_any_case(PLACEMENTS)]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
@@ -473,7 +474,10 @@ def checkpoint_of(parameter: Tensor) -> Tensors:
 
 
 def check_fields(options: Any) -> None:
-    """Run the checks in the annotations of a dataclass. Those of None are run if None is no value of the field."""
+    """Run the checks in the annotations of a dataclass. Those of None are run if None is no value of the field.
+
+    Numbers of other types, such as fractions, become floats where the field is one: torch knows no others.
+    """
     annotations = get_type_hints(type(options), include_extras=True)
     for option in fields(options):
         value, annotation = getattr(options, option.name), annotations[option.name]
@@ -481,6 +485,8 @@ def check_fields(options: Any) -> None:
         may_be_none = option.default is None or type(None) in get_args(of_value[0])
         for check in () if value is None and may_be_none else getattr(annotation, "__metadata__", ()):
             check(option.name, value)
+        if isinstance(value, Real) and not isinstance(value, float) and float in (of_value[0], *get_args(of_value[0])):
+            object.__setattr__(options, option.name, float(value))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
