@@ -1,7 +1,8 @@
 """Whether steps change anything: a warning, once, of steps that cannot be made, and of parameters that stand still.
 
-Steps are looked at after 1, 2, 5, 10, 20, 50 and 100 steps, and then after every hundredth. Each look compares a few
-numbers of every parameter with those at the look before. The host reads it some steps later, so that it hardly waits.
+Steps 1, 2, 5, 10, 20, 50 and 100 are looked at, and then every hundredth. A look compares the entries of every
+parameter that have the largest gradients before and after the step. The host reads it some steps later, so that it
+hardly waits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import HostCopy
+from kfac_fx.linalg.matrices import HostCopy, dense
 from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.checks import STEPS_TO_READ, StalledWarning
 from kfac_fx.optim.schedule import is_early
@@ -20,8 +21,7 @@ from kfac_fx.passes.errors import plural
 from kfac_fx.passes.users_code import warn_user
 
 EVERY = 100  # steps from look to look
-SAMPLED = 64  # numbers of every parameter
-LEAST_STEPS = 3  # in which parameters stand still, for a warning
+STILL = 3  # looks in a row that see no parameter move, for a warning
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
 UPDATE = "the update is not finite, or so long that its square is not"
 NO_CASES = "no statistics came of the batch, as of one without cases"
@@ -44,7 +44,7 @@ class Look:
     Attributes:
         failed: the number of steps that could not be made, so far.
         undone: that of steps which a check undid.
-        moved: whether a parameter has changed since the last look.
+        moved: whether a parameter has changed in the step.
         pushed: whether a gradient is other than zero.
         rate: whether an lr is.
         finite: for each cause of a failure, whether it is none in this step.
@@ -68,63 +68,68 @@ class StandstillWatch:
 
     Attributes:
         tried: the number of steps with a gradient.
+        looked: the step of the last look.
         failed, undone: the numbers of the last look that was read.
-        sample: numbers of the parameters at the last look.
-        last: the step of the last look.
+        still: the steps of the looks in a row, up to this one, in which nothing moved.
+        before: entries of the parameters before the present step, if it is looked at, and their places.
         unread: looks by the steps before and after, with the causes that they tell apart.
         told: the kinds of warnings that were given.
     """
 
     tried: int = 0
+    looked: int = 0
     failed: int = 0
     undone: int = 0
-    sample: list[Tensor] = field(default_factory=list)
-    last: int = 0
+    still: list[int] = field(default_factory=list)
+    before: list[tuple[Tensor, Tensor, Tensor]] | None = None
     unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
 
-    def due(self) -> bool:
-        """Count a step. Whether it is looked at."""
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Before a step; parameters: with a gradient."""
         self.tried += 1
+        self.before = None
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
             self.read(*self.unread.pop(0))
-        return len(self.told) < 2 and (is_early(self.tried, EVERY) or self.tried % EVERY == 0)
+        if len(self.told) < 2 and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
+            shards = ((shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None)
+            self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
 
-    def compare(self, parameters: Iterable[Tensor], like: Tensor) -> Tensor:
-        """Whether a parameter has changed since the last look, 0-dim. like: a tensor on the device of the answer."""
-        new = sampled(parameters)
-        old, self.sample = self.sample, new
-        if [tensor.shape for tensor in old] != [tensor.shape for tensor in new] or not new:
-            return like.new_ones((), dtype=torch.bool)  # the first look, or other parameters
-        return torch.stack([(a != b).any().to(like.device) for a, b in zip(old, new, strict=True)]).any()
+    def moved(self, like: Tensor) -> Tensor:
+        """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""
+        assert self.before is not None, "bug in kfac_fx: a look at a step that had no beginning"
+        changed = [(entries_at(p, places) != old).any().to(like.device) for p, places, old in self.before]
+        return torch.stack(changed).any() if changed else like.new_ones((), dtype=torch.bool)
 
     def look(self, look: Look) -> None:
         copy = HostCopy(look.stacked())
-        of_look = self.last, self.tried, list(look.finite), copy
-        self.last = self.tried
+        of_look = self.looked, self.tried, list(look.finite), copy
+        self.looked, self.before = self.tried, None
         self.read(*of_look) if copy.event is None else self.unread.append(of_look)
 
-    def read(self, before: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
+    def read(self, last: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
         failed, undone, moved, pushed, rate, *finite = copy.wait().tolist()
         new, self.failed = failed - self.failed, failed
         withdrawn, self.undone = undone - self.undone, undone
         if new > 0:
             because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), None)
-            self.tell_failed(new, before, step, because)
-        elif not (moved or withdrawn) and rate and step - before >= LEAST_STEPS:
-            self.tell_still(before, step, bool(pushed))
+            self.tell_failed(new, last, step, because)
+        self.still = [] if moved or withdrawn or new or not rate else [*self.still, step]
+        if len(self.still) == STILL:
+            self.tell_still(bool(pushed))
 
     def forget(self, failed: int) -> None:
         """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
-        self.failed, self.undone, self.sample, self.last = failed, 0, [], self.tried
+        self.failed, self.undone, self.looked = failed, 0, self.tried
+        self.still.clear()
         self.unread.clear()
 
-    def tell_failed(self, number: int, before: int, step: int, because: str | None) -> None:
+    def tell_failed(self, number: int, last: int, step: int, because: str | None) -> None:
         text = f"{because or UNKNOWN}. {REMEDIES.get(because or UNKNOWN, FROM_DATA)}"
-        steps = f"step {step}" if step - before == 1 else f"{plural(number, 'step')} of steps {before + 1} to {step}"
+        steps = f"step {step}" if step - last == 1 else f"{plural(number, 'step')} of steps {last + 1} to {step}"
         self.tell("failed", f"{steps} changed nothing, because {text}. optimizer.skipped counts such steps.")
 
-    def tell_still(self, before: int, step: int, pushed: bool) -> None:
+    def tell_still(self, pushed: bool) -> None:
         if pushed:
             text = (
                 "though gradients and lr are not zero: the updates are smaller than the rounding of the parameters. "
@@ -137,7 +142,8 @@ class StandstillWatch:
                 "active: compare parameter.grad with zero after backward, and in float16 use autocast with a "
                 "GradScaler, or bfloat16."
             )
-        self.tell("still", f"no parameter has changed from step {before + 1} to step {step}, {text}")
+        *others, last = self.still
+        self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
 
     def tell(self, kind: str, text: str) -> None:
         if kind not in self.told:
@@ -145,7 +151,11 @@ class StandstillWatch:
             warn_user(StalledWarning(text))
 
 
-def sampled(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of a few numbers of every parameter, of those that this process has."""
-    flat = (shard(parameter.detach()).reshape(-1) for parameter in parameters)
-    return [tensor[:: max(1, tensor.numel() // SAMPLED)].clone() for tensor in flat]
+def largest(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of the largest and of the least entry of the gradient, and the entries of the parameter there, [2]."""
+    places = torch.stack([gradient.argmax(), gradient.argmin()])
+    return places, entries_at(parameter, places)
+
+
+def entries_at(parameter: Tensor, places: Tensor) -> Tensor:
+    return parameter.reshape(-1)[places]

@@ -74,8 +74,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
-    yes = torch.ones_like(state.skipped, dtype=torch.bool)
-    ok = yes if loss is None else loss.isfinite()
+    state.standstill.begin(parameter for group in groups for parameter in group["params"])
+    ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     causes = {LOSS: ok}
     for condition in finite if usable is None else (*finite, usable):
         ok = ok & condition
@@ -117,7 +117,7 @@ def look_at(
     state: StepState, causes: Mapping[str, Tensor], in_blocks: FlatParameters | None, others: FlatParameters | None
 ) -> None:
     """Look at what the step has changed, if that is due. causes: as `Look.finite`."""
-    if not state.standstill.due():
+    if state.standstill.before is None:
         return
     moving = [flat for flat in (in_blocks, others) if flat is not None]
     assert state.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
@@ -128,7 +128,7 @@ def look_at(
         Look(
             state.skipped - state.undone,
             state.undone,
-            state.standstill.compare((copy for flat in moving for copy in flat.copies.values()), state.skipped),
+            state.standstill.moved(state.skipped),
             torch.stack(gradients).any(),
             torch.stack([*rates.values()]).any(),
             causes,
