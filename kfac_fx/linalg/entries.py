@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.linalg.processes import is_sharded, shard
@@ -27,7 +28,7 @@ class Values:
         least, most: the bounds, themselves included; `least` of a symmetric matrix is that of its diagonal.
         infinite, nan: whether these are values, too.
         form: "symmetric" or "orthogonal" of matrices, the last two dimensions; "" for none. Columns and rows of zeros
-            may fill an orthogonal matrix up.
+            may fill an orthogonal matrix up, and one with more rows than columns is several, one below the other.
     """
 
     least: float = -math.inf
@@ -95,12 +96,20 @@ def wrong_values(entry: Tensor, values: Values, saved_as: torch.dtype) -> str | 
             largest = matrix.abs().amax((-2, -1), keepdim=True)
             wrong = (matrix - matrix.mT).abs() > tolerance * largest
         else:
-            product = matrix.mT @ matrix
+            blocks = one_below_the_other(matrix)
+            product = blocks.mT @ blocks
             of_columns = product.diagonal(dim1=-2, dim2=-1).round().clamp(0, 1)  # zero of a column that fills up
             wrong = (product - torch.diag_embed(of_columns)).abs() > tolerance
         if bool(wrong.any()):
             return f"is no {values.form} matrix"
     return None
+
+
+def one_below_the_other(matrix: Tensor) -> Tensor:
+    """The square blocks of matrices [..., d, w], one below the other: [..., d / w, w, w]. Zeros fill the last."""
+    rows, width = matrix.shape[-2:]
+    blocks: Tensor = F.pad(matrix, (0, 0, 0, -rows % width)).unflatten(-2, (-1, width))
+    return blocks
 
 
 def name_of(dtype: torch.dtype) -> str:

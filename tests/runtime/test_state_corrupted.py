@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.own_rule import OneSidedSoap
 from kfac_fx import KFAC, FisherEstimator
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.fisher.block import key_text
+from kfac_fx.linalg.entries import ORTHOGONAL, fault
 from kfac_fx.rules import Regular, Values
 from tests.runtime.slow_kfac import mlp
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, values
@@ -340,6 +342,20 @@ def test_bases_may_have_another_precision_and_columns_of_zeros(dtype: torch.dtyp
             opt.load_state_dict(given)
     for wrong in (1.2 * basis, basis + 0.1, basis.abs()):
         refused(opt, corrupted(state, {path: wrong.to(dtype)}), "basis/A  is no orthogonal matrix$")
+
+
+def test_a_basis_in_blocks_is_orthogonal_block_by_block() -> None:
+    torch.manual_seed(0)
+    blocks = [torch.linalg.qr(torch.randn(2, width, width).double()).Q for width in (4, 3)]
+    basis = torch.cat([blocks[0], F.pad(blocks[1], (0, 1))], dim=-2)
+    assert basis.shape == (2, 7, 4)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        like = basis.to(dtype)
+        assert fault(like, like, ORTHOGONAL) is None
+        for row in (0, 5):
+            wrong = basis.clone()
+            wrong[1, row] *= 1.5
+            assert fault(wrong.to(dtype), like, ORTHOGONAL) == "is no orthogonal matrix"
 
 
 def test_a_factor_is_symmetric() -> None:
