@@ -218,7 +218,7 @@ class FlatParameters:
 
         A longer one cannot be right: the squares of the new parameters are infinite, or the parameters themselves.
         """
-        longest = min((torch.finfo(copy.dtype).max for copy in self.copies.values()), default=1.0)
+        longest = min((torch.finfo(copy.dtype).max for copy in self.copies.values()), default=torch.inf)
         squared = self.division.total(torch.dot(move, move))
         return squared <= min(longest * longest, torch.finfo(move.dtype).max)
 
