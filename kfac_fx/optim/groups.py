@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,7 @@ class FlatParameters:
     copies: Tensors  # by name, the parameters as this process has them: whole, or shards
     gradients: Tensors  # by name; the parts of this process in vectors
     vectors: StateVectors
+    longest_squared: float  # of a move, at most
     lr: Tensor
     largest_lr: Tensor  # of all parameters, 0-dim
     first_lr: Tensor | None  # when the groups were added; None if they do not keep it
@@ -218,15 +220,21 @@ class FlatParameters:
 
         A longer one cannot be right: the squares of the new parameters are infinite, or the parameters themselves.
         """
-        longest = min((torch.finfo(copy.dtype).max for copy in self.copies.values()), default=torch.inf)
         squared = self.division.total(torch.dot(move, move))
-        return squared <= min(longest * longest, torch.finfo(move.dtype).max)
+        return (squared <= self.longest_squared) & squared.isfinite()
 
     def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
         squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
         product, *squares = self.division.total(torch.stack([inner(first, second), *squares])).unbind()
         return product, squares[0], squares[1]
+
+
+def longest_squared(dtypes: Iterable[torch.dtype]) -> float:
+    """The squared length of the longest move that numbers of these types, and the squares of its own, can hold."""
+    types = list(dtypes)
+    moves = functools.reduce(torch.promote_types, types, torch.float32)
+    return min(torch.finfo(moves).max, *(torch.finfo(dtype).max * torch.finfo(dtype).max for dtype in types))
 
 
 def rule_state(state: Tensors) -> Tensors:
@@ -362,6 +370,7 @@ class GroupedParameters:
             {name: shard(parameter) for name, parameter in parameters.items()},
             {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
             state,
+            longest_squared(parameter.dtype for parameter in parameters.values()),
             lr,
             lr if lr.dim() == 0 else self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,

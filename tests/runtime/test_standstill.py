@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import KFAC, StalledWarning
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.groups import FlatParameters, longest_squared
 from kfac_fx.optim.standstill import largest
 
 
@@ -131,12 +131,11 @@ def test_a_move_may_be_as_long_as_a_number_of_the_parameters_with_a_finite_squar
     step(net, opt, x, y)
     of_blocks, _ = opt._step_state.vectors.of(opt.param_groups, opt.state)
     assert isinstance(of_blocks, FlatParameters)
-    copies = {name: copy.to(dtype) for name, copy in of_blocks.copies.items()}
-    flat = FlatParameters(**{**vars_of(of_blocks), "copies": copies})
+    flat = FlatParameters(**{**vars_of(of_blocks), "longest_squared": longest_squared([dtype, dtype])})
     wide = torch.promote_types(dtype, torch.float32)
     longest = min(torch.finfo(dtype).max, math.sqrt(torch.finfo(wide).max))
     for length, fits in ((0.99, True), (1.01, False), (math.inf, False), (math.nan, False), (0.0, True)):
-        move = torch.zeros(sum(copy.numel() for copy in copies.values()), dtype=wide)
+        move = torch.zeros(of_blocks.g.numel(), dtype=wide)
         move[1] = length * longest
         assert bool(flat.may_be_added(move)) is fits, length
 
