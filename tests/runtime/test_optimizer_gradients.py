@@ -82,6 +82,7 @@ def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], wher
 
 
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
+@pytest.mark.filterwarnings("ignore:the model is certain of its outputs")
 def test_an_update_that_is_not_finite_is_not_made() -> None:
     net, opt = made(lr=1e300, momentum=0.0)
     train(net, opt, range(0))
