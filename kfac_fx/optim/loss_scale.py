@@ -696,7 +696,7 @@ def root_of_trace(block: BlockOperator) -> Tensor:
     traces = [group.mean_eigenvalue(side)[block.member.start] * sizes[side.factor] for side in group.structure.sides]
     roots = [trace.sqrt() for trace in traces]
     root: Tensor = torch.linalg.vector_norm(roots[0] * roots[1] if len(roots) > 1 else roots[0])
-    return root if group.right is None else root * block.factors["positions"].value.sqrt()
+    return root * group.positions()[block.member.start].sqrt()
 
 
 def scale_of_caller() -> float:

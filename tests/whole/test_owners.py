@@ -445,10 +445,8 @@ def test_samples_of_other_numbers_of_processes_are_others(results: Results) -> N
 def test_a_state_of_another_process_says_to_use_distributed_checkpoints(results: Results) -> None:
     for of_process in results[:2]:
         message = of_process["restarts"]["other"]
-        assert message.startswith(
-            "the state does not fit this optimizer, and nothing of it is loaded: 15 entries are wr"
-        )
-        assert re.search(r"\n  norm.weight,norm.bias/skipped +is missing\n", message)
+        assert re.match(r"the state does not fit this optimizer, and nothing of it is loaded: \d+ entries are", message)
+        assert re.search(r"\n  \w+.weight,\w+.bias/skipped +is missing\n", message)
         assert (
             "Each process has the state of its own blocks only: save and load with torch.distributed.checkpoint"
             in message
