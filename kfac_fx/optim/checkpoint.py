@@ -88,8 +88,8 @@ def put_names(state: StepState, states: MutableMapping[Any, Tensors]) -> None:
     with_state = [parameter for parameter, of_rule in states.items() if of_rule]
     for device in {parameter.device for parameter in with_state}:
         members = [parameter for parameter in with_state if parameter.device == device]
-        numbers = torch.tensor([checksum(state.vectors.names[member]) for member in members], device=device)
-        for member, number in zip(members, numbers.unbind(), strict=True):
+        numbers = torch.tensor([checksum(state.vectors.names[member]) for member in members])
+        for member, number in zip(members, on(members[0], {NAME: numbers})[NAME].unbind(), strict=True):
             states[member][NAME] = number
 
 
