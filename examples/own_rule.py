@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.rules import BlockStep, Rule, Update, between_0_and_1, zeros_for
+from kfac_fx.rules import BlockStep, Rule, Update, Values, between_0_and_1, zeros_for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +29,7 @@ class OneSidedSoap(Rule):
 
     name: ClassVar[str] = "one_sided_soap"
     has_bases: ClassVar[bool] = True
+    values: ClassVar[dict[str, Values]] = {"v": Values(least=0), "age": Values(least=0)}  # in a checkpoint
     momentum: Annotated[float, between_0_and_1] = 0.9
     second_moment_decay: Annotated[float, between_0_and_1] = 0.95
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -37,6 +37,7 @@ from kfac_fx.linalg.arguments import (
     whole_number,
     wrong_value,
 )
+from kfac_fx.linalg.entries import generator_fault
 from kfac_fx.linalg.matrices import (
     Root,
     are_finite,
@@ -275,7 +276,7 @@ class FisherEstimator(BlockDiagonalFisher):
         """Go on from a `pending_state()` of an estimator with the same blocks."""
         self._pending = PendingBatch.of_state(state, self.blocks, self.damping.device)
         if self._generator is not None:
-            self._generator.set_state(state["generator"].cpu())
+            self._generator.set_state(state["generator"])
 
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
@@ -435,13 +436,20 @@ class FisherEstimator(BlockDiagonalFisher):
         generator = {} if self._generator is None else {"generator": self._generator.get_state()}
         return super().state_dict() | generator
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict()` of an estimator with the same blocks. Batches that are not folded yet are forgotten."""
-        super().load_state_dict(state)
+    def state_faults(self, state: Mapping[str, object]) -> tuple[list[tuple[str, str]], str]:
+        rows, hint = super().state_faults(state)
+        if self._generator is not None and "generator" not in dict(rows):
+            wrong = generator_fault(cast(Tensor, state["generator"]), self._generator.device)
+            rows += [] if wrong is None else [("generator", wrong)]
+        return rows, hint
+
+    def load_checked(self, state: Mapping[str, Tensor]) -> None:
+        """Batches that are not folded yet are forgotten."""
+        super().load_checked(state)
         self._pending = PendingBatch()
         self._recorded = {key for key, block in self.blocks.items() if block.has_factors}
         if self._generator is not None:
-            self._generator.set_state(state["generator"])
+            self._generator.set_state(state["generator"].cpu())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter
 from kfac_fx.fisher.placement import BlockOwners, DividedForm, DividedGroup, divided_forms
 from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
+from kfac_fx.linalg.entries import FINITE, NOT_NEGATIVE, Values, faults, refuse, values_of
 from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.processes import Shards, unsharded
+from kfac_fx.linalg.processes import Shards, shard, unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
 from kfac_fx.passes.approximations import check_filled
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
@@ -152,6 +153,16 @@ class BlockOperator(Operator):
             tensors |= {f"{name}/{root}": op for name, op in zip(group.operands(root), operators, strict=True)}
         return state | {name: group.in_state(tensor[index]) for name, tensor in tensors.items()}
 
+    def contradicts(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether "ready" says something else than the other tensors of a state of the block. Waits for the device."""
+        updated, inverted = state["ready"].tolist()
+        if not self.group.here:
+            return bool(inverted and not updated)
+        roots = {f"{name}/{root}" for root in self.group.roots for name in self.group.operands(root)}
+        weights = any(bool(state[f"{name}/total_weight"]) for name in self.factors)
+        inverses = any(bool(shard(state[name]).any()) for name in roots)
+        return (weights and not updated) or (inverses and not inverted) or bool(inverted and not updated)
+
     def full_fisher_block(self) -> Tensor:
         """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix; raises FactorNotReady."""
         self.group.check_whole()
@@ -176,34 +187,10 @@ def key_text(key: Key) -> str:
     return ",".join(key)
 
 
-def refuse_other_state(
-    state: Mapping[str, Tensor], mine: Mapping[str, Tensor], elsewhere: tuple[str, ...], divided: bool
-) -> None:
-    """Raises ValueError if the names or shapes of a state are not those of `mine`.
-
-    Args:
-        elsewhere: the prefixes of the names of blocks that other processes keep, which may be in the state, too.
-        divided: whether every process has the state of its own blocks only.
-    """
-    if not isinstance(state, Mapping):
-        kind = type(state).__name__
-        raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
-    if divided and (absent := mine.keys() - state.keys()):
-        raise ValueError(
-            f"the state lacks {len(absent)} tensors of blocks that this process keeps, first {min(absent)!r}. Each "
-            "process has the state of its own blocks only: save and load with torch.distributed.checkpoint, which "
-            "brings those of all processes together, or load on every process what that same process saved."
-        )
-    given = state.keys() - {name for name in state.keys() - mine.keys() if name.startswith(elsewhere)}
-    if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if not loadable(state[n], mine[n])):
-        raise ValueError(
-            f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
-        )
-
-
-def loadable(entry: object, like: Tensor) -> bool:
-    """Whether an entry of a state can be copied into a tensor."""
-    return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
+OF_OWN_BLOCKS = (
+    "Each process has the state of its own blocks only: save and load with torch.distributed.checkpoint, which brings "
+    "those of all processes together, or load on every process what that same process saved."
+)
 
 
 def without_inverse(registrations: Iterable[Registration]) -> FactorNotReady:
@@ -313,6 +300,7 @@ class BlockDiagonalFisher(Operator):
         self.relative_damping: float | None = None  # of every group
         self.new_extras: Callable[[Sequence[BlockGroup]], list[dict[str, Tensor]]] | None = None
         """Makes `BlockGroup.extras` of groups in their order."""
+        self.of_extras: Mapping[str, Values] = {}  # the values that extras may have, by name
         self._registrations: tuple[Registration, ...] | None = None
         self._never_inverted: set[Key] = set()  # blocks whose decompositions have all failed, as far as the host knows
 
@@ -623,15 +611,44 @@ class BlockDiagonalFisher(Operator):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`. Raises ValueError, and loads nothing, if names or shapes differ."""
+        """Load the result of `state_dict`. Raises ValueError, which names all entries that are wrong, and loads nothing
+        then."""
         self.check_state(state)
+        self.load_checked(state)
+
+    @torch.no_grad()
+    def load_checked(self, state: Mapping[str, Tensor]) -> None:
+        """Load a state without faults."""
         self._never_inverted.clear()
         for name, tensor in BlockDiagonalFisher.state_dict(self).items():
             tensor.copy_(state[name])
-        for key, block in self.blocks.items():
-            block.group.updated, block.group.inverted = state[f"{key_text(key)}/ready"].tolist()
+        for group in self.groups:  # its blocks may have been in several groups, which had their factors at other times
+            ready = torch.stack([state[f"{key_text(r.parameters)}/ready"].cpu() for r in group.registrations])
+            group.updated, group.inverted = ready.any(0).tolist()
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if the names or shapes of a state are not those of this estimator."""
-        elsewhere = tuple(f"{key_text(key)}/" for key, block in self.blocks.items() if not block.group.here)
-        refuse_other_state(state, self.state_dict(), elsewhere, divided=self.owners is not None)
+        """Raises ValueError for a state that cannot be loaded, with all entries that are wrong."""
+        if not isinstance(state, Mapping):
+            kind = type(state).__name__
+            raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
+        refuse(*self.state_faults(state), owner="estimator")
+
+    def state_faults(self, state: Mapping[str, object]) -> tuple[list[tuple[str, str]], str]:
+        """All entries of a state that are wrong, each with what is wrong, and what to do about it. Waits for the
+        device."""
+        mine, by_start = self.state_dict(), {f"{key_text(key)}/": block for key, block in self.blocks.items()}
+        declared: dict[str, Values] = {"damping": NOT_NEGATIVE}
+        for start, block in by_start.items():
+            values = {**self.of_extras, **block.group.declared()}
+            declared |= {start + name: values_of(name, values) for name in block.state()}
+        elsewhere = tuple(start for start, block in by_start.items() if not block.group.here)
+        # Entries of blocks that other processes keep may be in the state, too.
+        given = {name: state[name] for name in state if name in mine or not str(name).startswith(elsewhere)}
+        rows = faults(given, {name: (tensor, declared.get(name, FINITE)) for name, tensor in mine.items()})
+        wrong = dict(rows)
+        for start, block in by_start.items():
+            right = wrong.keys().isdisjoint(start + name for name in block.state())
+            if right and block.contradicts({name: cast(Tensor, state[start + name]) for name in block.state()}):
+                rows.append((f"{start}ready", "contradicts the factors or inverses of the block"))
+        divided = self.owners is not None and "is missing" in wrong.values()
+        return rows, OF_OWN_BLOCKS if divided else ""

@@ -47,6 +47,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, SYMMETRIC, Values
 from kfac_fx.linalg.matrices import (
     HERE,
     HostCopy,
@@ -284,6 +285,17 @@ class BlockGroup:
         """The sums over all parts of blocks, from those over the part that is here."""
         return values
 
+    symmetric_roots = True  # whether powers of the sides are operators of roots
+
+    def declared(self) -> dict[str, Values]:
+        """The values that tensors of a block may have in a state, by name; all finite numbers for others."""
+        weights = {f"{name}/total_weight": NOT_NEGATIVE for name in self.factors}
+        numbers = {f"{name}/moment": NOT_NEGATIVE for name, stack in self.factors.items() if stack.per_case}
+        moments = {f"{s.factor}/moment": NOT_NEGATIVE if s.diagonal else SYMMETRIC for s in self.structure.sides}
+        powers = [root for root in self.roots if not isinstance(root, str) and self.symmetric_roots]
+        roots = {f"{s}/{root}": NOT_NEGATIVE if s.diagonal else SYMMETRIC for root in powers for s in self.sides}
+        return {"skipped": A_COUNT, "failed": A_COUNT, **weights, **numbers, **moments, **roots}
+
     def in_state(self, entry: Tensor) -> Tensor:
         """A tensor of one block as the state has it, sharing memory: a diagonal F in the shape of the matrix."""
         diagonal = self.right is None and self.left.diagonal and entry.dim()
@@ -389,6 +401,12 @@ class BlockGroup:
         means = mean_eigenvalue(self.as_operator(side, stack.moment), side.diagonal)
         return means / stack.total_weight.unsqueeze(-1)
 
+    def part_of_mean(self, mean: Tensor) -> Tensor:
+        """λ_A = c tr A / dim A of a `relative_damping`, from mean eigenvalues; 1 where that underflows, as of zeros."""
+        assert self.relative_damping is not None, "bug in kfac_fx: a part of the mean, and no relative damping"
+        part = self.relative_damping * mean
+        return torch.where(part >= torch.finfo(part.dtype).tiny, part, 1)
+
     def positions(self) -> Tensor:
         """c of every block, [L]. It is 1 for blocks without rows, whose A and G are zero, so that F + λ I is λ I."""
         if self.right is None:
@@ -400,8 +418,7 @@ class BlockGroup:
         """The damping of every matrix of every side, [L, groups] each."""
         damping = self.damping.to(self.device, self.dtype)
         if self.relative_damping is not None:
-            by_side = {side: self.mean_eigenvalue(side) for side in self.structure.sides}
-            each = {s: torch.where(mean > 0, self.relative_damping * mean, 1) for s, mean in by_side.items()}
+            each = {side: self.part_of_mean(self.mean_eigenvalue(side)) for side in self.structure.sides}
             inputs_too = {} if self.right is None else dict.fromkeys(self.sides[1:], each[self.right])
             return {**inputs_too, self.left: each[self.left]}
         if self.right is None:

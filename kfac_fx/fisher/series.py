@@ -69,6 +69,7 @@ class RootedGroup(BlockGroup):
     (`root_of`, `inverse_root`) and stores the ingredients.
     """
 
+    symmetric_roots = False
     longest: int  # the number of steps that the sums of powers of Ψ are computed for
 
     def __init__(self, registrations: Sequence[Any], forms: Sequence[Any], **options: Any) -> None:

@@ -35,7 +35,10 @@ def number(name: str, value: Any) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise wrong_value(name, given, "be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is larger than any floating-point number") from None
 
 
 def one_element(name: str, tensor: Tensor) -> None:
@@ -80,11 +83,13 @@ def choice(
 
 
 def whole_number(least: int, of: str) -> Callable[[str, Any], None]:
-    """A check of a whole number of these, such as "steps"."""
+    """A check of a whole number of these, such as "steps"; it must fit into 64 bits."""
 
     def check(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise wrong_value(name, value, f"be a whole number of {of}, at least {least}")
+        if value >= 2**63:
+            raise ValueError(f"{name} is too large for a number of {of}: it must be below 2**63")
 
     return check
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.linalg.entries import ORTHOGONAL, Values
 from kfac_fx.linalg.matrices import (
     as_blocks,
     basis_dtype,
@@ -42,6 +43,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
 WIDEST = {"cpu": 768}  # basis, by kind of device; others have whole ones
+BASIS_VALUES = {"basis": ORTHOGONAL, "eigenvalues": Values(least=1)}  # of the extras in a state
 # From a group and the operators of Q'ᵀ Q: pairs of a tensor that lies in the basis, and of its value in the new one.
 Carried = Callable[[BlockGroup, Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
 
@@ -194,9 +196,7 @@ def basis_change(old: Tensor, new: Tensor) -> Tensor:
 
 def damped(group: BlockGroup, of_sides: Sequence[Tensor]) -> list[Tensor]:
     """Λ_G / λ_G + 1 and Λ_A / λ_A + 1 as the extras have them, from the eigenvalues of every side."""
-    assert group.relative_damping is not None, "bug in kfac_fx: bases without a relative damping"
-    means = [group.mean_eigenvalue(side) for side in group.sides]
-    dampings = [torch.where(mean > 0, group.relative_damping * mean, 1) for mean in means]
+    dampings = [group.part_of_mean(group.mean_eigenvalue(side)) for side in group.sides]
     left, *right = [
         values / unsqueeze_like(damping, values) + 1 for damping, values in zip(dampings, of_sides, strict=True)
     ]

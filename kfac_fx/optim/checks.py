@@ -39,6 +39,7 @@ RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise 
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
 STEPS_TO_READ = 5  # from a check to the step in which the host reads it, at least
+MOST_SHORTENED = 1e30  # of r, which doubles with every step that is undone, and must come down again
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -48,7 +49,7 @@ class StepSize:
 
     ratio: Tensor  # r, by which steps are shortened; 0 before the first check
     norm: Tensor  # a norm of the step of the last check; infinity before
-    value: Tensor  # h before the step of the last check, infinity before
+    value: Tensor  # h before the step of the last check; infinity before, and where h was no number
     weight: Tensor  # the sum of the weights of the averaged gradients
     calm: Tensor  # whether the last check found the step far below its bound; a bool
     same: Tensor  # whether the batch of the last check was that of the check before it; a bool
@@ -115,7 +116,7 @@ class Check:
 
 
 class StalledWarning(UserWarning):
-    """Checks shorten all steps, or undo them, so that the training hardly moves."""
+    """A training hardly moves: checks shorten all steps or undo them, steps cannot be made, or change no parameter."""
 
 
 @dataclass
@@ -263,7 +264,7 @@ def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, fini
     risen, same = has_risen(size, last, check, noisy, finite)
     size.same.copy_(same)
     go_back(flat, last, risen)
-    size.ratio.mul_(torch.where(risen, 2.0, 1.0))
+    size.ratio.mul_(torch.where(risen, 2.0, 1.0)).clamp_(max=MOST_SHORTENED)
     return risen
 
 

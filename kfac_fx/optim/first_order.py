@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.arguments import not_negative, number, optional
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.passes.errors import nearest
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+ADAM_VALUES = {"exp_avg_sq": NOT_NEGATIVE, "step": A_COUNT}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,7 @@ class FlatParameters:
     copies: Tensors  # by name, the parameters as this process has them: whole, or shards
     gradients: Tensors  # by name; the parts of this process in vectors
     vectors: StateVectors
+    longest_squared: float  # of a move, at most
     lr: Tensor
     largest_lr: Tensor  # of all parameters, 0-dim
     first_lr: Tensor | None  # when the groups were added; None if they do not keep it
@@ -213,11 +215,26 @@ class FlatParameters:
         """A 0-dim bool."""
         return is_finite(self.division.total(vector.sum()))
 
+    def may_be_added(self, move: Tensor) -> Tensor:
+        """Whether a move δ is finite, and its length a number of the parameters whose square is finite; a 0-dim bool.
+
+        A longer one cannot be right: the squares of the new parameters are infinite, or the parameters themselves.
+        """
+        squared = self.division.total(torch.dot(move, move))
+        return (squared <= self.longest_squared) & squared.isfinite()
+
     def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
         squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
         product, *squares = self.division.total(torch.stack([inner(first, second), *squares])).unbind()
         return product, squares[0], squares[1]
+
+
+def longest_squared(dtypes: Iterable[torch.dtype]) -> float:
+    """The squared length of the longest move that numbers of these types, and the squares of its own, can hold."""
+    types = list(dtypes)
+    moves = functools.reduce(torch.promote_types, types, torch.float32)
+    return min(torch.finfo(moves).max, *(torch.finfo(dtype).max * torch.finfo(dtype).max for dtype in types))
 
 
 def rule_state(state: Tensors) -> Tensors:
@@ -316,8 +333,7 @@ class GroupedParameters:
                         one_element(key, value)
                         scalars[name].copy_(value.reshape(()))
                     else:
-                        number(f"{key} of a parameter group", value)
-                        scalars[name].fill_(value)
+                        scalars[name].fill_(number(f"{key} of a parameter group", value))
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 
@@ -354,6 +370,7 @@ class GroupedParameters:
             {name: shard(parameter) for name, parameter in parameters.items()},
             {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
             state,
+            longest_squared(parameter.dtype for parameter in parameters.values()),
             lr,
             lr if lr.dim() == 0 else self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
@@ -437,5 +454,5 @@ def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Te
     """
     update, new = rule(flat.g, flat.state, flat.flat)
     move = flat.displacement(update)
-    finite = torch.stack([flat.is_finite(move), *map(flat.is_finite, new.values())]).all()
+    finite = torch.stack([flat.may_be_added(move), *map(flat.is_finite, new.values())]).all()
     return (move, new), finite

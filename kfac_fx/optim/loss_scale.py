@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import LossSpec, RowsOfLoss
@@ -43,6 +44,7 @@ SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
 TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
+CERTAINTY = 1e-7  # of the length of a gradient, for the root of the mean squared length of those of sampled targets
 LISTED_PARAMETERS = 8  # parameters that a warning names
 WHY = (
     "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
@@ -638,6 +640,10 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     whole batch are certain, as those of a saturated softmax; and if forward computes losses of which only some are
     distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
 
+    Curvature is too little if √tr F is below `CERTAINTY` of the gradient's length. If targets were samples of the
+    predictive distributions, tr F would be the mean squared length of the gradients of cases. So the targets are as far
+    away as if a Normal distribution missed them by ten million deviations.
+
     Args:
         gradients: by parameter.
         whole: whether one graph is the whole model. A registered loss then depends on all parameters of blocks.
@@ -645,7 +651,9 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     curved: dict[str, Tensor] = {}
     for block in (block for block in estimator.blocks.values() if block.group.here):
         flat = ~block.factors["G" if "G" in block.factors else "F"].moment.any()
-        curvature = ~block.group.agreed(flat)
+        lengths = [gradients[name].norm().to(flat.device) for name in block.registration.owners if name in gradients]
+        far = bool(lengths) and root_of_trace(block) <= CERTAINTY * torch.stack(lengths).norm()
+        curvature = ~(block.group.agreed(flat) | far)
         for name in block.registration.owners:
             curved[name] = curved[name] | curvature if name in curved else curvature
     names = [name for name in gradients if name in curved]
@@ -663,8 +671,9 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
         more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
         cause, remedy = (
             (
-                "the model is certain of its outputs, as a saturated softmax is, so these parameters have no curvature",
-                "Scale the inputs, or initialize the last layer with smaller weights",
+                "the model is certain of its outputs, as a saturated softmax is, or a Normal distribution far away "
+                "from its targets, so these parameters have no curvature to speak of",
+                "Scale the inputs and the targets, or initialize the last layer with smaller weights",
             )
             if certain
             else (
@@ -680,6 +689,16 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
                 "first step, from gradients and factors."
             )
         )
+
+
+def root_of_trace(block: BlockOperator) -> Tensor:
+    """√tr F, 0-dim."""
+    group, sizes = block.group, dict(zip("GA", block.group.whole_shape[1:], strict=True))
+    sizes["F"] = math.prod(group.whole_shape)
+    traces = [group.mean_eigenvalue(side)[block.member.start] * sizes[side.factor] for side in group.structure.sides]
+    roots = [trace.sqrt() for trace in traces]
+    root: Tensor = torch.linalg.vector_norm(roots[0] * roots[1] if len(roots) > 1 else roots[0])
+    return root * group.positions()[block.member.start].sqrt()
 
 
 def scale_of_caller() -> float:

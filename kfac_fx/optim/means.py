@@ -27,12 +27,14 @@ from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup, Stack
+from kfac_fx.linalg.entries import NOT_NEGATIVE
 from kfac_fx.linalg.vectors import Tensors, joint_view
 from kfac_fx.optim.bases import turned
 from kfac_fx.passes.torch_private import version
 
 EPSILON = 1e-8
 MEANS = ("average", "squares")
+MEAN_VALUES = {"average/total_weight": NOT_NEGATIVE, "squares": NOT_NEGATIVE}  # in a state
 WORTH_PARTS = 1 << 20  # numbers of all blocks
 PART = 1 << 16  # numbers that are taken at a time
 

@@ -80,7 +80,7 @@ def measured_move(
         change = change + others.inner(others.g, move)  # no Fisher block: only the slope is known
         moves.append((others, move, new))
     for flat, move, _ in moves:
-        ok = ok & flat.is_finite(move)
+        ok = ok & flat.may_be_added(move)
     for flat, move, new in moves:
         flat.commit(move, new, ok)
     state.scalars["predicted_change"].copy_(change)

@@ -18,7 +18,9 @@ from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import Replicas, Shards
-from kfac_fx.optim.checkpoint import check_state, is_left, publish, restore, with_empty_groups
+from kfac_fx.optim.bases import BASIS_VALUES
+from kfac_fx.optim.checkpoint import is_left, publish, restore, with_empty_groups
+from kfac_fx.optim.checkpoint_checks import check_state
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
@@ -185,6 +187,7 @@ class KFAC(Optimizer, Joinable):
         )
         self.estimator.relative_damping = rule.side_damping
         self.estimator.new_extras = rule.new_extras
+        self.estimator.of_extras = {**BASIS_VALUES, **rule.values}
         shards = Shards.of(net.named_parameters())
         self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.group))
         if options.strategy is not None:
@@ -503,18 +506,28 @@ class KFAC(Optimizer, Joinable):
         state = super().state_dict()
         return {**state, "param_groups": [group for group in state["param_groups"] if not is_left(group)]}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue bit for bit from `state_dict()`.
 
+        A warning says what differs: the options that were given when the state was saved, parameters that have no state
+        in it, and entries that the states of earlier versions do not have.
+
         Raises:
-            ValueError: the state does not fit; nothing of it is loaded then.
+            ValueError: entries are missing or unknown, or have shapes, dtypes or values that they cannot have. It names
+                all of them, and nothing of the state is loaded.
         """
         self._follow_registrations()  # paths that were only captured
         self.estimator.follow_registrations()
         checkpoint = check_state(self._step_state, self.param_groups, state_dict)
-        # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
         groups = with_empty_groups(self.param_groups, state_dict["param_groups"])
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        before = self.state, self.param_groups
+        try:
+            # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
+            super().load_state_dict({"state": {}, "param_groups": groups})
+        except BaseException:  # of a user's hook
+            self.state, self.param_groups = before
+            raise
         if self.options.rule.keeps_first_lr:
             for group in self.param_groups:
                 keep_first_lr(group)

@@ -18,6 +18,7 @@ from kfac_fx.linalg.arguments import (
     choice,
     not_negative,
     whole_number,
+    wrong_value,
 )
 from kfac_fx.losses.declared import no_loss_known
 from kfac_fx.losses.sources import check_mode
@@ -36,6 +37,11 @@ def a_rate(name: str, value: Any) -> None:
             f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
         )
     not_negative(name, value)
+
+
+def several_parameters(name: str, value: Any) -> None:
+    if isinstance(value, (Tensor, str, bytes)) or not isinstance(value, Iterable):
+        raise wrong_value(name, value, "be parameters, or groups of them, as in [{'params': [...], 'lr': 0.1}]")
 
 
 def a_grad_scaler(name: str, value: Any) -> None:
@@ -80,7 +86,7 @@ class KFACOptions:
     reduction: Annotated[str, functools.partial(choice, known=("mean", "sum"))]
     first_order: Annotated[Mapping[str, Any] | None, of_first_order]
     grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler]
-    params: Iterable[Any] | None
+    params: Annotated[Iterable[Any] | None, several_parameters]
     process_group: Annotated[Any | None, a_process_group]
     placement: Annotated[str, in_any_case(PLACEMENTS)]
 
@@ -160,6 +166,21 @@ class KFACOptions:
         if unnamed and (mode != "empirical" or self.fraction != 1 or self.rule.is_exact):
             raise no_loss_known()
         return mode
+
+    @functools.cached_property
+    def told(self) -> dict[str, float | str | None]:
+        """The options, as they were given, that a checkpoint has next to the choices that it depends on. Waits for
+        the device of tensors."""
+        elsewhere = ("momentum_type", "estimation_mode", "adapt_damping", "placement")  # the last changes no result
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name in self.common()}
+        values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
+        values |= {"lr": self.of_groups["lr"], "cov_ema_decay": self.factor_decay}
+        values |= {"first_order": repr(self.first_order_rule)}
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        comparable = {
+            name: value for name, value in numbers.items() if isinstance(value, (float, int, str, type(None)))
+        }
+        return {name: value for name, value in comparable.items() if name not in elsewhere}
 
     @property
     def of_groups(self) -> dict[str, Any]:

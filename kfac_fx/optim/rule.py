@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import positive
+from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bases import basis_of, new_bases, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize
@@ -51,7 +53,16 @@ ANY = 10**6
 COMMON = frozenset(
     [
         *("damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late"),
-        *("first_recorded", "generator", "estimator.damping", "momentum_type", "estimation_mode", "adapt_damping"),
+        *(
+            "first_recorded",
+            "generator",
+            "estimator.damping",
+            "options",
+            "name",
+            "momentum_type",
+            "estimation_mode",
+            "adapt_damping",
+        ),
         *("intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near"),
     ]
 )
@@ -247,6 +258,8 @@ class Rule:
         checked         whether steps are checked now and then with the loss of their batch (`kfac_fx.optim.checks`)
         scalars         its 0-dim tensors (`BlockStep.scalars`) by name, each with its first value; the checkpoint has
                         them
+        values          what entries of `scalars`, `new_state` and `new_extras` may be in a checkpoint, by name, if that
+                        is not every finite number: `{"v": Values(least=0)}`
         default_lr      the lr of the parameter groups if none is given; None: it must be given
         factor_decay    the default of KFAC's `cov_ema_decay`
         intervals       of statistics, inverses and checks, until others are chosen
@@ -260,6 +273,7 @@ class Rule:
     is_exact: ClassVar[bool] = False
     checked: ClassVar[bool] = False
     scalars: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    values: ClassVar[Mapping[str, Values]] = MappingProxyType({})
     default_lr: ClassVar[float | None] = None
     factor_decay: ClassVar[float] = 0.95
     intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
@@ -460,7 +474,10 @@ def checkpoint_of(parameter: Tensor) -> Tensors:
 
 
 def check_fields(options: Any) -> None:
-    """Run the checks in the annotations of a dataclass. Those of None are run if None is no value of the field."""
+    """Run the checks in the annotations of a dataclass. Those of None are run if None is no value of the field.
+
+    Numbers of other types, such as fractions, become floats where the field is one: torch knows no others.
+    """
     annotations = get_type_hints(type(options), include_extras=True)
     for option in fields(options):
         value, annotation = getattr(options, option.name), annotations[option.name]
@@ -468,6 +485,8 @@ def check_fields(options: Any) -> None:
         may_be_none = option.default is None or type(None) in get_args(of_value[0])
         for check in () if value is None and may_be_none else getattr(annotation, "__metadata__", ()):
             check(option.name, value)
+        if isinstance(value, Real) and not isinstance(value, float) and float in (of_value[0], *get_args(of_value[0])):
+            object.__setattr__(options, option.name, float(value))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

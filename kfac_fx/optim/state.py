@@ -25,6 +25,7 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import BlockStep, Memory
 from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.standstill import StandstillWatch
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.random_streams import RandomState
@@ -79,6 +80,8 @@ class StepState:
     scalars: dict[str, Tensor] = field(init=False)  # of the last step that computed them; NaN before
     checks: Checks = field(init=False)
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
+    undone: Tensor = field(init=False)  # that of those which checks undid, since the optimizer was made
+    standstill: StandstillWatch = field(default_factory=StandstillWatch)
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
     phases: PhaseSeconds = field(default_factory=PhaseSeconds)
@@ -90,6 +93,7 @@ class StepState:
         self.scalars = {name: torch.full_like(self.damping, value) for name, value in first.items()}
         self.checks = Checks(StepSize.first(scalar))
         self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
+        self.undone = torch.zeros_like(self.skipped)
         self.memory = rule.memory(scalar, self.estimator)
         self.multiply_jacobian = JacobianProducts(lambda values: self.vectors.division.total(values))
         self._compiled: dict[Any, Callable[..., Any]] = {}

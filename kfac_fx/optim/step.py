@@ -12,7 +12,7 @@ take_step
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.checks import Check, revert, take
+from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
 from kfac_fx.optim.groups import FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
+from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE, Look
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -73,9 +74,12 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
+    state.standstill.begin(parameter for group in groups for parameter in group["params"])
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
+    causes = {LOSS: ok}
     for condition in finite if usable is None else (*finite, usable):
         ok = ok & condition
+    causes[GRADIENT] = ok
     if due.checking and step is not None:
         ok = checked_by_batch(state, step, ok, scale)
     if due.first:
@@ -88,6 +92,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
     if due.first and not (recorded and ok.item()):
         state.skipped += 1
+        look_at(state, causes if recorded else {NO_CASES: torch.zeros_like(ok)}, in_blocks, others)
         return
     if due.adapting_late:
         measure_late(state, losses)
@@ -98,9 +103,37 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     with state.phases.measure("update"):
         ok = measured_move(state, step, others, ok, loss, losses) if due.adapting else moved(state, step, others, ok)
     state.skipped += ~ok
+    if step is not None and step.undone is not None:
+        state.undone += step.undone & ~ok
+    look_at(
+        state, {**causes, UPDATE: ok if step is None or step.undone is None else ok | step.undone}, in_blocks, others
+    )
     schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
     if (rule_with_checks := state.options.checks) is not None and step is not None and step.undone is not None:
         state.checks.watch.look(rule_with_checks.divisor(step), step.undone, schedule.last_check)
+
+
+def look_at(
+    state: StepState, causes: Mapping[str, Tensor], in_blocks: FlatParameters | None, others: FlatParameters | None
+) -> None:
+    """Look at what the step has changed, if that is due. causes: as `Look.finite`."""
+    if state.standstill.before is None:
+        return
+    moving = [flat for flat in (in_blocks, others) if flat is not None]
+    assert state.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
+    rates = {id(rate): rate for rate in state.vectors.grouped.scalars["lr"].values()}
+    device = state.skipped.device
+    gradients = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
+    state.standstill.look(
+        Look(
+            state.skipped - state.undone,
+            state.undone,
+            state.standstill.moved(state.skipped),
+            torch.stack(gradients).any(),
+            torch.stack([*rates.values()]).any(),
+            causes,
+        )
+    )
 
 
 # --- before the update ------------------------------------------------------------------------------------------------
@@ -252,7 +285,7 @@ def moved_in_blocks(state: StepState, step: BlockStep) -> Tensor:
     if step.check is not None:
         return guarded_move(state, step, update, step.check, ok)
     move = rule.move(step, update)
-    ok = ok & step.flat.is_finite(move)
+    ok = ok & step.flat.may_be_added(move)
     step.flat.commit(move, update.state, ok)
     step.size.store(ok, **update.scalars)
     return ok
@@ -264,12 +297,13 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     rule, flat, size = state.options.checks, step.flat, step.size
     assert rule is not None, "bug in kfac_fx: a check of a rule without checks"
     measured = rule.measured_move(step, update, check)
-    tried = ok & flat.is_finite(measured.move) & measured.finite
+    tried = ok & flat.may_be_added(measured.move) & measured.finite
     slope = measured.slope if check.batch.observed else flat.inner(flat.g, measured.move)
     predicted = slope + 0.5 * measured.curvature
     kept, change = take(flat, measured.move, update.state, check, measured.before, slope, measured.rise, tried)
-    ratio = torch.where(kept, measured.ratio, 2 * measured.ratio)
-    size.store(tried, ratio=ratio, value=check.value, **update.scalars, **measured.scalars)
+    ratio = torch.where(kept, measured.ratio, 2 * measured.ratio).clamp(max=MOST_SHORTENED)
+    value = torch.where(check.value.isfinite(), check.value, torch.inf)
+    size.store(tried, ratio=ratio, value=value, **update.scalars, **measured.scalars)
     outcome = Outcome(tried, kept, change, predicted)
     rule.checked_move(step, check, measured, outcome)
     step.undone = tried & ~kept if step.risen is None else (tried & ~kept) | step.risen

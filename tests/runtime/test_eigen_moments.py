@@ -473,6 +473,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert opt.skipped == 1
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_gradient_whose_squares_overflow_moves_nothing_and_is_in_no_mean() -> None:
     net, opt = made()
     for number in range(4):

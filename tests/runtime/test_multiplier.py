@@ -212,7 +212,8 @@ def test_its_state_is_in_the_checkpoint_and_a_training_goes_on_bit_for_bit() -> 
     assert first["last_update"].any()
     other, resumed = made(lr=0.1)
     other.load_state_dict(stored[0])
-    resumed.load_state_dict(stored[1])
+    with pytest.warns(UserWarning, match="saved by a KFAC with other options: lr was 0.5 and is 0.1 here"):
+        resumed.load_state_dict(stored[1])
     for number in range(7, 12):
         step(net, opt, number)
         step(other, resumed, number)
@@ -230,7 +231,10 @@ def test_a_state_of_before_it_loads_and_goes_on_with_the_first_values() -> None:
             values.pop(name, None)
     other, resumed = made(damping_adaptation_interval=4)
     other.load_state_dict(stored[0])
-    resumed.load_state_dict(stored[1])
+    with pytest.warns(
+        UserWarning, match="of an earlier version, and these begin anew: multiplier, peak_lr, last_update"
+    ):
+        resumed.load_state_dict(stored[1])
     assert multiplier(resumed) == 1 and not last_update(other, resumed).any()
     assert resumed.scalars["peak_lr"] == 0
     for parameter, same in zip(net.parameters(), other.parameters(), strict=True):
@@ -248,7 +252,8 @@ def test_any_one_of_its_entries_may_be_missing(name: str) -> None:
     for values in state["state"].values():
         values.pop(name, None)
     other, resumed = made()
-    resumed.load_state_dict(state)
+    with pytest.warns(UserWarning, match=f"these begin anew: {name.removeprefix('kfac/')}.$"):
+        resumed.load_state_dict(state)
     assert multiplier(resumed) == (1 if name == "kfac/multiplier" else multiplier(opt))
     expected = torch.zeros_like(theta(net)) if name == "last_update" else last_update(net, opt)
     assert torch.equal(last_update(other, resumed), expected)

@@ -55,6 +55,7 @@ def test_a_step_without_any_gradient_does_nothing() -> None:
 
 
 @pairs(("value", [torch.nan, torch.inf]), ("where", ["gradient", "inputs", "loss"]), ("options", KINDS))
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], where: str, value: float) -> None:
     net, opt = made(**options, invert_every=5, weight_decay=0.1)
     train(net, opt, range(3))
@@ -80,6 +81,8 @@ def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], wher
     assert opt.skipped.item() == 1
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
+@pytest.mark.filterwarnings("ignore:the model is certain of its outputs")
 def test_an_update_that_is_not_finite_is_not_made() -> None:
     net, opt = made(lr=1e300, momentum=0.0)
     train(net, opt, range(0))
@@ -94,6 +97,7 @@ def test_an_update_that_is_not_finite_is_not_made() -> None:
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     x, y = batch(7)
@@ -107,6 +111,7 @@ def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any])
     assert (opt.counter, opt.skipped.item()) == (2, 1)
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_the_damping_stays_where_the_step_is_skipped() -> None:
     net, opt = made(adapt_damping=True, damping_adaptation_interval=1)
     backward(net, 0)
@@ -185,6 +190,7 @@ def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: 
         assert 0.5 < opt.rho.item() < 2
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_parameters_in_no_block_are_skipped_with_the_rest_and_resumed() -> None:
     torch.manual_seed(0)
     net, opt = made(WithSpare())

@@ -1,9 +1,12 @@
 """Values of KFAC's options, and errors that say what to write instead. Help and type checkers know the options."""
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kfac_fx.compiled.compiled_module import compile
@@ -12,6 +15,7 @@ from kfac_fx.optim.rules import Adam, Adaptive, EigenMoments, QModel, QModelFixe
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import AlreadyAttachedError
 from tests.runtime.options_of import options_of
+from tests.runtime.slow_kfac import batch, mlp
 
 # Options that the rule does not have: (options next to lr=0.1, each with a line of the error).
 NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -431,3 +435,39 @@ def test_every_rule_has_its_own_defaults() -> None:
     assert (Adaptive().damping_adaptation_decay, QModel(damping=0.1).damping_adaptation_decay) == (0.9, 0.95)
     decays = [options_of(compile(model(), loss="categorical"), **of).factor_decay for of in ({}, {"damping": 1.0})]
     assert decays == [0.98, 0.95]
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 10), np.float32(0.1), np.float64(0.1)])
+def test_numbers_of_other_types_train_as_floats(number: Any) -> None:
+    net = compile(mlp(), loss="categorical")
+    params = [{"params": list(net.parameters()), "lr": number}]
+    opt = KFAC(net, lr=number, damping=number, weight_decay=number, params=params, momentum_type="regular")
+    assert type(opt.options.weight_decay) is float or isinstance(number, np.float64)
+    assert float(opt.damping) == pytest.approx(0.1)
+    x, y = batch(0)
+    F.cross_entropy(net(x), y).backward()
+    opt.step()
+    assert opt.counter == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": 10**400}, "lr is larger than any floating-point number"),
+        ({"momentum": 10**400}, "momentum is larger than any floating-point number"),
+        ({"invert_every": 2**63}, r"invert_every is too large for a number of steps: it must be below 2\*\*63"),
+        (
+            {"params": 3},
+            r"params is 3; it must be parameters, or groups of them, as in \[\{'params': \[...\], 'lr': 0.1",
+        ),
+        ({"params": torch.ones(2)}, r"params is tensor\(\[1., 1.\]\); it must be parameters, or groups of them, as in"),
+    ],
+)
+def test_numbers_that_are_too_large_and_parameters_that_are_none(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        KFAC(compile(mlp(), loss="categorical"), **{"lr": 0.1, "damping": 0.1, **options})
+
+
+def test_a_large_whole_number_is_a_float() -> None:
+    opt = KFAC(compile(mlp(), loss="categorical"), lr=0.1, damping=10**20)
+    assert float(opt.damping) == 1e20

@@ -208,6 +208,7 @@ def test_the_multiplier_grows_as_with_updates_that_are_kept(case: str, monkeypat
 
 
 @pytest.mark.usefixtures("exact_products")
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     training = Training("text", torch.float64)
     for _ in range(4):
@@ -227,6 +228,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("exact_products")
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_an_update_that_is_not_finite_makes_no_step() -> None:
     training = Training("text", torch.float64)
     for _ in range(4):

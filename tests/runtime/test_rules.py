@@ -35,7 +35,7 @@ def vectors(
     """A parameter whose gradient is g."""
     by_name, state = {"a": g}, StateVectors(("a",), {"a": g}, {"velocity": velocity}, {})
     flat = Flat({"a": g.shape})
-    return FlatParameters(flat, UNDIVIDED, {}, {}, by_name, state, lr, lr.amax(), first_lr, momentum, None)
+    return FlatParameters(flat, UNDIVIDED, {}, {}, by_name, state, torch.inf, lr, lr.amax(), first_lr, momentum, None)
 
 
 def of_gradient(bound: float | None) -> dict[str, Any]:

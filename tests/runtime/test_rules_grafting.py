@@ -80,6 +80,7 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
         torch.testing.assert_close(net.model.weight.detach(), w[:, :-1])  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_averages_that_are_not_finite_change_nothing() -> None:
     net, opt = made(damping=0.1)
     for number, scale in enumerate((1.0, 1e200, 1.0)):

@@ -72,7 +72,10 @@ def test_a_state_without_a_multiplier_is_no_first_check() -> None:
             values.pop(f"kfac/{name}", None)
         if "kfac/norm" in values:
             values["kfac/norm"] = torch.full_like(values["kfac/norm"], torch.inf)
-    optimizer.load_state_dict(state)
+    with pytest.warns(
+        UserWarning, match="of an earlier version, and these begin anew: multiplier, peak_lr, last_update."
+    ):
+        optimizer.load_state_dict(state)
     train(optimizer, net, x, y, 1)
     assert float(optimizer.scalars["multiplier"]) <= 1.0
 

@@ -200,6 +200,7 @@ def test_a_step_without_gradients_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("reason", ["no cases", "not finite"])
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_first_step_without_a_factor_is_skipped_and_comes_again(reason: str) -> None:
     problem = Problem(estimator={"recorded": reason != "no cases"})
     problem.backward()
@@ -246,6 +247,7 @@ def test_a_move_that_is_not_finite_is_not_made() -> None:
     assert not step.state["velocity"].any() and not others.state["step"].any()
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_step_whose_loss_is_not_finite_is_counted_and_changes_nothing() -> None:
     problem = Problem()
     problem.state.schedule.counter = 1
@@ -254,6 +256,7 @@ def test_a_step_whose_loss_is_not_finite_is_counted_and_changes_nothing() -> Non
     assert not move_of(problem).any() and (problem.state.schedule.counter, problem.state.skipped.item()) == (2, 1)
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_step_whose_recording_is_of_another_function_changes_nothing() -> None:
     """On an accelerator, where the host learns of it later."""
     problem = Problem()

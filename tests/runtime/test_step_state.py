@@ -15,6 +15,7 @@ from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.state import PhaseSeconds
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_counters_tell_steps_and_those_that_changed_nothing() -> None:
     net = compile(nn.Linear(3, 2), loss="categorical")
     optimizer = KFAC(net, seed=0)

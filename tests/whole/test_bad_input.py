@@ -277,7 +277,7 @@ ESTIMATORS: Rows = {
     },
     "a state of nothing": (
         lambda: (est := estimated()).load_state_dict(dict.fromkeys(est.state_dict())), ValueError,
-        "the state is of another estimator: 23 names or shapes differ, the first is '0.weight,0.bias/A/-1.0'",
+        "the state does not fit this estimator, and nothing of it is loaded: 23 entries are wrong\n  damping  ",
     ),
 }  # fmt: skip
 OPTIMIZERS: Rows = {
@@ -330,7 +330,7 @@ OPTIMIZERS: Rows = {
     **{
         f"a state with a {value!r}": (
             lambda value=value: loaded(lambda s: s["state"][0].update(velocity=value)), ValueError,
-            "1 entries of the state are no tensors with values:\n  velocity  is ",
+            "and nothing of it is loaded: an entry is wrong\n  velocity of 0.weight  is ",
         )
         for value in (None, 3, "a", META)
     },

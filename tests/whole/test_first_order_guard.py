@@ -50,6 +50,7 @@ class Training:
     "options", [{}, {"adapt_damping": True, "damping_adaptation_interval": 1}], ids=["", "adapting"]
 )
 @pytest.mark.parametrize("factor", [1e25, math.inf, math.nan])
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_gradient_that_is_too_large_to_be_squared_freezes_nothing(factor: float, options: dict[str, Any]) -> None:
     clean, hit = Training(**options), Training(**options)
     for training in (clean, hit):
@@ -62,6 +63,7 @@ def test_a_gradient_that_is_too_large_to_be_squared_freezes_nothing(factor: floa
     assert not torch.equal(hit.model.beside, before[-1]) and all(p.isfinite().all() for p in hit.values())
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_learning_rate_that_makes_the_update_infinite_moves_no_group() -> None:
     training = Training()
     training.step(0)
@@ -75,6 +77,7 @@ def test_a_learning_rate_that_makes_the_update_infinite_moves_no_group() -> None
     assert not any(map(torch.equal, training.values(), before))
 
 
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_the_moments_of_the_first_order_rule_stay_as_they_were() -> None:
     training = Training()
     training.step(0)

@@ -20,6 +20,7 @@ from torch.distributed import checkpoint as dcp
 
 import kfac_fx
 
+pytestmark = pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")  # of batches that are not finite
 WORLD, CASES, PATIENCE = 2, 12, timedelta(seconds=5)
 ENDS = {3: 12, 4: 9, 5: 12, 6: 1}  # by step, the number of cases of the first process where it is not one half
 BROKEN = (2, 7)  # the steps of which the last case is not finite

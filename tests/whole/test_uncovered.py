@@ -118,8 +118,8 @@ def test_a_saturated_softmax_is_told_as_such(mode: str) -> None:
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, estimation_mode=mode, seed=0)
     F.cross_entropy(net(torch.eye(3)), torch.tensor([1, 2, 1])).backward()
     said = (
-        "the model is certain of its outputs, as a saturated softmax is, so these parameters have no curvature: "
-        r"weight, bias.\nWithout curvature .* Scale the inputs, or initialize the last layer with"
+        "the model is certain of its outputs, as a saturated softmax is, or a Normal distribution far away from its "
+        r"targets, so these parameters have no curvature to speak of: weight, bias.\nWithout curvature .* Scale the inp"
     )
     with pytest.warns(LossScaleWarning, match=said):
         optimizer.step()

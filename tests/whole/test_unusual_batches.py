@@ -40,6 +40,7 @@ def train(net: Any, opt: kfac_fx.KFAC, *batches: tuple[Tensor, Tensor]) -> list[
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_an_empty_first_batch_is_as_if_it_had_not_been(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     same, without = made(**options)
@@ -121,6 +122,7 @@ def test_an_empty_example_has_cases_of_its_first_dimension() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_batch_with_a_nan_changes_nothing(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     x, y = batch(8)

@@ -79,12 +79,14 @@ from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
+from kfac_fx.linalg.entries import NOT_NEGATIVE, Values
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.means import (
+    MEAN_VALUES,
     Means,
     StepScalars,
     combine,
@@ -151,6 +153,11 @@ class EigenMoments(CheckedRule):
     factor_decay: ClassVar[float] = 0.98
     longest: ClassVar[StepIntervals] = StepIntervals(statistics=30, inverses=ANY, checks=10)
     scalars: ClassVar[Mapping[str, float]] = {"multiplier": 1.0, "peak_lr": 0.0}
+    values: ClassVar[Mapping[str, Values]] = {
+        "multiplier": Values(LEAST, FIRST * MOST),
+        "peak_lr": NOT_NEGATIVE,
+        **MEAN_VALUES,
+    }
 
     momentum: Annotated[float, a_decay] = 0.9
     second_moment_decay: Annotated[float, a_weight] = 0.95

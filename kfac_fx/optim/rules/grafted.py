@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kfac_fx.fisher.placement import UNDIVIDED, VectorDivision
 from kfac_fx.linalg.arguments import a_decay, a_weight, positive
+from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Flat, Tensors, connected
-from kfac_fx.optim.first_order import FirstOrder, new_adam_state
+from kfac_fx.optim.first_order import ADAM_VALUES, FirstOrder, new_adam_state
 from kfac_fx.optim.groups import is_finite
 from kfac_fx.optim.rule import BlockStep, Damped, Update
 
@@ -29,6 +30,7 @@ class Grafted(Damped):
     """
 
     name: ClassVar[str] = "grafted"
+    values: ClassVar[Mapping[str, Values]] = ADAM_VALUES
 
     relative_damping: Annotated[float | None, positive] = None
     momentum: Annotated[float, a_decay] = 0.9

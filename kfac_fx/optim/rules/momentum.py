@@ -147,7 +147,7 @@ def move_at_once(
     """A whole step. Returns whether it was made, and κ."""
     update, state, kappa = rule.bounded(flat, precondition, multiply)
     move = flat.displacement(update)
-    ok = ok & flat.is_finite(move)
+    ok = ok & flat.may_be_added(move)
     flat.commit(move, state, ok)
     return ok, kappa
 

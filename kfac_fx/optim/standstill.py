@@ -1,0 +1,161 @@
+"""Whether steps change anything: a warning, once, of steps that cannot be made, and of parameters that stand still.
+
+Steps 1, 2, 5, 10, 20, 50 and 100 are looked at, and then every hundredth. A look compares the entries of every
+parameter that have the largest gradients before and after the step. The host reads it some steps later, so that it
+hardly waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.matrices import HostCopy, dense
+from kfac_fx.linalg.processes import shard
+from kfac_fx.optim.checks import STEPS_TO_READ, StalledWarning
+from kfac_fx.optim.schedule import is_early
+from kfac_fx.passes.errors import plural
+from kfac_fx.passes.users_code import warn_user
+
+EVERY = 100  # steps from look to look
+STILL = 3  # looks in a row that see no parameter move, for a warning
+LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
+UPDATE = "the update is not finite, or so long that its square is not"
+NO_CASES = "no statistics came of the batch, as of one without cases"
+UNKNOWN = "the gradient or the loss was not finite, or a batch had no cases"  # between two looks
+FROM_DATA = (
+    "Look for NaN and infinity in the inputs, the targets and the parameters, and for squares that overflow. If the "
+    "first steps were made, they were too long: write a smaller lr or a larger damping, and begin anew. In float16, "
+    "use autocast with a GradScaler, or bfloat16"
+)
+REMEDIES = {
+    UPDATE: "Write a smaller lr or weight_decay, or a larger damping",
+    NO_CASES: "Leave out batches without cases, or with ignored targets alone",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """The numbers of a look, on the device: 0-dim tensors that become one message to the host.
+
+    Attributes:
+        failed: the number of steps that could not be made, so far.
+        undone: that of steps which a check undid.
+        moved: whether a parameter has changed in the step.
+        pushed: whether a gradient is other than zero.
+        rate: whether an lr is.
+        finite: for each cause of a failure, whether it is none in this step.
+    """
+
+    failed: Tensor
+    undone: Tensor
+    moved: Tensor
+    pushed: Tensor
+    rate: Tensor
+    finite: Mapping[str, Tensor]
+
+    def stacked(self) -> Tensor:
+        numbers = self.failed, self.undone, self.moved, self.pushed, self.rate, *self.finite.values()
+        return torch.stack([number.to(torch.int64) for number in numbers])
+
+
+@dataclass
+class StandstillWatch:
+    """The looks at an optimizer, and what they have told.
+
+    Attributes:
+        tried: the number of steps with a gradient.
+        looked: the step of the last look.
+        failed, undone: the numbers of the last look that was read.
+        still: the steps of the looks in a row, up to this one, in which nothing moved.
+        before: entries of the parameters before the present step, if it is looked at, and their places.
+        unread: looks by the steps before and after, with the causes that they tell apart.
+        told: the kinds of warnings that were given.
+    """
+
+    tried: int = 0
+    looked: int = 0
+    failed: int = 0
+    undone: int = 0
+    still: list[int] = field(default_factory=list)
+    before: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Before a step; parameters: with a gradient."""
+        self.tried += 1
+        self.before = None
+        while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
+            self.read(*self.unread.pop(0))
+        if len(self.told) < 2 and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
+            shards = ((shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None)
+            self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
+
+    def moved(self, like: Tensor) -> Tensor:
+        """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""
+        assert self.before is not None, "bug in kfac_fx: a look at a step that had no beginning"
+        changed = [(entries_at(p, places) != old).any().to(like.device) for p, places, old in self.before]
+        return torch.stack(changed).any() if changed else like.new_ones((), dtype=torch.bool)
+
+    def look(self, look: Look) -> None:
+        copy = HostCopy(look.stacked())
+        of_look = self.looked, self.tried, list(look.finite), copy
+        self.looked, self.before = self.tried, None
+        self.read(*of_look) if copy.event is None else self.unread.append(of_look)
+
+    def read(self, last: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
+        failed, undone, moved, pushed, rate, *finite = copy.wait().tolist()
+        new, self.failed = failed - self.failed, failed
+        withdrawn, self.undone = undone - self.undone, undone
+        if new > 0:
+            because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), None)
+            self.tell_failed(new, last, step, because)
+        self.still = [] if moved or withdrawn or new or not rate else [*self.still, step]
+        if len(self.still) == STILL:
+            self.tell_still(bool(pushed))
+
+    def forget(self, failed: int) -> None:
+        """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
+        self.failed, self.undone, self.looked = failed, 0, self.tried
+        self.still.clear()
+        self.unread.clear()
+
+    def tell_failed(self, number: int, last: int, step: int, because: str | None) -> None:
+        text = f"{because or UNKNOWN}. {REMEDIES.get(because or UNKNOWN, FROM_DATA)}"
+        steps = f"step {step}" if step - last == 1 else f"{plural(number, 'step')} of steps {last + 1} to {step}"
+        self.tell("failed", f"{steps} changed nothing, because {text}. optimizer.skipped counts such steps.")
+
+    def tell_still(self, pushed: bool) -> None:
+        if pushed:
+            text = (
+                "though gradients and lr are not zero: the updates are smaller than the rounding of the parameters. "
+                "Usual causes are an lr or a factor of the loss that is far too small, a damping that is far too "
+                "large, and parameters in float16 or bfloat16, which autocast keeps in float32."
+            )
+        else:
+            text = (
+                "because all gradients are zero. If the loss is not at its minimum, they underflow, or no unit is "
+                "active: compare parameter.grad with zero after backward, and in float16 use autocast with a "
+                "GradScaler, or bfloat16."
+            )
+        *others, last = self.still
+        self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
+
+    def tell(self, kind: str, text: str) -> None:
+        if kind not in self.told:
+            self.told.add(kind)
+            warn_user(StalledWarning(text))
+
+
+def largest(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of the largest and of the least entry of the gradient, and the entries of the parameter there, [2]."""
+    places = torch.stack([gradient.argmax(), gradient.argmin()])
+    return places, entries_at(parameter, places)
+
+
+def entries_at(parameter: Tensor, places: Tensor) -> Tensor:
+    return parameter.reshape(-1)[places]
