@@ -7,10 +7,9 @@ only these are sent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -227,11 +226,13 @@ class FisherEstimator(BlockDiagonalFisher):
         return bool(self._pending.sums) or any(group.updated for group in self.groups)
 
     @torch.no_grad()
-    def accumulate(self, moments: Moments, guarded: bool = False) -> None:
+    def accumulate(self, moments: Moments, guarded: bool = False, into: PendingBatch | None = None) -> None:
         """Add the moments of a micro-batch to those that the next `fold` takes as one batch.
 
-        guarded: leave the micro-batch out if its moments are not finite, and count it in `failures`; else they make
-            the sums of the whole batch so, and it is skipped.
+        Args:
+            guarded: leave the micro-batch out if its moments are not finite, and count it in `failures`; else they make
+                the sums of the whole batch so, and it is skipped.
+            into: a batch that is none of the next `fold` until `take` adds it; None: that of the next `fold`.
 
         Raises ValueError if registrations are missing in them.
         """
@@ -247,10 +248,23 @@ class FisherEstimator(BlockDiagonalFisher):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
                 dtype = self.factor_dtype
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
-            finite = self._pending.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
+            batch = self._pending if into is None else into
+            batch.registrations = self._registrations
+            finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         if finite is not None:
             for block in (due[key] for key in recorded if due[key].group.here):
                 block.group.skipped[block.member] += ~finite
+
+    def take(self, batch: PendingBatch) -> None:
+        """Add a batch that was accumulated apart to that of the next `fold`.
+
+        Raises ModelChangedError if registrations of the same parameters have changed since.
+        """
+        self.follow_registrations()
+        before, now = batch.registrations or (), self._registrations or ()
+        if before is not now:
+            batch.keep(unchanged(before, now))
+        self._pending.join(batch)
 
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
@@ -267,15 +281,6 @@ class FisherEstimator(BlockDiagonalFisher):
         self._pending = PendingBatch.of_state(state, self.blocks, self.damping.device)
         if self._generator is not None:
             self._generator.set_state(state["generator"].cpu())
-
-    @contextmanager
-    def forgetting_on_error(self) -> Iterator[None]:
-        """Moments that are accumulated inside are forgotten if an exception leaves the block."""
-        before = self._pending.copy()
-        with ExitStack() as on_error:
-            on_error.callback(setattr, self, "_pending", before)
-            yield
-            on_error.pop_all()
 
     def follow_registrations(self) -> None:
         """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
@@ -295,11 +300,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if not self._pending.sums and not any(group.updated for group in self.groups):
             self.build()
             return
-        owners = [{n for registration in rs for n in registration.owners} for rs in (self._registrations, now)]
-        if owners[0] >= owners[1]:
-            names = ", ".join(sorted({name for key, _ in before.items() ^ after.items() for name in key}))
-            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
-        self._pending.keep(key for key in before if before[key] == after.get(key))
+        self._pending.keep(unchanged(self._registrations, now))
         self.extend()
 
     def unrecorded(self) -> frozenset[Key]:
@@ -446,6 +447,20 @@ class FisherEstimator(BlockDiagonalFisher):
         )
 
 
+def unchanged(before: Iterable[Registration], now: Iterable[Registration]) -> set[Key]:
+    """The registrations that are the same as before.
+
+    Raises ModelChangedError if others changed, and no parameters came.
+    """
+    before, now = tuple(before), tuple(now)
+    was, is_now = ({r.parameters: r.approximation for r in registrations} for registrations in (before, now))
+    earlier, later = ({name for r in registrations for name in r.owners} for registrations in (before, now))
+    if was != is_now and earlier >= later:
+        changed = sorted({name for key, _ in was.items() ^ is_now.items() for name in key})
+        raise ModelChangedError(f"registrations changed after the first batch was recorded: {', '.join(changed)}.")
+    return {key for key in was if was[key] == is_now.get(key)}
+
+
 def runs(flags: Sequence[bool]) -> list[slice]:
     """The runs of true flags."""
     ends = [n for n in range(len(flags) + 1) if (n and flags[n - 1]) != (n < len(flags) and flags[n])]
@@ -457,7 +472,7 @@ def runs(flags: Sequence[bool]) -> list[slice]:
 
 @dataclass
 class PendingBatch:
-    """The batch that the next fold takes.
+    """The batch that the next fold takes, or a part of it.
 
     Attributes:
         sums: the sums of every recorded registration, by name.
@@ -465,6 +480,7 @@ class PendingBatch:
         cases: the number of cases.
         lost: among these, the cases of micro-batches that were not finite and left out.
         paused: the registrations that were frozen in a micro-batch.
+        registrations: those of which there were blocks when it was recorded.
     """
 
     sums: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
@@ -472,6 +488,7 @@ class PendingBatch:
     cases: int | Tensor = 0
     lost: int | Tensor = 0
     paused: set[Key] = field(default_factory=set)
+    registrations: tuple[Registration, ...] | None = None
 
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
@@ -518,21 +535,26 @@ class PendingBatch:
         Returns:
             Whether a guarded micro-batch is finite, 0-dim on the device; None for one that is not guarded.
         """
-        self.paused |= set(paused)
-        self.cases = self.cases + cases
-        finite = None
+        finite, lost = None, cast(int | Tensor, 0)
         if guarded and recorded:
             each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
             finite = torch.cat([are_finite(value.unsqueeze(0)).to(device) for value in each]).all()
             recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
             gradients = only_where(finite, gradients)
-            self.lost = self.lost + torch.where(finite, 0, cases)
-        for key, sums in recorded.items():
+            lost = torch.where(finite, 0, cases)
+        self.join(PendingBatch(dict(recorded), dict(gradients), cases, lost, set(paused)))
+        return finite
+
+    def join(self, other: PendingBatch) -> None:
+        """Add the micro-batches of another one."""
+        for key, sums in other.sums.items():
             before = self.sums.get(key)
             self.sums[key] = sums if before is None else {name: before[name] + sums[name] for name in sums}
-        for name, gradient in gradients.items():
-            self.gradients[name] = gradient + self.gradients.get(name, 0)
-        return finite
+        for name, gradient in other.gradients.items():
+            self.gradients[name] = gradient + self.gradients[name] if name in self.gradients else gradient
+        self.cases, self.lost = plus(self.cases, other.cases), plus(self.lost, other.lost)
+        self.paused |= other.paused
+        self.registrations = other.registrations or self.registrations
 
     def total(
         self, replicas: Replicas | None, groups: Mapping[Key, BlockGroup], damping: Tensor, *, divided: bool
@@ -584,6 +606,13 @@ class PendingBatch:
         for key, part in zip(groups, parts, strict=True):
             self.sums[key] = {"square": part}
         return total.squeeze(0)
+
+
+def plus(number: int | Tensor, other: int | Tensor) -> int | Tensor:
+    """The sum; a zero of Python takes no operation."""
+    if isinstance(number, int) and number == 0:
+        return other
+    return number if isinstance(other, int) and other == 0 else number + other
 
 
 def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -56,6 +56,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     """
     rule, schedule, forwards, estimator = state.options.rule, state.schedule, state.forwards, state.estimator
     due = schedule.due()
+    forwards.close()
     in_blocks, others = state.vectors.of(groups, states)
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not due.burning_in:
@@ -133,9 +134,13 @@ def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
     """Take the statistics of the forwards, which nothing else holds from here on."""
     seen = state.forwards.seen
     with state.phases.measure("statistics"):
+        if seen.sums is not None:
+            state.estimator.take(seen.sums)
+            seen.sums = None
         for moments in seen.take_moments(state.options.reduction, loss_scale):
             state.estimator.accumulate(moments)
-    unrecorded = due.recording and state.schedule.counter > 0 and not seen.forwards
+    state.forwards.note_taken()
+    unrecorded = due.recording and state.schedule.counter > 0 and not seen.batches
     if unrecorded and not (state.options.rule.is_exact or due.checking):  # these need the batch, too: an error
         state.forwards.note_unrecorded()
 
@@ -159,10 +164,10 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
     seen = state.forwards.seen
     if not seen.observed:
         raise RuntimeError(
-            f"{rule.written} checks its step size with the step's batch, and net(x) was not "
-            "called in training mode with gradients enabled since the last step"
+            f"{rule.written} checks its step size with the step's batch, and net(x) was not called in training mode "
+            "with gradients enabled since the last step, or no backward came to its outputs"
         )
-    # A forward without a backward measures something else, such as the accuracy.
+    # The loss does not depend on the outputs of a forward without gradients.
     trained = [forward for forward in seen.observed if forward.gradients] or seen.observed
     batch = BatchLoss(
         state.net,
@@ -173,7 +178,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
         state.replicas,
         state.forwards.devices,
         seen.start,
-        alone=seen.forwards == 1,
+        alone=len(seen.batches) == 1,
     )
     parameters = {name: parameter.detach() for parameter, name in state.vectors.names.items()}
     return state.checks.new(batch, parameters, state.schedule.steps_since_check, rule.by_quotients)
