@@ -162,6 +162,8 @@ class FisherEstimator(BlockDiagonalFisher):
         self._options |= {} if memory is None else {"memory": memory}
         self._recorded: set[Key] = set()  # the registrations that have factors
         self.newcomers: frozenset[Key] = frozenset()
+        # The registrations of the last batch, and shape, dtype and device of their sums, by name.
+        self._last: tuple[tuple[Registration, ...] | None, dict[Key, dict[str, tuple[Any, ...]]]] | None = None
         self._followed: tuple[Registration, ...] | None = None  # those of the net when the blocks were compared with it
         self.factor_dtype = factor_dtype
         self.cov_ema_decay = cov_ema_decay
@@ -266,6 +268,18 @@ class FisherEstimator(BlockDiagonalFisher):
             batch.keep(unchanged(before, now))
         self._pending.join(batch)
 
+    def take_no_cases(self) -> None:
+        """Add a batch without cases, if this process has none and the others wait for its sums: zeros of the shapes of
+        the last batch."""
+        if self._last is None or self.replicas is None or self.replicas.number == 1:
+            return
+        registrations, shapes = self._last
+        sums = {
+            key: {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in of.items()}
+            for key, of in shapes.items()
+        }
+        self.take(PendingBatch(sums, registrations=registrations))
+
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
         of cases."""
@@ -311,14 +325,18 @@ class FisherEstimator(BlockDiagonalFisher):
         trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
         return frozenset(key for key in waiting if not trained.isdisjoint(self.blocks[key].registration.owners))
 
-    def usable(self) -> Tensor | None:
+    def usable(self, expected: bool = False) -> Tensor | None:
         """Whether the accumulated moments are those of the model, 0-dim on the device; None if none were compared.
+
+        expected: other processes may have compared theirs, also if this one has not.
 
         Raises ModelChangedError, and drops the moments, if the host knows without waiting that they are not.
         """
         differs, model = self.outputs.pending, class_of(getattr(self.net, "model", self.net)).__name__
         try:
             self.outputs.check(model)
+            if differs is None and expected and self.replicas is not None and self.replicas.number > 1:
+                differs = torch.zeros((), dtype=torch.bool, device=self.damping.device)
             if differs is None:
                 return None
             if self.replicas is not None:  # one process must not go on alone
@@ -368,6 +386,14 @@ class FisherEstimator(BlockDiagonalFisher):
         pending = self._pending
         pending.keep(pending.sums.keys() - pending.paused)
         groups = {key: self.blocks[key].group for key in pending.sums}
+        if self.replicas is not None and self.replicas.number > 1:
+            self._last = (
+                self._registrations,
+                {
+                    key: {name: (value.shape, value.dtype, value.device) for name, value in sums.items()}
+                    for key, sums in pending.sums.items()
+                },
+            )
         cases = pending.total(self.replicas, groups, self.damping, divided=self.owners is not None)
         # If it is a tensor, an empty batch counts as one that is not finite.
         empty = isinstance(cases, int) and cases == 0

@@ -94,7 +94,10 @@ class ObservedForward:
                 returned[leaf].register_hook(partial(forward.take, leaf))
         return forward
 
-    def take(self, leaf: int, gradient: Tensor) -> None:
+    def take(self, leaf: int, gradient: Tensor | None) -> None:
+        """gradient: None behind the node of a DistributedDataParallel, if the loss leaves this output out."""
+        if gradient is None:
+            return
         taken = gradient.detach().clone()
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
 

@@ -81,7 +81,9 @@ class Watched:
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
-    def take(self, leaf: int, gradient: Tensor) -> None:
+    def take(self, leaf: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         self.roots |= {id(root): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
@@ -482,8 +484,7 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     usual += [
         (
             forwards,
-            f"the step has {forwards} forwards: divide the loss of each by {forwards}. If the gradients of some were "
-            "set to zero, use optimizer.zero_grad(), which also forgets what these forwards recorded",
+            f"the step has {forwards} forwards: divide the loss of each by {forwards}",
         ),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {by_name}"),
     ]

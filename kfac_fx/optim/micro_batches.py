@@ -86,7 +86,7 @@ class Backward:
     def __init__(self, begins: Callable[[int], None] = nothing, ends: Callable[[], None] = nothing) -> None:
         self.begins, self.ends = begins, ends
         self.number: int | None = None  # of the last backward
-        self._hook: weakref.ref[Callable[[Tensor], None]] | None = None
+        self._hook: weakref.ref[Callable[[Tensor | None], None]] | None = None
 
     def wait_at(self, outputs: Any) -> None:
         """Wait for a gradient of any of the tensors that the model returned."""
@@ -97,9 +97,9 @@ class Backward:
                 leaf.register_hook(hook)
                 self._hook = weakref.ref(hook)
 
-    def note(self, gradient: Tensor) -> None:
+    def note(self, gradient: Tensor | None) -> None:
         number = backward_here()
-        if number != self.number:
+        if gradient is not None and number != self.number:
             self.begins(number)
             self.number = number
             after_backward(self.ends)
@@ -154,8 +154,8 @@ class MicroBatch:
 class MicroBatches:
     """The forwards since the last step.
 
-    A forward is a part of the step if its backward came, and no gradient was zeroed since. Statistics of another one are
-    freed when its graph is gone, as that of a forward that measures the accuracy. Micro-batches whose graph is gone
+    A forward is a part of the step if its backward came, and no gradient was zeroed since. Statistics of another one
+    are freed when its graph is gone, as that of a forward that measures the accuracy. Micro-batches whose graph is gone
     keep one sum of all their statistics.
     """
 

@@ -67,10 +67,12 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
     if rule.damping_rule is not None:
         check_losses(rule.damping_rule, due, losses)
+    if gradients and not forwards.checked:
+        check_processes(state)
     step = None if in_blocks is None else state.block_step(in_blocks)
     finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
     finite += [] if others is None else [others.is_finite(others.g)]
-    usable = estimator.usable()
+    usable = estimator.usable(expected=due.recording or rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
@@ -113,6 +115,19 @@ def nothing_recorded(net: CompiledModule) -> FactorNotReady:
     )
 
 
+def check_processes(state: StepState) -> None:
+    """Before the first message of all, because messages of different sizes end the processes without an error.
+
+    Raises ValueError if the processes have different options or blocks.
+    """
+    if state.replicas.number > 1:
+        blocks = {
+            f"the block of {', '.join(r.parameters)}": f"{r.approximation} of {r.matrix and list(r.matrix.shape)}"
+            for r in state.net.registrations
+        }
+        state.replicas.check_options(state.options.common() | blocks)
+
+
 def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | float | None) -> float:
     """Check the first gradients of all. Returns the factor of the loss in the backward, a GradScaler's, or 1."""
     forwards, scaler = state.forwards, state.options.grad_scaler
@@ -122,7 +137,6 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     scale = scaler.get_scale() if scaler is not None and needed else 1.0
     if first:
         warn_of_trainer(state.net, state.net.model)
-        state.replicas.check_options(state.options.common())
         told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
         if state.vectors.shards is None:  # FSDP2 averages the gradients itself
@@ -143,6 +157,7 @@ def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
     unrecorded = due.recording and state.schedule.counter > 0 and not seen.batches
     if unrecorded and not (state.options.rule.is_exact or due.checking):  # these need the batch, too: an error
         state.forwards.note_unrecorded()
+        state.estimator.take_no_cases()
 
 
 def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: float) -> Tensor:

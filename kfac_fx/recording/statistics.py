@@ -512,8 +512,9 @@ class PendingMoments:
         return torch.zeros_like(view) if view.grad is None else dense(view.grad)
 
 
-def count_backward(backwards: Counter[Key], key: Key, gradient: Tensor) -> None:
-    backwards[key] += 1
+def count_backward(backwards: Counter[Key], key: Key, gradient: Tensor | None) -> None:
+    """gradient: None if the loss leaves the registration out."""
+    backwards[key] += gradient is not None
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:

@@ -54,8 +54,11 @@ class FakeEstimator:
     def accumulate(self, moments: Any) -> None:
         self.log.append("accumulate")
 
-    def usable(self) -> Tensor | None:
+    def usable(self, expected: bool) -> Tensor | None:
         return self.agrees
+
+    def take_no_cases(self) -> None:
+        """There is one process."""
 
     def fold(self, *, decay: float | None, accept: Tensor) -> bool:
         self.accepted = accept
