@@ -361,6 +361,32 @@ def test_many_micro_batches_keep_one_sum() -> None:
     assert seen.sums is not None and int(seen.sums.cases) == 4 * 6
 
 
+class Scaled(nn.Module):
+    """Returns a parameter next to what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mean(x), self.scale
+
+
+@pytest.mark.filterwarnings("ignore::kfac_fx.LossScaleWarning")  # the registered loss does not depend on the parameter
+def test_no_hook_stays_at_a_parameter_that_the_model_returns() -> None:
+    model, x = Scaled().double(), batch(0)[0]
+    net = kfac_fx.compile(model, loss=lambda outputs: kfac_fx.losses.Normal(outputs[0], 0.5))
+    opt = kfac_fx.KFAC(net, damping_adaptation_interval=1)
+    for _ in range(3):
+        mean, scale = net(x)
+        (mean.square().sum() / len(x) + scale.sum()).backward()
+        opt.step()
+        opt.zero_grad()
+    del mean, scale
+    gc.collect()
+    assert not model.scale._backward_hooks
+
+
 def test_the_graph_of_a_batch_does_not_keep_the_optimizer() -> None:
     training = Training()
     loss, optimizer = training.loss(0), weakref.ref(training.opt)
