@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 
-WORLD, CASES, STEPS, PATIENCE = 2, 12, 5, timedelta(seconds=20)
+WORLD, CASES, STEPS, PATIENCE = 2, 12, 5, timedelta(seconds=60)
 HALF = CASES // WORLD
 REGULAR: dict[str, Any] = {"momentum_type": "regular", "lr": 0.05, "damping": 0.3}
 RULES: dict[str, dict[str, Any]] = {
