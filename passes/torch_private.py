@@ -261,6 +261,18 @@ def backward_roots(thread: int) -> tuple[Tensor, ...]:
     return (roots,) if isinstance(roots, Tensor) else tuple(root for root in roots if isinstance(root, Tensor))
 
 
+def backward_here() -> int:
+    """The number of the backward that runs in this thread, also that of torch.autograd.grad; -1 if there is none. No
+    public name tells a hook which of several backwards it is in."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function behind the backward that runs in this thread. Public hooks are called before a backward has added
+    its gradients up, or once for every parameter."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def function_apply() -> Any:
     """The classmethod behind `torch.autograd.Function.apply`, as it is now. Attribute access would bind it. It is a
     method of Python up to torch 2.13, and one of C in 2.15."""

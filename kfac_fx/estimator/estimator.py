@@ -7,8 +7,7 @@ only these are sent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from zlib import crc32
@@ -167,6 +166,8 @@ class FisherEstimator(BlockDiagonalFisher):
         self._options |= {} if memory is None else {"memory": memory}
         self._recorded: set[Key] = set()  # the registrations that have factors
         self.newcomers: frozenset[Key] = frozenset()
+        # The registrations of the last batch, and shape, dtype and device of their sums, by name.
+        self._last: tuple[tuple[Registration, ...] | None, dict[Key, dict[str, tuple[Any, ...]]]] | None = None
         self._followed: tuple[Registration, ...] | None = None  # those of the net when the blocks were compared with it
         self.factor_dtype = factor_dtype
         self.cov_ema_decay = cov_ema_decay
@@ -236,11 +237,13 @@ class FisherEstimator(BlockDiagonalFisher):
         return bool(self._pending.sums) or any(group.updated for group in self.groups)
 
     @torch.no_grad()
-    def accumulate(self, moments: Moments, guarded: bool = False) -> None:
+    def accumulate(self, moments: Moments, guarded: bool = False, into: PendingBatch | None = None) -> None:
         """Add the moments of a micro-batch to those that the next `fold` takes as one batch.
 
-        guarded: leave the micro-batch out if its moments are not finite, and count it in `failures`; else they make
-            the sums of the whole batch so, and it is skipped.
+        Args:
+            guarded: leave the micro-batch out if its moments are not finite, and count it in `failures`; else they make
+                the sums of the whole batch so, and it is skipped.
+            into: a batch that is none of the next `fold` until `take` adds it; None: that of the next `fold`.
 
         Raises ValueError if registrations are missing in them.
         """
@@ -257,10 +260,32 @@ class FisherEstimator(BlockDiagonalFisher):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
                 dtype = self.factor_dtype
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
-            finite = self._pending.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
+            batch = self._pending if into is None else into
+            batch.registrations = self._registrations
+            finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         if finite is not None:
             for block in (due[key] for key in recorded if due[key].group.here):
                 block.group.skipped[block.member] += ~finite
+
+    def take(self, batch: PendingBatch) -> None:
+        """Add a batch that was accumulated apart to that of the next `fold`, without what has changed since."""
+        self.follow_registrations()
+        before, now = batch.registrations or (), self._registrations or ()
+        if before is not now:
+            batch.keep(unchanged(before, now))
+        self._pending.join(batch)
+
+    def take_no_cases(self) -> None:
+        """Add a batch without cases, if this process has none and the others wait for its sums: zeros of the shapes of
+        the last batch."""
+        if self._last is None or self.replicas is None or self.replicas.number == 1:
+            return
+        registrations, shapes = self._last
+        sums = {
+            key: {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in of.items()}
+            for key, of in shapes.items()
+        }
+        self.take(PendingBatch(sums, registrations=registrations))
 
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
@@ -278,15 +303,6 @@ class FisherEstimator(BlockDiagonalFisher):
         if self._generator is not None:
             self._generator.set_state(state["generator"])
 
-    @contextmanager
-    def forgetting_on_error(self) -> Iterator[None]:
-        """Moments that are accumulated inside are forgotten if an exception leaves the block."""
-        before = self._pending.copy()
-        with ExitStack() as on_error:
-            on_error.callback(setattr, self, "_pending", before)
-            yield
-            on_error.pop_all()
-
     def follow_registrations(self) -> None:
         """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
         were unfrozen, or a call uses parameters that no call used before. Blocks of registrations that changed begin
@@ -303,8 +319,8 @@ class FisherEstimator(BlockDiagonalFisher):
         if not self._pending.sums and not any(group.updated for group in self.groups):
             self.build()
             return
-        self._recorded &= {key for key in after if before.get(key) == after[key]}
-        self._pending.keep(key for key in before if before[key] == after.get(key))
+        self._recorded &= unchanged(now, self._registrations)
+        self._pending.keep(unchanged(self._registrations, now))
         self.extend()
 
     def unrecorded(self) -> frozenset[Key]:
@@ -315,14 +331,18 @@ class FisherEstimator(BlockDiagonalFisher):
         trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
         return frozenset(key for key in waiting if not trained.isdisjoint(self.blocks[key].registration.owners))
 
-    def usable(self) -> Tensor | None:
+    def usable(self, expected: bool = False) -> Tensor | None:
         """Whether the accumulated moments are those of the model, 0-dim on the device; None if none were compared.
+
+        expected: other processes may have compared theirs, also if this one has not.
 
         Raises ModelChangedError, and drops the moments, if the host knows without waiting that they are not.
         """
         differs, model = self.outputs.pending, class_of(getattr(self.net, "model", self.net)).__name__
         try:
             self.outputs.check(model)
+            if differs is None and expected and self.replicas is not None and self.replicas.number > 1:
+                differs = torch.zeros((), dtype=torch.bool, device=self.damping.device)
             if differs is None:
                 return None
             if self.replicas is not None:  # one process must not go on alone
@@ -372,6 +392,14 @@ class FisherEstimator(BlockDiagonalFisher):
         pending = self._pending
         pending.keep(pending.sums.keys() - pending.paused)
         groups = {key: self.blocks[key].group for key in pending.sums}
+        if self.replicas is not None and self.replicas.number > 1:
+            self._last = (
+                self._registrations,
+                {
+                    key: {name: (value.shape, value.dtype, value.device) for name, value in sums.items()}
+                    for key, sums in pending.sums.items()
+                },
+            )
         cases = pending.total(self.replicas, groups, self.damping, divided=self.owners is not None)
         # If it is a tensor, an empty batch counts as one that is not finite.
         empty = isinstance(cases, int) and cases == 0
@@ -458,6 +486,12 @@ class FisherEstimator(BlockDiagonalFisher):
         )
 
 
+def unchanged(before: Iterable[Registration], now: Iterable[Registration]) -> set[Key]:
+    """The registrations that are the same as before."""
+    was, is_now = ({r.parameters: r.approximation for r in registrations} for registrations in (before, now))
+    return {key for key in was if was[key] == is_now.get(key)}
+
+
 def runs(flags: Sequence[bool]) -> list[slice]:
     """The runs of true flags."""
     ends = [n for n in range(len(flags) + 1) if (n and flags[n - 1]) != (n < len(flags) and flags[n])]
@@ -469,7 +503,7 @@ def runs(flags: Sequence[bool]) -> list[slice]:
 
 @dataclass
 class PendingBatch:
-    """The batch that the next fold takes.
+    """The batch that the next fold takes, or a part of it.
 
     Attributes:
         sums: the sums of every recorded registration, by name.
@@ -477,6 +511,7 @@ class PendingBatch:
         cases: the number of cases.
         lost: among these, the cases of micro-batches that were not finite and left out.
         paused: the registrations that were frozen in a micro-batch.
+        registrations: those of which there were blocks when it was recorded.
     """
 
     sums: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
@@ -484,6 +519,7 @@ class PendingBatch:
     cases: int | Tensor = 0
     lost: int | Tensor = 0
     paused: set[Key] = field(default_factory=set)
+    registrations: tuple[Registration, ...] | None = None
 
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
@@ -530,21 +566,26 @@ class PendingBatch:
         Returns:
             Whether a guarded micro-batch is finite, 0-dim on the device; None for one that is not guarded.
         """
-        self.paused |= set(paused)
-        self.cases = self.cases + cases
-        finite = None
+        finite, lost = None, cast(int | Tensor, 0)
         if guarded and recorded:
             each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
             finite = torch.cat([are_finite(value.unsqueeze(0)).to(device) for value in each]).all()
             recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
             gradients = only_where(finite, gradients)
-            self.lost = self.lost + torch.where(finite, 0, cases)
-        for key, sums in recorded.items():
+            lost = torch.where(finite, 0, cases)
+        self.join(PendingBatch(dict(recorded), dict(gradients), cases, lost, set(paused)))
+        return finite
+
+    def join(self, other: PendingBatch) -> None:
+        """Add the micro-batches of another one."""
+        for key, sums in other.sums.items():
             before = self.sums.get(key)
             self.sums[key] = sums if before is None else {name: before[name] + sums[name] for name in sums}
-        for name, gradient in gradients.items():
-            self.gradients[name] = gradient + self.gradients.get(name, 0)
-        return finite
+        for name, gradient in other.gradients.items():
+            self.gradients[name] = gradient + self.gradients[name] if name in self.gradients else gradient
+        self.cases, self.lost = plus(self.cases, other.cases), plus(self.lost, other.lost)
+        self.paused |= other.paused
+        self.registrations = other.registrations or self.registrations
 
     def total(
         self, replicas: Replicas | None, groups: Mapping[Key, BlockGroup], damping: Tensor, *, divided: bool
@@ -607,6 +648,13 @@ class PendingBatch:
         for key, part in zip(groups, parts, strict=True):
             self.sums[key] = {"square": part}
         return total.squeeze(0)
+
+
+def plus(number: int | Tensor, other: int | Tensor) -> int | Tensor:
+    """The sum; a zero of Python takes no operation."""
+    if isinstance(number, int) and number == 0:
+        return other
+    return number if isinstance(other, int) and other == 0 else number + other
 
 
 def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -202,8 +202,8 @@ class Replicas:
         ]:
             raise ValueError(
                 f"{self.number} processes train one model with different options:\n{table(rows)}\n"
-                "Give KFAC the same options in all processes. They take the same steps from common factors, so other "
-                "options would make their parameters drift apart."
+                "Give kfac_fx.compile and KFAC the same options in all processes. They take the same steps from common "
+                "factors, so other options would make their parameters drift apart."
             )
 
     def check_gradients(self, gradients: Sequence[Tensor]) -> None:

@@ -7,8 +7,10 @@ no single module has.
 the division among processes, the guard and the metrics that the library's rules have.
 
 **Steps.** `step(closure)` always calls the closure, because trainers run the first micro-batches of a step themselves
-and the last one in the step. All forwards since the last step are its micro-batches, whoever ran them. `evaluate` is
-another argument, because a closure that computes gradients cannot be told from one that returns the loss alone.
+and the last one in the step. All forwards since the last step are its micro-batches, whoever ran them, if their
+backwards came and no gradient was zeroed since (`micro_batches`): a statistic belongs to the gradient that came with
+it. `evaluate` is another argument, because a closure that computes gradients cannot be told from one that returns the
+loss alone.
 
 **State.** torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a
 step before the first batch changes nothing. The tensors of a block are with its first parameter, and those of no block

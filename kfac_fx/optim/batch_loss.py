@@ -31,7 +31,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
-from kfac_fx.optim.loss_scale import hooked_leaves
+from kfac_fx.optim.loss_scale import hooked_leaves, take_gradient
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
@@ -91,11 +90,13 @@ class ObservedForward:
         )
         forward.weights = Weights.of(recorder)
         for leaf in leaves:
-            if returned[leaf].requires_grad:
-                returned[leaf].register_hook(partial(forward.take, leaf))
+            take_gradient(returned[leaf], forward.take, leaf)
         return forward
 
-    def take(self, leaf: int, gradient: Tensor) -> None:
+    def take(self, leaf: int, gradient: Tensor | None) -> None:
+        """gradient: None behind the node of a DistributedDataParallel, if the loss leaves this output out."""
+        if gradient is None:
+            return
         taken = gradient.detach().clone()
         self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
 

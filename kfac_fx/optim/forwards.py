@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.curvature import CheckPrecision
-from kfac_fx.optim.loss_scale import Watched, check_coverage, check_scale, watch
+from kfac_fx.optim.loss_scale import check_coverage, check_scale, watch
+from kfac_fx.optim.micro_batches import Backward, LeftGradients, MicroBatch, MicroBatches, weakly
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes import results
+from kfac_fx.passes.errors import plural
 from kfac_fx.passes.matrix import HALVES
+from kfac_fx.passes.torch_private import backward_here
 from kfac_fx.passes.tracing.effects import closure_undone
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.tracing.signature import autocast
@@ -27,75 +30,10 @@ from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.captures import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics import Key, Moments, PendingMoments
+from kfac_fx.recording.statistics import Key
 
-ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss
 TrainingClosure = Callable[[], Tensor | float | None]  # computes the gradients, too; torch's need not return a loss
-
-
-@dataclass
-class MicroBatches:
-    """The forwards since the last step."""
-
-    forwards: int = 0  # how many there were
-    calls: list[ForwardArguments] = field(default_factory=list)  # if the step needs them again, which drops them
-    pending: list[PendingMoments] = field(default_factory=list)  # statistics that wait for the user's backward
-    dropped: list[PendingMoments] = field(default_factory=list)  # those whose gradients were zeroed
-    start: RandomState | None = None  # the random streams before the first forward
-    watched: list[Watched] = field(default_factory=list)  # the gradients of the outputs, until the first step
-    observed: list[ObservedForward] = field(default_factory=list)  # those whose loss is measured by a check
-
-    def take_moments(self, reduction: str, loss_scale: float) -> list[Moments]:
-        """The statistics of the forwards whose backward happened, for gradients of the loss summed over cases. They
-        wait no longer.
-
-        Args:
-            reduction: "mean" if the step's gradient is that of a mean over the cases of all micro-batches.
-            loss_scale: the factor of the loss in the backward, as that of a GradScaler.
-
-        Raises:
-            RuntimeError: for a forward with two backwards.
-        """
-        for batch in self.dropped:
-            batch.check_backwards()
-        done = [batch for batch in self.pending if backward_happened(batch)]
-        self.pending = [batch for batch in self.pending if not backward_happened(batch)]
-        cases = sum(batch.cases for batch in done)
-        return [batch.moments(reduction, cases, loss_scale) for batch in done]
-
-    def gradients_zeroed(self) -> None:
-        """The backwards so far are no part of the step's gradient."""
-        self.dropped += [batch for batch in self.pending if backward_happened(batch)]
-        self.pending = [batch for batch in self.pending if not backward_happened(batch)]
-        self.watched = [watched for watched in self.watched if not watched.gradients]
-        self.observed = [forward for forward in self.observed if not forward.gradients]
-
-    def copy(self) -> MicroBatches:
-        return MicroBatches(
-            self.forwards,
-            [*self.calls],
-            [*self.pending],
-            [*self.dropped],
-            self.start,
-            [*self.watched],
-            [*self.observed],
-        )
-
-    def forget_after(self, before: MicroBatches) -> None:
-        """Forget the forwards since the copy `before`, and keep that gradients of earlier ones were zeroed since."""
-        self.forwards, self.start = before.forwards, before.start
-        del self.calls[len(before.calls) :]
-        self.pending = [batch for batch in self.pending if any(batch is earlier for earlier in before.pending)]
-        self.dropped = [batch for batch in self.dropped if any(batch is e for e in (*before.pending, *before.dropped))]
-        self.watched = [watched for watched in self.watched if any(watched is earlier for earlier in before.watched)]
-        self.observed = [forward for forward in self.observed if any(forward is e for e in before.observed)]
-
-
-def backward_happened(batch: PendingMoments) -> bool:
-    """False for a forward without a backward, as one that measures the accuracy."""
-    receivers = [*(probe for probes in batch.probes for probe in probes.values()), *batch.generic.values()]
-    return not receivers or any(receiver.grad is not None for receiver in receivers)
 
 
 @dataclass(eq=False)
@@ -117,9 +55,17 @@ class Forwards:
     trained: bool = False  # a closure was seen to compute gradients
     zeroed: bool = False  # gradients were zeroed since the last closure was called
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
+    came: bool = False  # a step took forwards whose backward came
+    elsewhere: int = 0  # the number of steps whose gradients came without such a backward
     before: RandomState | None = None  # before the last forward, until the comparison
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
+    batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
+
+    def __post_init__(self) -> None:
+        net = self.net  # not `self`, which a graph would keep
+        self.left = LeftGradients(lambda: (parameter for _, parameter in net.named_parameters()))
+        self.begins = weakly(self.backward_begins)
 
     @property
     def mode_is_known(self) -> bool:
@@ -134,7 +80,7 @@ class Forwards:
         """If an exception leaves the block, what forwards in it recorded is forgotten, and the random stream of the
         targets is as it was."""
         before, random = self.seen.copy(), self.generator.get_state()
-        with ExitStack() as on_error, self.estimator.forgetting_on_error():
+        with ExitStack() as on_error:
             on_error.callback(self.generator.set_state, random)
             on_error.callback(self.seen.forget_after, before)
             yield
@@ -149,17 +95,17 @@ class Forwards:
             unnamed = not self.net.recorder(args, kwargs).knows_loss
             self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())
-        if (seen.pending or seen.watched or seen.observed) and all(
-            parameter.grad is None for _, parameter in self.net.named_parameters()
-        ):
-            self.gradients_zeroed()  # by hand, or by the model that the net was compiled from
-        measured = schedule.adapting or schedule.checking
-        if (measured and not seen.forwards) or not self.checked:
-            self.before = RandomState.now(self.devices)
-            seen.start = seen.start or self.before
+        if backward_here() < 0:  # a checkpoint runs its forward again inside of a backward
+            if seen.trained and self.left.are_zeroed():
+                self.gradients_zeroed()
+            seen.add_up(self.lenient)
         seen.forwards += 1
+        self.batch, batch = None, MicroBatch(Backward(self.begins, self.left.note))
+        measured = schedule.adapting or schedule.checking
+        if measured or not self.checked:
+            self.before = batch.start = RandomState.now(self.devices)
         if options.rule.is_exact and not schedule.burning_in:
-            seen.calls.append((args, kwargs))
+            batch.call = args, kwargs
         only = None if schedule.recording else self.estimator.unrecorded()
         if only:  # on another path they may have no uses
             only &= self.net.recorder(args, kwargs).used
@@ -168,13 +114,42 @@ class Forwards:
         beside, self.recorded = beside and self.net.repeats_recordings, None
         if (recording or options.rule.is_exact) and self.estimator.outputs.due() and not beside:
             self.estimator.outputs.add(self.net.differs(args, kwargs))
-        outputs = self.record(args, kwargs, only, beside) if recording else None
+        outputs = self.record(batch, args, kwargs, only, beside) if recording else None
+        if recording or batch.call is not None or batch.start is not None:
+            seen.batches.append(batch)
+            self.batch = batch
         # Now, because the model's own forward may change what a capture depends on.
         if schedule.checking or not self.checked:
             self.recorder = self.net.recorder(args, kwargs)
         return outputs
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], only: frozenset[Key] | None, beside: bool) -> Any:
+    @property
+    def lenient(self) -> bool:
+        """Whether forwards without a backward count: in a burn-in, and as long as no backward has come to any.
+
+        A user may compute the gradients elsewhere, and call the net for its statistics.
+        """
+        return self.schedule.burning_in or not self.came
+
+    def close(self) -> None:
+        """At the beginning of a step: keep the forwards that are a part of it."""
+        self.seen.close(self.lenient)
+
+    def note_taken(self) -> None:
+        """The statistics of these forwards are taken."""
+        if self.seen.without_backward:
+            self.elsewhere += not self.schedule.burning_in
+        elif self.seen.batches:
+            self.came = True
+
+    def record(
+        self,
+        batch: MicroBatch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        only: frozenset[Key] | None,
+        beside: bool,
+    ) -> Any:
         """Record the batch. Returns the outputs if that ran the forward itself, else None.
 
         only: the registrations whose statistics are due; None: all. beside: whether to keep the outputs, for a
@@ -182,9 +157,8 @@ class Forwards:
         """
         options, generator = self.schedule.options, self.stream()
         if self.estimator.records_in_training:
-            outputs, batch = self.net.record_in_training(args, kwargs, generator=generator)
-            batch.only = only
-            self.seen.pending.append(batch)
+            outputs, batch.pending = self.net.record_in_training(args, kwargs, generator=generator)
+            batch.pending.only = only
             return outputs
         mode, fraction = self.estimator.estimation_mode, options.fraction
         moments = self.net.record(
@@ -196,7 +170,8 @@ class Forwards:
             generator=generator,
             on_outputs=self.keep if beside else None,
         )
-        self.estimator.accumulate(moments if only is None else replace(moments, only=only))
+        batch.sums = PendingBatch()
+        self.estimator.accumulate(moments if only is None else replace(moments, only=only), into=batch.sums)
         return None
 
     def stream(self) -> torch.Generator:
@@ -216,25 +191,33 @@ class Forwards:
             rounding = self.net.rounding(args, kwargs)
             self.estimator.outputs.add(differ(self.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
             self.recorded = None
-        if self.paused or self.recorder is None:
+        batch, self.batch = self.batch, None
+        if self.paused or batch is None:
+            return
+        batch.backward.wait_at(outputs)
+        if self.recorder is None:
             return
         if self.schedule.checking:
             precision = CheckPrecision.of_call(self.recorder, args, kwargs)
-            self.seen.observed.append(ObservedForward.of(self.recorder, args, kwargs, outputs, precision))
-        if self.checked or self.before is None:
-            return
-        watched = watch(self.recorder, args, kwargs, outputs, self.before)
-        self.seen.watched += [] if watched is None else [watched]
+            batch.observed = ObservedForward.of(self.recorder, args, kwargs, outputs, precision)
+        if not self.checked and self.before is not None:
+            batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
 
     def gradients_zeroed(self) -> None:
         if not self.paused:
             self.zeroed = True
             self.seen.gradients_zeroed()
 
+    def backward_begins(self, number: int) -> None:
+        """Called before a backward has computed any gradient."""
+        if self.seen.trained_before(number) and self.left.are_zeroed():
+            self.zeroed = True
+            self.seen.gradients_zeroed(number)
+
     def forget(self) -> None:
         """Ignore the forwards since the last step."""
         self.seen = MicroBatches()
-        self.recorder = None
+        self.recorder = self.batch = None
 
     # --- the closure that trains ------------------------------------------------------------------------------------
 
@@ -300,8 +283,9 @@ class Forwards:
             warn_user(
                 RuntimeWarning(
                     "a step takes factors of earlier batches, though statistics are due: no forward was recorded "
-                    "before it.\nCall the compiled module, net(x) and not the model it was made of, after net.train() "
-                    "and with gradients enabled; or compile with in_place=True. net.report counts such steps."
+                    "before it whose backward came.\nCall the compiled module, net(x) and not the model it was made "
+                    "of, after net.train() and with gradients enabled, and call backward on a loss of its outputs; or "
+                    "compile with in_place=True. net.report counts such steps."
                 )
             )
 
@@ -311,8 +295,13 @@ class Forwards:
             "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
             "of the Fisher to watch, or no memory for it"
         )
-        stale = f"statistics were due at {self.unrecorded} steps that no forward came before"
-        return [unwatched] * self.unwatched + [stale] * bool(self.unrecorded)
+        stale = f"statistics were due at {self.unrecorded} steps that no forward with a backward came before"
+        elsewhere = (
+            f"the gradients of {plural(self.elsewhere, 'step')} did not come from a backward through outputs of the "
+            "net, so the statistics are those of all forwards before, also of batches that were given up"
+        )
+        reasons = {unwatched: self.unwatched, stale: self.unrecorded, elsewhere: self.elsewhere}
+        return [reason for reason, happened in reasons.items() if happened]
 
     # --- losses -----------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from torch.distributed.algorithms.join import JoinHook
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense_or_zero
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.optim.forwards import ForwardArguments
 from kfac_fx.optim.groups import OF_GROUPS, Group
+from kfac_fx.optim.micro_batches import ForwardArguments
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes import results
 

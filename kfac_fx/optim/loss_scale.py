@@ -13,10 +13,11 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -83,7 +84,9 @@ class Watched:
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
-    def take(self, leaf: int, gradient: Tensor) -> None:
+    def take(self, leaf: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         self.roots |= {id(root): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
@@ -177,9 +180,27 @@ def watch(
         around=around,
     )
     for leaf in hooked:
-        if leaves[leaf].requires_grad:
-            leaves[leaf].register_hook(partial(watched.take, leaf))
+        take_gradient(leaves[leaf], watched.take, leaf)
     return watched
+
+
+def take_gradient(output: Tensor, take: Callable[[int, Tensor | None], None], leaf: int) -> None:
+    """Call `take(leaf, gradient)` in the backward. take: a method of an object, with which the hook ends.
+
+    The hook of another tensor ends with its graph. That of a parameter, which the model returns, has no such end.
+    """
+    if not output.requires_grad:
+        return
+    if not output.is_leaf:
+        output.register_hook(partial(take, leaf))
+        return
+    method = weakref.WeakMethod(take)
+
+    def hook(gradient: Tensor | None) -> None:
+        if (bound := method()) is not None:
+            bound(leaf, gradient)
+
+    weakref.finalize(cast(Any, take).__self__, output.register_hook(hook).remove)
 
 
 def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int], bool]:
@@ -486,8 +507,7 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     usual += [
         (
             forwards,
-            f"the step has {forwards} forwards: divide the loss of each by {forwards}. If the gradients of some were "
-            "set to zero, use optimizer.zero_grad(), which also forgets what these forwards recorded",
+            f"the step has {forwards} forwards: divide the loss of each by {forwards}",
         ),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {by_name}"),
     ]

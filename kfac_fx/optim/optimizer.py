@@ -53,9 +53,10 @@ class KFAC(Optimizer, Joinable):
     Parameters without a gradient stand still, and count as a zero gradient in their Fisher block. A step without any
     gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
 
-    The forwards in training mode between two steps are the micro-batches of a step. Their statistics, and the quadratic
-    model, are averaged by cases. The gradient should be that of the mean loss over all of them; the first step warns
-    (LossScaleWarning) if it is that of a multiple of the registered loss.
+    The forwards in training mode between two steps are the micro-batches of a step, if their backwards came and no
+    gradient was zeroed since. Their statistics, and the quadratic model, are averaged by cases. The gradient should be
+    that of the mean loss over all of them; the first step warns (LossScaleWarning) if it is that of a multiple of the
+    registered loss.
 
     Attributes:
         estimator: the FisherEstimator.

@@ -130,8 +130,8 @@ class StepState:
         calls = self.forwards.seen.calls
         if not calls:
             raise RuntimeError(
-                f"{self.options.rule.written} computes with the step's batch, and net(x) was not "
-                "called in training mode with gradients enabled since the last step"
+                f"{self.options.rule.written} computes with the step's batch, and net(x) was not called in training "
+                "mode with gradients enabled since the last step, or no backward came to its outputs"
             )
         return exact_products(
             self.net,

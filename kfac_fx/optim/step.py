@@ -57,6 +57,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     """
     rule, schedule, forwards, estimator = state.options.rule, state.schedule, state.forwards, state.estimator
     due = schedule.due()
+    forwards.close()
     in_blocks, others = state.vectors.of(groups, states)
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not due.burning_in:
@@ -67,10 +68,12 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
     if rule.damping_rule is not None:
         check_losses(rule.damping_rule, due, losses)
+    if gradients and not forwards.checked:
+        check_processes(state)
     step = None if in_blocks is None else state.block_step(in_blocks)
     finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
     finite += [] if others is None else [others.is_finite(others.g)]
-    usable = estimator.usable()
+    usable = estimator.usable(expected=due.recording or rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
@@ -145,6 +148,19 @@ def nothing_recorded(net: CompiledModule) -> FactorNotReady:
     )
 
 
+def check_processes(state: StepState) -> None:
+    """Before the first message of all, because messages of different sizes end the processes without an error.
+
+    Raises ValueError if the processes have different options or blocks.
+    """
+    if state.replicas.number > 1:
+        blocks = {
+            f"the block of {', '.join(r.parameters)}": f"{r.approximation} of {r.matrix and list(r.matrix.shape)}"
+            for r in state.net.registrations
+        }
+        state.replicas.check_options(state.options.common() | blocks)
+
+
 def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | float | None) -> float:
     """Check the first gradients of all. Returns the factor of the loss in the backward, a GradScaler's, or 1."""
     forwards, scaler = state.forwards, state.options.grad_scaler
@@ -154,7 +170,6 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     scale = scaler.get_scale() if scaler is not None and needed else 1.0
     if first:
         warn_of_trainer(state.net, state.net.model)
-        state.replicas.check_options(state.options.common())
         told = scaler is not None or state.estimator.records_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
         if state.vectors.shards is None:  # FSDP2 averages the gradients itself
@@ -166,11 +181,16 @@ def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
     """Take the statistics of the forwards, which nothing else holds from here on."""
     seen = state.forwards.seen
     with state.phases.measure("statistics"):
+        if seen.sums is not None:
+            state.estimator.take(seen.sums)
+            seen.sums = None
         for moments in seen.take_moments(state.options.reduction, loss_scale):
             state.estimator.accumulate(moments)
-    unrecorded = due.recording and state.schedule.counter > 0 and not seen.forwards
+    state.forwards.note_taken()
+    unrecorded = due.recording and state.schedule.counter > 0 and not seen.batches
     if unrecorded and not (state.options.rule.is_exact or due.checking):  # these need the batch, too: an error
         state.forwards.note_unrecorded()
+        state.estimator.take_no_cases()
 
 
 def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: float) -> Tensor:
@@ -192,10 +212,10 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
     seen = state.forwards.seen
     if not seen.observed:
         raise RuntimeError(
-            f"{rule.written} checks its step size with the step's batch, and net(x) was not "
-            "called in training mode with gradients enabled since the last step"
+            f"{rule.written} checks its step size with the step's batch, and net(x) was not called in training mode "
+            "with gradients enabled since the last step, or no backward came to its outputs"
         )
-    # A forward without a backward measures something else, such as the accuracy.
+    # The loss does not depend on the outputs of a forward without gradients.
     trained = [forward for forward in seen.observed if forward.gradients] or seen.observed
     batch = BatchLoss(
         state.net,
@@ -206,7 +226,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
         state.replicas,
         state.forwards.devices,
         seen.start,
-        alone=seen.forwards == 1,
+        alone=len(seen.batches) == 1,
     )
     parameters = {name: parameter.detach() for parameter, name in state.vectors.names.items()}
     return state.checks.new(batch, parameters, state.schedule.steps_since_check, rule.by_quotients)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -380,7 +380,7 @@ class Recorder:
         registrations, probes = recorded(self.registrations, probes_or_none)
         if self.emitted.backend == "cudagraphs":
             for leaf in (*views.values(), *(probe for by_name in probes for probe in by_name.values())):
-                leaf.register_hook(partial(lasting, backend="cudagraphs"))
+                leaf.register_hook(lambda grad: None if grad is None else lasting(grad, "cudagraphs"))
         output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, probes_or_none)
         losses_of = self.losses
         cases: int | Tensor = self.emitted.examples(values)

@@ -459,6 +459,18 @@ class PendingMoments:
                 if probe.requires_grad:
                     probe.register_hook(partial(count_backward, self.backwards, registration.parameters))
 
+    @property
+    def filled(self) -> bool:
+        """Whether a backward has left anything; also where there is nothing to leave."""
+        receivers = [*(probe for probes in self.probes for probe in probes.values()), *self.generic.values()]
+        return not receivers or any(receiver.grad is not None for receiver in receivers)
+
+    def empty(self) -> None:
+        """Forget the backwards so far. Another one may come where the user kept the graph."""
+        for receiver in (*(probe for probes in self.probes for probe in probes.values()), *self.generic.values()):
+            receiver.grad = None
+        self.backwards.clear()
+
     def check_backwards(self) -> None:
         """Raises RuntimeError after a second backward of this forward, because squares of gradients do not add up."""
         if twice := [", ".join(key) for key, times in self.backwards.items() if times > 1]:
@@ -503,8 +515,9 @@ class PendingMoments:
         return torch.zeros_like(view) if view.grad is None else dense(view.grad)
 
 
-def count_backward(backwards: Counter[Key], key: Key, gradient: Tensor) -> None:
-    backwards[key] += 1
+def count_backward(backwards: Counter[Key], key: Key, gradient: Tensor | None) -> None:
+    """gradient: None if the loss leaves the registration out."""
+    backwards[key] += gradient is not None
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:

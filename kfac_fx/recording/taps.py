@@ -556,6 +556,7 @@ def tap_function(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, input, number, *rest = inputs
             ctx.is_tap = True
+            none_is_none(ctx)
             ctx.names, ctx.shapes = rest[:number], [probe.shape for probe in rest[number : 2 * number]]
             values = rest[2 * number :]  # of the attributes: tensors, or sizes
             ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
@@ -564,6 +565,8 @@ def tap_function(
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             (output_grad,) = grads
+            if output_grad is None:  # the loss leaves this use out, so it has no rows
+                return tuple(None for _ in ctx.needs_input_grad)
             input, *tensors = ctx.saved_tensors
             number, saved = len(ctx.names), iter(tensors)
             values = [next(saved) if size is None else size for size in ctx.sizes]
@@ -590,6 +593,13 @@ def as_computed_with(input: Tensor, output: Tensor) -> Tensor:
 def is_tapped(output: Tensor) -> bool:
     """Whether a tap returned this tensor. Autograd refuses writes into it, since it is a view that the tap made."""
     return getattr(output.grad_fn, "is_tap", False)  # of the context in `setup_context`, which is this node
+
+
+def none_is_none(ctx: Any) -> None:
+    """A backward gets None instead of zeros. DistributedDataParallel sends None to outputs that the loss leaves out. A
+    compiler sends zeros, and cannot trace this."""
+    if not torch.compiler.is_compiling():
+        ctx.set_materialize_grads(False)
 
 
 def with_cached_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -770,11 +780,15 @@ def link_function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             _, input, _, earlier, *rest = inputs
+            none_is_none(ctx)
             ctx.save_for_backward(input, input if first else earlier, *rest[len(LAGGED) :])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            output_grad, later_grad = grads
+            given = next((grad for grad in grads if grad is not None), None)
+            if given is None:
+                return tuple(None for _ in ctx.needs_input_grad)
+            output_grad, later_grad = (torch.zeros_like(given) if grad is None else grad for grad in grads)
             input, earlier, *masks = ctx.saved_tensors
             input, earlier = (as_computed_with(value, output_grad) for value in (input, earlier))
             row_masks = [mask if real is None else real(output_grad, mask) for mask in masks]

@@ -573,3 +573,19 @@ def test_no_other_module_reads_a_private_attribute_of_torch() -> None:
         and node.attr not in ours - {"_parameters", "_buffers", "_modules"}
     ]
     assert strange == []
+
+
+@pytest.mark.parametrize("kind", ["backward", "grad"])
+def test_a_hook_knows_its_backward_and_is_called_behind_it(kind: str) -> None:
+    numbers: list[int] = []
+    gradients: list[Tensor | None] = []
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y, z = 2 * x, 3 * x
+        for tensor in (y, z):
+            tensor.register_hook(lambda _: numbers.append(private.backward_here()))
+        y.register_hook(lambda _: private.after_backward(lambda: gradients.append(x.grad)))
+        (y + z).sum().backward() if kind == "backward" else torch.autograd.grad((y + z).sum(), x)
+    assert private.backward_here() == -1
+    assert numbers[0] == numbers[1] >= 0 and numbers[2] == numbers[3] != numbers[0]
+    assert len(gradients) == 2 and all((gradient is None) is (kind == "grad") for gradient in gradients)

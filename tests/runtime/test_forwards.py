@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.losses import Normal
-from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
+from kfac_fx.optim.forwards import Forwards, checked
+from kfac_fx.optim.micro_batches import MicroBatch, MicroBatches
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.tracing.effects import closure_undone
@@ -340,20 +341,21 @@ def test_a_closure_may_return_a_number() -> None:
 
 def pending(backward: bool, cases: int = 2) -> Any:
     """A forward whose statistic G is 4 for a loss scale of 1, and whose backward happened or not."""
-    probe = torch.zeros((), requires_grad=True)
-    probe.grad = torch.ones(()) if backward else None
 
     def moments(reduction: str, of_step: int, loss_scale: float) -> Moments:
         sums = {"G": torch.tensor(4.0 / loss_scale**2), "count": torch.tensor(float(of_step))}
         return Moments({("w",): sums}, cases)
 
-    return SimpleNamespace(
-        probes=[{"G": probe}], generic={}, cases=cases, moments=moments, check_backwards=lambda: None
-    )
+    return SimpleNamespace(filled=backward, cases=cases, moments=moments)
+
+
+def seen_of(*of_forwards: Any) -> MicroBatches:
+    return MicroBatches(batches=[MicroBatch(pending=pending) for pending in of_forwards])
 
 
 def test_only_forwards_with_a_backward_are_micro_batches() -> None:
-    seen = MicroBatches(pending=[pending(True), pending(False), pending(True, cases=3)])
+    seen = seen_of(pending(True), pending(False), pending(True, cases=3))
+    seen.close(lenient=False)
     moments = seen.take_moments("mean", loss_scale=1.0)
     assert [recording.cases for recording in moments] == [2, 3]
     assert all(
@@ -362,15 +364,8 @@ def test_only_forwards_with_a_backward_are_micro_batches() -> None:
 
 
 def test_micro_batches_know_the_loss_scale() -> None:
-    (moments,) = MicroBatches(pending=[pending(True)]).take_moments("mean", loss_scale=8.0)
+    (moments,) = seen_of(pending(True)).take_moments("mean", loss_scale=8.0)
     assert moments.statistics[("w",)] == {"G": torch.tensor(4.0 / 64), "count": torch.tensor(2.0)}
-
-
-def test_zeroed_gradients_drop_the_rides_that_made_them() -> None:
-    waiting, done = pending(False), pending(True)
-    seen = MicroBatches(pending=[waiting, done], watched=[cast(Any, SimpleNamespace(gradients={0: torch.ones(1)}))])
-    seen.gradients_zeroed()
-    assert seen.pending == [waiting] and seen.dropped == [done] and seen.watched == []
 
 
 # --- the listener, on fakes -----------------------------------------------------------------------------------------
@@ -404,7 +399,7 @@ class Listening:
             estimation_mode=options["estimation_mode"],
             records_in_training=options["estimation_mode"] == "empirical",
             replicas=None,
-            accumulate=lambda _: self.log.append("accumulate"),
+            accumulate=lambda _, into: self.log.append("accumulate"),
             unrecorded=lambda: frozenset(self.unrecorded),
         )
         self.unrecorded: list[tuple[str, ...]] = []
@@ -474,7 +469,7 @@ def test_a_registration_without_factors_is_recorded_at_once() -> None:
     listening = Listening(cov_update_every=2)
     listening.schedule.counter, listening.unrecorded = 1, [("w",)]
     only: list[Any] = []
-    listening.forwards.estimator.accumulate = lambda moments: only.append(moments.only)  # type: ignore[method-assign]
+    listening.forwards.estimator.accumulate = lambda moments, into: only.append(moments.only)  # type: ignore[method-assign]
     listening.forwards.net.record = lambda *_, **__: Moments({}, 2)  # type: ignore[method-assign]
     listening.forward()
     assert only == [{("w",)}]
@@ -532,4 +527,4 @@ def test_a_step_without_a_recorded_forward_warns_once_and_is_counted() -> None:
     with pytest.warns(RuntimeWarning, match="no forward was recorded before it"):
         forwards.note_unrecorded()
     forwards.note_unrecorded()
-    assert forwards.fallbacks() == ["statistics were due at 2 steps that no forward came before"]
+    assert forwards.fallbacks() == ["statistics were due at 2 steps that no forward with a backward came before"]

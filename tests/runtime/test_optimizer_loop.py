@@ -284,7 +284,7 @@ def test_steps_without_the_statistics_that_are_due_are_warned_of_once_and_counte
     net.eval()
     for _ in range(2):
         step(net)
-    assert opt.fallbacks() == ["statistics were due at 2 steps that no forward came before"]
+    assert opt.fallbacks() == ["statistics were due at 2 steps that no forward with a backward came before"]
 
 
 def test_the_step_drops_its_batch() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
-from kfac_fx.optim.forwards import MicroBatches
 from kfac_fx.optim.groups import FlatParameters, Vectors
 from kfac_fx.optim.measured_step import Losses, check_losses, measured_move
+from kfac_fx.optim.micro_batches import MicroBatch, MicroBatches
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import BlockStep
@@ -54,8 +54,11 @@ class FakeEstimator:
     def accumulate(self, moments: Any) -> None:
         self.log.append("accumulate")
 
-    def usable(self) -> Tensor | None:
+    def usable(self, expected: bool) -> Tensor | None:
         return self.agrees
+
+    def take_no_cases(self) -> None:
+        """There is one process."""
 
     def fold(self, *, decay: float | None, accept: Tensor) -> bool:
         self.accepted = accept
@@ -79,13 +82,23 @@ class FakeEstimator:
         return {"w": torch.linalg.solve(H + LAMBDA * torch.eye(2), vector["w"])}
 
 
+def one_forward() -> MicroBatches:
+    return MicroBatches(forwards=1, batches=[MicroBatch()])
+
+
 @dataclass
 class FakeForwards:
     """Forwards were seen. Measures a closure without further ado."""
 
     log: list[str]
-    seen: MicroBatches = field(default_factory=lambda: MicroBatches(forwards=1))
+    seen: MicroBatches = field(default_factory=lambda: one_forward())
     checked: bool = False
+
+    def close(self) -> None:
+        """All forwards had a backward."""
+
+    def note_taken(self) -> None:
+        """No state."""
 
     def check_loss(self, loss: Any, scale: float) -> None:
         self.checked = True
@@ -148,7 +161,7 @@ class Problem:
 
     def backward(self) -> None:
         self.w.grad, self.free.grad = H @ self.w.detach(), torch.ones_like(self.free)
-        self.forwards.seen = MicroBatches(forwards=1)
+        self.forwards.seen = one_forward()
 
     def vectors(self) -> tuple[BlockStep, FlatParameters | None]:
         in_blocks, others = self.state.vectors.of(self.groups, self.states)
@@ -389,7 +402,7 @@ def test_exact_products_are_means_over_the_cases_of_all_micro_batches() -> None:
     flat = SimpleNamespace(everywhere=Flat({name: p.shape for name, p in net.named_parameters()}).parts)
     products = []
     for parts in ([x], [x[:2], x[2:]]):
-        state.forwards.seen.calls = [((part,), {}) for part in parts]
+        state.forwards.seen.batches = [MicroBatch(call=((part,), {})) for part in parts]
         products.append(state.exact_products(cast(Any, flat), list(torch.eye(8, dtype=torch.float64))))
     torch.testing.assert_close(*products)
     rows = torch.cat([x, torch.ones(8, 1, dtype=torch.float64)], dim=1)

@@ -148,7 +148,7 @@ def test_processes_with_different_options_are_refused_at_the_first_step(found: l
         first, *rows, last = result["options"].splitlines()
         assert first == "2 processes train one model with different options:"
         assert [row.split(maxsplit=1) for row in rows] == [["damping", "0.1 and 0.2"]]
-        assert last.startswith("Give KFAC the same options in all processes.")
+        assert last.startswith("Give kfac_fx.compile and KFAC the same options in all processes.")
         assert "cov_update_every  1 and 2" in result["intervals"]
 
 

@@ -15,6 +15,7 @@ import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical
+from kfac_fx.optim.micro_batches import MicroBatch
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 
 Sums = dict[tuple[tuple[str, ...], str], Tensor]
@@ -116,7 +117,7 @@ def test_the_quadratic_model_of_the_optimizer_has_no_padding() -> None:
     products = []  # averaged by cases over the calls
     for module, calls in ((net, [((ids,), kwargs)]), (plain, [(args, others) for args, others, _ in alone(ids, ids)])):
         state = KFAC(module, momentum_type="qmodel", momentum=None, damping=0.1)._step_state
-        state.forwards.seen.calls = calls
+        state.forwards.seen.batches = [MicroBatch(call=call) for call in calls]
         flat = Flat({name: tensor.shape for name, tensor in v.items()})
         products.append(state.exact_products(cast(Any, SimpleNamespace(everywhere=flat.parts)), [flat.joined(v)]))
         module.detach()
