@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ class Replicas:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self.name = str(next(NUMBERS))
+        BY_NAME[self.name] = self
 
     @property
     def number(self) -> int:
@@ -116,7 +119,7 @@ class Replicas:
         return [totals[n] for n in range(len(totals))]
 
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The tensors of all processes in all processes, in one message, behind each other in the order of `like`.
+        """The tensors of all processes in all processes, behind each other in the order of `like`.
 
         tensors: of this process. like[n]: tensors of the shapes and dtypes of those of process n.
         """
@@ -124,24 +127,11 @@ class Replicas:
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in everything))
         sizes = [sum(tensor.numel() for tensor in of_process) for of_process in like]
         sizes += [0] * (self.number - len(sizes))
-        message = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]) if tensors else None
-        device = everything[0].device
-        # An all-gather sends shares of equal length, and an all-reduce sends every element twice.
-        if self.number * max(sizes) <= 2 * sum(sizes):
-            share = torch.zeros(max(sizes), dtype=dtype, device=device)
-            if message is not None:
-                share[: len(message)] = message
-            shares = [torch.empty_like(share) for _ in sizes]
-            with self.exchanging("products"):
-                dist.all_gather(shares, share, group=self.group)
-            whole = torch.cat([filled[:size] for filled, size in zip(shares, sizes, strict=True)])
-        else:
-            whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            if message is not None:
-                start = sum(sizes[: self.rank])
-                whole[start : start + len(message)] = message
-            with self.exchanging("products"):
-                dist.all_reduce(whole, group=self.group)
+        whole = torch.empty(sum(sizes), dtype=dtype, device=everything[0].device)
+        if tensors:
+            whole.split(sizes)[self.rank].copy_(torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]))
+        with self.exchanging("products"):
+            fill_shares(whole, sizes, self.name)
         return [part.to(tensor.dtype) for part, tensor in zip(parts(whole, everything), everything, strict=True)]
 
     def exchanging(self, what: str) -> AbstractContextManager[None]:
@@ -224,6 +214,36 @@ class Replicas:
             )
 
 
+NUMBERS = itertools.count()
+BY_NAME: weakref.WeakValueDictionary[str, Replicas] = weakref.WeakValueDictionary()  # for operations of torch
+
+
+@torch.library.custom_op("kfac_fx::fill_shares", mutates_args=("whole",))
+def fill_shares(whole: Tensor, sizes: Sequence[int], replicas: str) -> None:
+    """Fill the shares of the other processes in `whole`, of these sizes, with what they have there.
+
+    Every element is sent once. NCCL gathers unequal shares in one message. Other backends do so for equal ones only, so
+    each process with a share sends it. An operation of its own, because torch.compile knows neither of the two.
+
+    replicas: the name of the processes.
+    """
+    here, shares = BY_NAME[replicas], whole.split(list(sizes))
+    if f"{whole.device.type}:nccl" in dist.get_backend_config(here.group):
+        dist.all_gather(list(shares), shares[here.rank].clone(), group=here.group)
+        return
+    waiting = [
+        dist.broadcast(share, group=here.group, group_src=process, async_op=True)
+        for process, share in enumerate(shares)
+        if share.numel()
+    ]
+    for work in waiting:
+        work.wait()
+
+
+@fill_shares.register_fake
+def no_shares(whole: Tensor, sizes: Sequence[int], replicas: str) -> None: ...
+
+
 def fitting_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The places of the tensors that fit into one message, by dtype and device."""
     members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -297,6 +317,13 @@ class ShardLayout:
         full[: rows.shape[0]] = rows
         return full
 
+    def by_process(self, whole: Tensor) -> Tensor:
+        """The filled shards of all processes, [processes, elements]."""
+        rows = whole.movedim(self.dim, 0)
+        full = rows.new_zeros((self.ranks * self.rows, *rows.shape[1:]))
+        full[: rows.shape[0]] = rows
+        return full.view(self.ranks, -1)
+
     def join(self, filled: Tensor) -> Tensor:
         """The whole tensor from the filled shards of all processes, [processes, *filled]."""
         return filled.flatten(0, 1)[: self.shape[self.dim]].movedim(0, self.dim)
@@ -330,13 +357,8 @@ class ShardLayout:
 
 def scattered(wholes: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> list[Tensor]:
     """The shards of the sums of all processes' whole tensors, in one message."""
-    group, ranks = layouts[0].group, layouts[0].ranks
-    filled = []
-    for whole, layout in zip(wholes, layouts, strict=True):
-        rows = whole.movedim(layout.dim, 0)
-        full = rows.new_zeros((ranks * layout.rows, *rows.shape[1:]))
-        full[: rows.shape[0]] = rows
-        filled.append(full.view(ranks, -1))
+    group = layouts[0].group
+    filled = [layout.by_process(whole) for whole, layout in zip(wholes, layouts, strict=True)]
     message = torch.cat(filled, 1)
     mine = message.new_empty(message.shape[1])
     reduce_scatter(mine, message.flatten(), group=group)
@@ -500,10 +522,9 @@ class Shards:
         layouts = {name: self.layouts[name] for name in parts}
         filled = [layout.fill(parts[name]) for name, layout in layouts.items()]
         message = torch.cat([tensor.reshape(-1) for tensor in filled])
-        ranks = next(iter(layouts.values())).ranks
-        everything = message.new_empty((ranks * message.numel(),))
+        everything = message.new_empty((self.ranks * message.numel(),))
         all_gather(everything, message, group=self.group)
-        pieces = everything.unflatten(0, (ranks, -1)).split([tensor.numel() for tensor in filled], 1)
+        pieces = everything.unflatten(0, (self.ranks, -1)).split([tensor.numel() for tensor in filled], 1)
         return {
             name: layout.join(piece.unflatten(1, layout.filled))
             for (name, layout), piece in zip(layouts.items(), pieces, strict=True)
@@ -511,60 +532,48 @@ class Shards:
 
     def to_owners(self, parts: Tensors, owners: Mapping[str, int]) -> Tensors:
         """The whole tensors of shards by name, of those that this process owns, in one message."""
-        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
-        filled = [[self.layouts[name].fill(parts[name]) for name in names] for names in by_owner]
-        mine = [self.layouts[name] for name in by_owner[rank]]
-        received = self.exchanged(filled, [mine] * len(by_owner), next(iter(parts.values())))
-        wholes = (layout.join(torch.stack(pieces)) for layout, *pieces in zip(mine, *received, strict=True))
-        return dict(zip(by_owner[rank], wholes, strict=True))
+        rank, names = dist.get_rank(self.group), sorted(parts, key=lambda name: owners[name])
+        mine = [name for name in names if owners[name] == rank]
+        message = torch.cat([self.layouts[name].fill(parts[name]).reshape(-1) for name in names])
+        elements = [self.layouts[name].filled.numel() for name in mine]
+        received = message.new_empty((self.ranks, sum(elements)))
+        self.exchange(received, message, [sum(elements)] * self.ranks, self.elements(names, owners))
+        return {
+            name: self.layouts[name].join(piece.unflatten(1, self.layouts[name].filled))
+            for name, piece in zip(mine, received.split(elements, 1), strict=True)
+        }
 
     def from_owners(self, wholes: Tensors, owners: Mapping[str, int], parts: Tensors) -> Tensors:
         """The shards of this process of whole tensors that their owners have, by name, in one message.
 
         parts: other shards of all these names, of the same dtype and device.
         """
-        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
-        layouts = [[self.layouts[name] for name in names] for names in by_owner]
-        filled = [
-            [
-                layout.fill(layout.part(wholes[name], process))
-                for name, layout in zip(by_owner[rank], layouts[rank], strict=True)
-            ]
-            for process in range(len(by_owner))
-        ]
-        received = self.exchanged(filled, layouts, next(iter(parts.values())))
+        rank, names = dist.get_rank(self.group), sorted(parts, key=lambda name: owners[name])
+        like = next(iter(parts.values()))
+        mine = [self.layouts[name].by_process(wholes[name]) for name in names if owners[name] == rank]
+        message = torch.cat(mine, 1) if mine else like.new_empty((self.ranks, 0))
+        elements = [self.layouts[name].filled.numel() for name in names]
+        received = like.new_empty(sum(elements))
+        self.exchange(received, message, self.elements(names, owners), [message.shape[1]] * self.ranks)
         return {
-            name: layout.unfill(tensor, rank)
-            for names, of_owner, tensors in zip(by_owner, layouts, received, strict=True)
-            for name, layout, tensor in zip(names, of_owner, tensors, strict=True)
+            name: self.layouts[name].unfill(piece.view(self.layouts[name].filled), rank)
+            for name, piece in zip(names, received.split(elements), strict=True)
         }
 
-    def by_owner(self, names: Iterable[str], owners: Mapping[str, int]) -> list[list[str]]:
-        """The names of every process."""
-        ranks = next(iter(self.layouts.values())).ranks
-        result: list[list[str]] = [[] for _ in range(ranks)]
+    @property
+    def ranks(self) -> int:
+        return next(iter(self.layouts.values())).ranks
+
+    def elements(self, names: Iterable[str], owners: Mapping[str, int]) -> list[int]:
+        """The elements of one filled shard of every name, by owner."""
+        result = [0] * self.ranks
         for name in names:
-            result[owners[name]].append(name)
+            result[owners[name]] += self.layouts[name].filled.numel()
         return result
 
-    def exchanged(
-        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[ShardLayout]], like: Tensor
-    ) -> list[list[Tensor]]:
-        """The messages of all processes to this one: filled shards of the `expected` layouts.
-
-        Args:
-            sent: to every process.
-            like: a tensor of the dtype and device of all.
-        """
-        message = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-        sizes = [[layout.filled.numel() for layout in layouts] for layouts in expected]
-        received = like.new_empty(sum(map(sum, sizes)))
-        of_processes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        dist.all_to_all_single(received, message, list(map(sum, sizes)), of_processes, group=self.group)
-        return [
-            [part.view(layout.filled) for part, layout in zip(of_process.split(lengths), layouts, strict=True)]
-            for of_process, lengths, layouts in zip(received.split(list(map(sum, sizes))), sizes, expected, strict=True)
-        ]
+    def exchange(self, received: Tensor, sent: Tensor, of_processes: list[int], to_processes: list[int]) -> None:
+        """Fill `received` with the messages of all processes; both tensors are in the order of the processes."""
+        dist.all_to_all_single(received.view(-1), sent.reshape(-1), of_processes, to_processes, group=self.group)
 
     def parts(self, wholes: Tensors) -> Tensors:
         """The shards of this process of whole tensors by name."""
