@@ -22,7 +22,7 @@ from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.placement import DividedGroup
+from kfac_fx.fisher.placement import BlockOwners, DividedGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
     a_flag,
@@ -371,7 +371,7 @@ class FisherEstimator(BlockDiagonalFisher):
         pending = self._pending
         pending.keep(pending.sums.keys() - pending.paused)
         groups = {key: self.blocks[key].group for key in pending.sums}
-        cases = pending.total(self.replicas, groups, self.damping, divided=self.owners is not None)
+        cases = pending.total(self.replicas, groups, self.damping, self.owners)
         # If it is a tensor, an empty batch counts as one that is not finite.
         empty = isinstance(cases, int) and cases == 0
         if not empty:
@@ -458,6 +458,8 @@ def runs(flags: Sequence[bool]) -> list[slice]:
 
 # --- the batch that is taken next -------------------------------------------------------------------------------------
 
+BUCKET = 1 << 28  # bytes of the sums that travel together
+
 
 @dataclass
 class PendingBatch:
@@ -539,66 +541,80 @@ class PendingBatch:
         return finite
 
     def total(
-        self, replicas: Replicas | None, groups: Mapping[Key, BlockGroup], damping: Tensor, *, divided: bool
+        self,
+        replicas: Replicas | None,
+        groups: Mapping[Key, BlockGroup],
+        damping: Tensor,
+        owners: BlockOwners | None = None,
     ) -> int | Tensor:
         """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases.
+
+        Messages have at most `BUCKET` bytes, and the sums of a message that other processes own are dropped behind it.
 
         Args:
             groups: the group of blocks of every registration that has sums.
             damping: its device and at least its precision are those of the number of cases.
-            divided: whether blocks have owners.
+            owners: of the blocks; None: every process keeps all.
 
         Raises ModelChangedError on a CPU if the processes have sums of other registrations than this one.
         """
         if replicas is None or replicas.number == 1:
             return self.cases - self.lost
-        totals = replicas.total(list(self.gradients.values()))
-        self.gradients = dict(zip(self.gradients, totals, strict=True))
-        messages = {key: with_symmetric(g.structure, self.sums[key], pack_symmetric) for key, g in groups.items()}
-        dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
+        of_gradients = replicas.total(list(self.gradients.values()))
+        self.gradients = dict(zip(self.gradients, of_gradients, strict=True))
+        dtypes = [tensor.dtype for sums in self.sums.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], damping.dtype)
-        cases = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
-        members = [key for key, group in groups.items() if group.here]
-        if not divided:
-            mark = cases.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
-            cases, marks, *totals = replicas.total(
-                [cases, mark, *(t for key in members for t in messages[key].values())]
+        here = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
+        mark = here.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
+        cases, marks = replicas.total([here, mark])
+        if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
+            raise ModelChangedError(
+                "the processes of a step took different paths through the model, so their statistics are those of "
+                f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
+                "Let the argument, the attribute or the random number that chooses a path be the same in all."
             )
-            if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
-                raise ModelChangedError(
-                    "the processes of a step took different paths through the model, so their statistics are those of "
-                    f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
-                    "Let the argument, the attribute or the random number that chooses a path be the same in all."
-                )
-        else:
-            by_owner: list[list[Tensor]] = [[] for _ in range(replicas.number)]
-            for key, group in groups.items():
-                if group.owner is not None:
+        parts = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
+        whole = {key: group for key, group in groups.items() if key not in parts}
+        for members in self.buckets(whole):
+            messages = {
+                key: with_symmetric(group.structure, self.sums[key], pack_symmetric) for key, group in members.items()
+            }
+            if owners is None:
+                totals = iter(replicas.total([tensor for sums in messages.values() for tensor in sums.values()]))
+            else:
+                by_owner: list[list[Tensor]] = [[] for _ in range(owners.replicas.number)]
+                for key, group in members.items():
+                    assert group.owner is not None, f"bug in kfac_fx: {key} has no owner"
                     by_owner[group.owner] += messages[key].values()
-            parts = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
-            members = [key for key in members if key not in parts]
-            totals = replicas.reduce([[cases, *tensors] if tensors else [] for tensors in by_owner])
-            here = cases
-            cases, totals = (totals[0], totals[1:]) if totals else (cases, [])
-            if parts:
-                with replicas.exchanging("statistics"):
-                    cases = self.scatter(parts, here)
-        total = iter(totals)
-        for key in members:
-            sums = {name: next(total) for name in messages[key]}
-            self.sums[key] = with_symmetric(groups[key].structure, sums, unpack_symmetric)
+                totals = iter(owners.reduce(by_owner))
+            for key, group in members.items():
+                sums = {name: next(totals) for name in messages[key]} if group.here else {}
+                self.sums[key] = with_symmetric(group.structure, sums, unpack_symmetric)
+        if parts and owners is not None:
+            with replicas.exchanging("statistics"):
+                self.scatter(parts, owners)
         return cases
 
-    def scatter(self, groups: Mapping[Key, DividedGroup], cases: Tensor) -> Tensor:
-        """Add the sums of divided blocks up, each entry in the process that keeps it, in one message. Returns the
-        number of cases."""
-        layouts = [group.layout for group in groups.values()]
+    def buckets(self, groups: Mapping[Key, BlockGroup]) -> Iterator[dict[Key, BlockGroup]]:
+        """The registrations whose sums travel together, those of an owner next to each other."""
+        bucket: dict[Key, BlockGroup] = {}
+        room = BUCKET
+        for key in sorted(groups, key=lambda key: groups[key].owner or 0):
+            size = sum(tensor.numel() * tensor.element_size() for tensor in self.sums[key].values())
+            if bucket and size > room:
+                yield bucket
+                bucket, room = {}, BUCKET
+            bucket[key] = groups[key]
+            room -= size
+        if bucket:
+            yield bucket
+
+    def scatter(self, groups: Mapping[Key, DividedGroup], owners: BlockOwners) -> None:
+        """Add the sums of divided blocks up, each entry in the process that keeps it, in one message."""
         wholes = [self.sums[key]["square"].view(group.whole_shape) for key, group in groups.items()]
-        layouts.append(replace(layouts[0], shape=torch.Size([layouts[0].ranks]), dim=0))
-        *parts, total = scattered([*wholes, cases.expand(layouts[0].ranks)], layouts)
+        parts = owners.repeated(scattered(wholes, [group.layout for group in groups.values()]))
         for key, part in zip(groups, parts, strict=True):
             self.sums[key] = {"square": part}
-        return total.squeeze(0)
 
 
 def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

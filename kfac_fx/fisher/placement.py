@@ -99,8 +99,10 @@ class BlockOwners:
     """The owners of the blocks of one optimizer.
 
     Args:
+        replicas: among which the blocks are divided.
         strategy: a key of `STRATEGIES`.
         vectors: the number of vectors of the size of the parameters that the owners keep, too, such as momentum.
+        shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
         shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
             (`DividedGroup`).
     """
@@ -146,6 +148,16 @@ class BlockOwners:
         """The elements of a group of one block: its factors, inverses and vectors."""
         return block.elements + self.vectors * math.prod(block.shape)
 
+    def reduce(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Sums over all processes that have parts of a batch, at the owners; see `Replicas.reduce`."""
+        return self.repeated(self.replicas.reduce(tensors))
+
+    def repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over the processes that own the same blocks: with hybrid sharding there are several."""
+        for group in () if self.shards is None else self.shards.of_mesh.repeating:
+            tensors = Replicas(group).total(tensors)
+        return list(tensors)
+
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """See `Replicas.gather`."""
         return tensors if self.replicas.number == 1 else self.replicas.gather(tensors, like)
@@ -181,6 +193,8 @@ class DividedForm(MatrixForm):
         cuts = {}
         for name, layout in (entry for entry in (matrix.weight, matrix.bias) if entry is not None):
             whole = shards.layouts[name]
+            if whole.dim is None:
+                return None
             shard = whole.part(torch.empty(whole.shape, device="meta"), dist.get_rank(whole.group))
             cuts[name] = layout.cut(whole.dim, shard.shape[whole.dim])
         parts = {name: (name, cut[0]) for name, cut in cuts.items() if cut is not None}
@@ -253,6 +267,10 @@ class VectorDivision:
         """The sum over the parts of all processes."""
         return values
 
+    def weight(self, name: str) -> float:
+        """Of the elements of a parameter in such a sum, in which every element counts once."""
+        return 1.0
+
     def keeps(self, name: str) -> bool:
         """Whether this process has a part of the parameter, and the state of a rule for it."""
         return True
@@ -296,6 +314,9 @@ class DivisionByShards(VectorDivision):
 
     def total(self, values: Tensor) -> Tensor:
         return self.shards.total(values)
+
+    def weight(self, name: str) -> float:
+        return self.shards.weight(name)
 
     def multiplies(self, name: str) -> bool:
         rank = dist.get_rank(self.shards.group)

@@ -284,32 +284,50 @@ def shard(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a tensor is divided: process r has rows r · c to (r + 1) · c along `dim`, with c = ⌈rows / processes⌉."""
+    """How a tensor is divided: process r of a group has rows r · c to (r + 1) · c along `dim`, with c = ⌈rows / ranks⌉.
+
+    The processes are a mesh. Along one of its dimensions are those of a group; along the others the shards repeat, as
+    in hybrid sharding.
+    """
 
     shape: torch.Size  # of the whole tensor
-    dim: int
+    dim: int | None  # None: every process of the group has the whole tensor
     ranks: int
     group: Any
-    mesh: Any = None
+    mesh: Any = None  # None: a tensor that is no DTensor
+    along: int = 0  # the dimension of the mesh
 
     @staticmethod
     def of(tensor: Tensor) -> ShardLayout:
         """The layout of a DTensor for which `problem` returns nothing."""
         mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
-        return ShardLayout(tensor.shape, placements[0].dim, mesh.size(), mesh.get_group(), mesh)
+        along = next((n for n, placement in enumerate(placements) if placement.is_shard()), mesh.ndim - 1)
+        dim = placements[along].dim if placements[along].is_shard() else None
+        return ShardLayout(tensor.shape, dim, mesh.size(along), mesh.get_group(along), mesh, along)
+
+    @property
+    def repeating(self) -> list[Any]:
+        """The groups of processes that have the same shards."""
+        dims = range(0 if self.mesh is None else self.mesh.ndim)
+        return [self.mesh.get_group(dim) for dim in dims if dim != self.along and self.mesh.size(dim) > 1]
 
     @property
     def rows(self) -> int:
         """c, the rows of every process but the last ones."""
+        assert self.dim is not None, "bug in kfac_fx: the rows of a tensor that is not divided"
         return -(-self.shape[self.dim] // self.ranks)
 
     @property
     def filled(self) -> torch.Size:
         """The shape of a shard with `dim` in front, filled up to c rows."""
+        if self.dim is None:
+            return self.shape
         return torch.Size([self.rows, *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
 
     def fill(self, local: Tensor) -> Tensor:
         """A shard with the shape `filled`; missing rows are zero."""
+        if self.dim is None:
+            return local
         rows = local.movedim(self.dim, 0)
         if rows.shape == self.filled:
             return rows.contiguous()
@@ -319,6 +337,8 @@ class ShardLayout:
 
     def by_process(self, whole: Tensor) -> Tensor:
         """The filled shards of all processes, [processes, elements]."""
+        if self.dim is None:
+            return whole.reshape(1, -1).expand(self.ranks, -1)
         rows = whole.movedim(self.dim, 0)
         full = rows.new_zeros((self.ranks * self.rows, *rows.shape[1:]))
         full[: rows.shape[0]] = rows
@@ -326,31 +346,43 @@ class ShardLayout:
 
     def join(self, filled: Tensor) -> Tensor:
         """The whole tensor from the filled shards of all processes, [processes, *filled]."""
+        if self.dim is None:
+            return filled[0]
         return filled.flatten(0, 1)[: self.shape[self.dim]].movedim(0, self.dim)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """The shard of a process, a view."""
+        if self.dim is None:
+            return whole
         rows = self.shape[self.dim]
         start = min(rank * self.rows, rows)
         return whole.narrow(self.dim, start, min(start + self.rows, rows) - start)
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole tensor, from all processes."""
+        if self.dim is None:
+            return local
         filled = self.fill(local)
         everything = filled.new_empty((self.ranks * filled.shape[0], *filled.shape[1:]))
         all_gather(everything, filled, group=self.group)
         return self.join(everything.unflatten(0, (self.ranks, -1)))
 
     def dtensor(self, local: Tensor) -> Tensor:
-        """A DTensor of this layout, in the memory of the shard `local`."""
-        from torch.distributed.tensor import DTensor, Shard
+        """A DTensor of this layout, in the memory of the shard `local`; that itself if the tensor is none."""
+        if self.mesh is None:
+            return local
+        from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        if self.dim is not None:
+            placements[self.along] = Shard(self.dim)
         stride = torch.empty(self.shape, device="meta").stride()
-        placements = [Shard(self.dim)]
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=self.shape, stride=stride)
 
     def unfill(self, filled: Tensor, rank: int) -> Tensor:
         """The inverse of `fill` for the shard of a process."""
+        if self.dim is None:
+            return filled
         rows = self.shape[self.dim]
         return filled[: max(0, min(self.rows, rows - rank * self.rows))].movedim(0, self.dim)
 
@@ -369,47 +401,58 @@ def scattered(wholes: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> list[
 
 
 class Whole(torch.autograd.Function):
-    """The whole tensor of shards. The gradient of a shard is `weight` times the sum of all processes' gradients of the
-    whole."""
+    """The whole tensor of shards.
+
+    The gradient of a shard is the sum of the gradients of the whole in the processes that have the other shards; with
+    `average`, the mean over the processes that have the others or the same.
+    """
 
     @staticmethod
-    def forward(local: Tensor, layout: ShardLayout, weight: float) -> Tensor:
-        return layout.gather(local)
+    def forward(local: Tensor, layout: ShardLayout, average: bool) -> Tensor:
+        return layout.gather(local).view_as(local) if layout.dim is None else layout.gather(local)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.layout, ctx.weight = inputs
+        _, ctx.layout, ctx.average = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return cast(Any, Summed).apply(gradient, ctx.layout) * ctx.weight, None, None
+        total = cast(Any, Summed).apply(gradient, ctx.layout)
+        if not ctx.average:
+            return total, None, None
+        total = total / (1 if ctx.layout.dim is None else ctx.layout.ranks)
+        for group in ctx.layout.repeating:
+            total = total / dist.get_world_size(group)
+            dist.all_reduce(total, group=group)
+        return total, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return gathered_whole(tangent, ctx.layout, ctx.weight)
+        return gathered_whole(tangent, ctx.layout, ctx.average)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, local: Tensor, *rest: Any) -> tuple[Tensor, int]:
         return torch.stack([gathered_whole(part, *rest) for part in local.unbind(in_dims[0])]), 0
 
 
-def gathered_whole(local: Tensor, layout: ShardLayout, weight: float) -> Tensor:
+def gathered_whole(local: Tensor, layout: ShardLayout, average: bool) -> Tensor:
     """See `Whole`."""
-    result: Tensor = cast(Any, Whole).apply(local, layout, weight)
+    result: Tensor = cast(Any, Whole).apply(local, layout, average)
     return result
 
 
 class Summed(torch.autograd.Function):
-    """The shard of the sum of all processes' whole tensors, the transpose of `Whole`."""
+    """The shard of the sum of all whole tensors in a group of processes, the transpose of `Whole`. A tensor that is not
+    divided is another one in every process, and not added up."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, layout: ShardLayout) -> Tensor:
         ctx.layout = layout
-        return scattered([whole], [layout])[0]
+        return whole.view_as(whole) if layout.dim is None else scattered([whole], [layout])[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered_whole(gradient, ctx.layout, 1.0), None
+        return gathered_whole(gradient, ctx.layout, False), None
 
 
 @dataclass(frozen=True)
@@ -436,19 +479,20 @@ def is_divided(value: Any) -> bool:
     return isinstance(value, Shard) or is_sharded(value)
 
 
-def unsharded(value: Any, weight: float = 1.0) -> Any:
+def unsharded(value: Any, average: bool = False) -> Any:
     """The whole tensor of a DTensor or a `Shard`, differentiable; other values are whole.
 
-    weight: of the gradients of all processes, which are added up.
+    average: the gradient of a shard is the mean over processes, as that of FSDP2 in a training step, instead of the
+        sum over the processes of its group.
     """
     if is_sharded(value):
         value = Shard(value.to_local(), ShardLayout.of(value))
-    return gathered_whole(value.local, value.layout, weight) if isinstance(value, Shard) else value
+    return gathered_whole(value.local, value.layout, average) if isinstance(value, Shard) else value
 
 
 def averaged_unsharded(value: Any) -> Any:
-    """`unsharded` in a training step: the gradient of a shard is the mean over processes, as that of FSDP2."""
-    return unsharded(value, 1 / ShardLayout.of(value).ranks) if is_sharded(value) else value
+    """`unsharded` in a training step."""
+    return unsharded(value, average=True)
 
 
 class SavedShards:
@@ -461,7 +505,7 @@ class SavedShards:
     def unsharded(self, value: Any) -> Any:
         """The whole tensor of a DTensor or a `Shard`."""
         layout = value.layout if isinstance(value, Shard) else ShardLayout.of(value)
-        result = averaged_unsharded(value) if self.average else unsharded(value)
+        result = unsharded(value, self.average)
         if result.numel():
             local = value.local.detach() if isinstance(value, Shard) else shard(value)
             self.gathered[result.untyped_storage().data_ptr()] = weakref.ref(result), Shard(local, layout)
@@ -483,62 +527,105 @@ class SavedShards:
 
 @dataclass(frozen=True)
 class Shards:
-    """All sharded parameters of a model, by name; they are divided among the same processes."""
+    """All trained parameters of a sharded model, by name; they are divided among the same processes.
+
+    everyone: the processes that have parts of a batch, or the same part; None: those of the default group.
+    """
 
     layouts: Mapping[str, ShardLayout]
+    everyone: Any = None
 
     @staticmethod
-    def of(named: Iterable[tuple[str, Tensor]]) -> Shards | None:
+    def of(named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module]) -> Shards | None:
         """None if no trained parameter is sharded.
 
-        Raises RegistrationError if some are and others are not, or if they are divided in another way than FSDP2 does
-        along one dimension of processes.
+        FSDP2 divides all parameters along one dimension of processes, and may repeat the shards along others. Tensor
+        parallelism divides some, and every process has the others.
+
+        modules: of the model.
+
+        Raises RegistrationError for another division, and if FSDP2 has divided some parameters and not others.
         """
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not any(map(is_sharded, trained.values())):
             return None
-        problems = {name: problem(parameter) for name, parameter in trained.items()}
+        from torch.distributed.fsdp import FSDPModule
+
+        units = any(isinstance(module, FSDPModule) for module in modules)
+        meshes = [cast(Any, parameter).device_mesh for parameter in trained.values() if is_sharded(parameter)]
+        widest = max(meshes, key=lambda mesh: mesh.ndim)
+        problems = {name: problem(parameter, widest, units) for name, parameter in trained.items()}
         if rows := [(name, text) for name, text in problems.items() if text]:
             raise RegistrationError(
                 f"K-FAC cannot train {len(rows)} of {len(trained)} parameters that are sharded as they are:\n"
                 f"{table(rows)}\n"
-                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units, with one dimension of "
-                "processes: it shards every parameter that no unit has."
+                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units, with one mesh of "
+                "processes of one dimension, or of two for hybrid sharding: it shards every parameter that no unit "
+                "has. Or call torch.distributed.tensor.parallel.parallelize_module with a mesh of one dimension, and "
+                "no fully_shard. Both together are not supported."
             )
-        return Shards({name: ShardLayout.of(parameter) for name, parameter in trained.items()})
+        size, group = widest.size(widest.ndim - 1), widest.get_group(widest.ndim - 1)
+        layouts = {
+            name: ShardLayout.of(parameter)
+            if is_sharded(parameter)
+            else ShardLayout(parameter.shape, None, size, group)
+            for name, parameter in trained.items()
+        }
+        return Shards(layouts, everyone_in(widest) if units else None)
+
+    @property
+    def of_mesh(self) -> ShardLayout:
+        """The layout of a DTensor among the parameters."""
+        return next(layout for layout in self.layouts.values() if layout.mesh is not None)
 
     @property
     def group(self) -> Any:
-        return next(iter(self.layouts.values())).group
+        """The processes among which parameters are divided."""
+        return self.of_mesh.group
+
+    @property
+    def ranks(self) -> int:
+        """Their number."""
+        return self.of_mesh.ranks
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over processes."""
+        """The sum over the processes among which parameters are divided."""
         result = values.clone()
         dist.all_reduce(result, group=self.group)
         return result
 
+    def weight(self, name: str) -> float:
+        """Of the elements of a parameter in a sum over processes, in which every element counts once."""
+        return 1 / self.ranks if self.layouts[name].dim is None else 1.0
+
     def gathered(self, parts: Tensors) -> Tensors:
         """The whole tensors of shards by name, in one message."""
-        layouts = {name: self.layouts[name] for name in parts}
+        layouts = {name: self.layouts[name] for name in parts if self.layouts[name].dim is not None}
+        if not layouts:
+            return dict(parts)
         filled = [layout.fill(parts[name]) for name, layout in layouts.items()]
         message = torch.cat([tensor.reshape(-1) for tensor in filled])
         everything = message.new_empty((self.ranks * message.numel(),))
         all_gather(everything, message, group=self.group)
         pieces = everything.unflatten(0, (self.ranks, -1)).split([tensor.numel() for tensor in filled], 1)
-        return {
+        wholes = {
             name: layout.join(piece.unflatten(1, layout.filled))
             for (name, layout), piece in zip(layouts.items(), pieces, strict=True)
         }
+        return {name: wholes.get(name, part) for name, part in parts.items()}
 
     def to_owners(self, parts: Tensors, owners: Mapping[str, int]) -> Tensors:
         """The whole tensors of shards by name, of those that this process owns, in one message."""
-        rank, names = dist.get_rank(self.group), sorted(parts, key=lambda name: owners[name])
+        rank, divided = dist.get_rank(self.group), [name for name in parts if self.layouts[name].dim is not None]
+        names = sorted(divided, key=lambda name: owners[name])
         mine = [name for name in names if owners[name] == rank]
-        message = torch.cat([self.layouts[name].fill(parts[name]).reshape(-1) for name in names])
+        like = next(iter(parts.values()))
+        message = torch.cat([like.new_empty(0), *(self.layouts[n].fill(parts[n]).reshape(-1) for n in names)])
         elements = [self.layouts[name].filled.numel() for name in mine]
         received = message.new_empty((self.ranks, sum(elements)))
         self.exchange(received, message, [sum(elements)] * self.ranks, self.elements(names, owners))
-        return {
+        whole = {name: part for name, part in parts.items() if name not in divided and owners[name] == rank}
+        return whole | {
             name: self.layouts[name].join(piece.unflatten(1, self.layouts[name].filled))
             for name, piece in zip(mine, received.split(elements, 1), strict=True)
         }
@@ -560,10 +647,6 @@ class Shards:
             for name, piece in zip(names, received.split(elements), strict=True)
         }
 
-    @property
-    def ranks(self) -> int:
-        return next(iter(self.layouts.values())).ranks
-
     def elements(self, names: Iterable[str], owners: Mapping[str, int]) -> list[int]:
         """The elements of one filled shard of every name, by owner."""
         result = [0] * self.ranks
@@ -581,13 +664,30 @@ class Shards:
         return {name: self.layouts[name].part(tensor, rank) for name, tensor in wholes.items()}
 
 
-def problem(parameter: Tensor) -> str:
-    """Why a trained parameter beside sharded ones cannot be trained; empty if it can."""
+def everyone_in(mesh: Any) -> Any:
+    """The group of all processes of a mesh. All of them call it together."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+
+
+def problem(parameter: Tensor, mesh: Any, units: bool) -> str:
+    """Why a trained parameter beside sharded ones cannot be trained; empty if it can.
+
+    mesh: of the others. units: whether FSDP2 has divided parameters.
+    """
     if not is_sharded(parameter):
-        return "is whole in every process, and others are not"
-    mesh, placements = cast(Any, parameter).device_mesh, cast(Any, parameter).placements
-    if mesh.ndim != 1:
-        return f"is divided along {mesh.ndim} dimensions of processes, {placements}"
-    if type(placements[0]).__name__ != "Shard":
-        return f"is divided as {placements[0]}"
+        return "is whole in every process, and others are not" if units else ""
+    placements = cast(Any, parameter).placements
+    names = [type(placement).__name__ for placement in placements]
+    if cast(Any, parameter).device_mesh != mesh:
+        return f"is divided among other processes than others are, as {placements}"
+    if names not in ([["Replicate"] * (mesh.ndim - 1) + ["Shard"]] if units else [["Shard"], ["Replicate"]]):
+        return (
+            f"is divided along {mesh.ndim} dimensions of processes, {placements}"
+            if mesh.ndim > 1
+            else (f"is divided as {placements[0]}")
+        )
     return ""

@@ -207,7 +207,7 @@ class FlatParameters:
 
     def inner(self, first: Tensor, second: Tensor) -> Tensor:
         """<a, b>, 0-dim, in float32 at least."""
-        return self.division.total(inner(first, second))
+        return self.division.total(inner(self.weighted(first), second))
 
     def is_finite(self, vector: Tensor) -> Tensor:
         """A 0-dim bool."""
@@ -215,9 +215,24 @@ class FlatParameters:
 
     def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
-        squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
-        product, *squares = self.division.total(torch.stack([inner(first, second), *squares])).unbind()
+        if isinstance(self.weights, float):
+            squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
+        else:
+            squares = [inner(self.weighted(vector), vector) for vector in (first, second)]
+        product, *squares = self.division.total(torch.stack([inner(self.weighted(first), second), *squares])).unbind()
         return product, squares[0], squares[1]
+
+    @cached_property
+    def weights(self) -> Tensor | float:
+        """Of the elements of a vector in a sum over processes: [P], or 1.0 if every element is in one process only."""
+        weights = {name: self.division.weight(name) for name in self.parameters}
+        if set(weights.values()) <= {1.0}:
+            return 1.0
+        by_value = {value: self.largest_lr.new_full((), value) for value in weights.values()}
+        return self.flat.spread({name: by_value[value] for name, value in weights.items()})
+
+    def weighted(self, vector: Tensor) -> Tensor:
+        return vector if isinstance(self.weights, float) else vector * self.weights
 
 
 def rule_state(state: Tensors) -> Tensors:

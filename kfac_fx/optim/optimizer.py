@@ -185,12 +185,13 @@ class KFAC(Optimizer, Joinable):
         )
         self.estimator.relative_damping = rule.side_damping
         self.estimator.new_extras = rule.new_extras
-        shards = Shards.of(net.named_parameters())
-        self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.group))
+        shards = Shards.of(net.named_parameters(), net.model.modules())
+        self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.everyone))
         if options.strategy is not None:
             state = rule.new_state(torch.empty_like(example, device="meta"))
             vectors = sum(tensor.shape == example.shape for tensor in state.values()) if shards is None else 0
-            self.estimator.owners = BlockOwners(replicas, options.strategy, vectors, shards)
+            among = replicas if shards is None else Replicas(shards.group)
+            self.estimator.owners = BlockOwners(among, options.strategy, vectors, shards)
         seed = torch.initial_seed() if seed is None else seed
         self.generator = torch.Generator(example.device).manual_seed(seed)
         self._forwards = Forwards(net, schedule, self.estimator, self.generator, accelerators(names))

@@ -29,7 +29,7 @@ def test_micro_batches_add_up() -> None:
     assert added(batch, 1.0) is None and added(batch, 2.0) is None
     assert torch.equal(batch.sums[KEY]["A"], torch.full((2, 2), 3.0))
     assert torch.equal(batch.gradients["0.weight"], torch.full((2,), 3.0))
-    assert batch.cases == 8 and batch.total(None, {}, torch.ones(()), divided=False) == 8
+    assert batch.cases == 8 and batch.total(None, {}, torch.ones(())) == 8
 
 
 def test_a_guarded_micro_batch_that_is_not_finite_is_left_out_with_its_cases() -> None:
@@ -38,7 +38,7 @@ def test_a_guarded_micro_batch_that_is_not_finite_is_left_out_with_its_cases() -
     assert finite is not None and bool(finite) and broken is not None and not bool(broken)
     assert torch.equal(batch.sums[KEY]["A"], torch.ones(2, 2)) and torch.equal(batch.sums[OTHER]["A"], torch.ones(3, 3))
     assert torch.equal(batch.gradients["0.weight"], torch.ones(2))
-    assert batch.cases == 8 and int(batch.total(None, {}, torch.ones(()), divided=False)) == 4
+    assert batch.cases == 8 and int(batch.total(None, {}, torch.ones(()))) == 4
 
 
 def test_a_micro_batch_that_is_not_guarded_makes_the_whole_batch_not_finite() -> None:

@@ -92,7 +92,7 @@ def test_one_message_brings_shards_to_their_owners_and_back(
 ) -> None:
     net = compiled()
     shard(net.model)
-    shards = Shards.of(net.named_parameters())
+    shards = Shards.of(net.named_parameters(), net.model.modules())
     assert shards is not None
     parts = {name: parameter.detach().to_local() for name, parameter in net.named_parameters()}  # type: ignore[operator]
     owners, messages = dict.fromkeys(parts, 0), []
