@@ -282,6 +282,17 @@ def shard(tensor: Tensor) -> Tensor:
     return local
 
 
+def divided_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, divided among processes as its parameter is.
+
+    Tensor parallelism leaves the gradient of a whole parameter as parts of a sum where its layer has parts of the rows.
+    """
+    if not is_sharded(gradient) or not is_sharded(parameter):
+        return gradient
+    wanted = cast(Any, parameter).placements
+    return gradient if cast(Any, gradient).placements == wanted else cast(Any, gradient).redistribute(placements=wanted)
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """How a tensor is divided: process r of a group has rows r · c to (r + 1) · c along `dim`, with c = ⌈rows / ranks⌉.

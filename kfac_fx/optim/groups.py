@@ -16,7 +16,7 @@ from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.linalg.arguments import not_negative, number, one_element
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
-from kfac_fx.linalg.processes import Replicas, Shards, shard, sharded_like
+from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
 from kfac_fx.passes.matrix import precise
@@ -367,7 +367,10 @@ class GroupedParameters:
             division,
             here,
             {name: shard(parameter) for name, parameter in parameters.items()},
-            {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
+            {
+                name: dense(division.part(name, divided_like(parameter, gradient)))
+                for name, (parameter, gradient) in with_gradient.items()
+            },
             state,
             lr,
             lr if lr.dim() == 0 else self.largest("lr", parameters),
