@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -312,9 +313,17 @@ class ShardLayout:
     def of(tensor: Tensor) -> ShardLayout:
         """The layout of a DTensor for which `problem` returns nothing."""
         mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
-        along = next((n for n, placement in enumerate(placements) if placement.is_shard()), mesh.ndim - 1)
-        dim = placements[along].dim if placements[along].is_shard() else None
-        return ShardLayout(tensor.shape, dim, mesh.size(along), mesh.get_group(along), mesh, along)
+        cuts = [n for n, placement in enumerate(placements) if not placement.is_replicate()]
+        along = cuts[0] if cuts else mesh.ndim - 1
+        size, group = mesh.size(along), mesh.get_group(along)
+        if len(cuts) > 1 or type(placements[along]).__name__ not in ("Shard", "Replicate"):
+            return GridLayout(tensor.shape, placements[along].dim, size, group, mesh, along, tuple(placements))
+        return ShardLayout(tensor.shape, placements[along].dim if cuts else None, size, group, mesh, along)
+
+    @property
+    def pieces(self) -> int:
+        """The number of parts that no two of them have in common."""
+        return 1 if self.dim is None else self.ranks
 
     @property
     def repeating(self) -> list[Any]:
@@ -382,13 +391,22 @@ class ShardLayout:
         """A DTensor of this layout, in the memory of the shard `local`; that itself if the tensor is none."""
         if self.mesh is None:
             return local
-        from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+        from torch.distributed.tensor import Placement, Replicate, Shard
 
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         if self.dim is not None:
             placements[self.along] = Shard(self.dim)
+        return self.dtensor_as(local, placements)
+
+    def dtensor_as(self, local: Tensor, placements: Sequence[Any]) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=self.shape, stride=stride)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """The shard of the sum of all whole tensors in the group; the tensor itself if it is not divided."""
+        return whole.view_as(whole) if self.dim is None else scattered([whole], [self])[0]
 
     def unfill(self, filled: Tensor, rank: int) -> Tensor:
         """The inverse of `fill` for the shard of a process."""
@@ -396,6 +414,49 @@ class ShardLayout:
             return filled
         rows = self.shape[self.dim]
         return filled[: max(0, min(self.rows, rows - rank * self.rows))].movedim(0, self.dim)
+
+
+@dataclass(frozen=True)
+class GridLayout(ShardLayout):
+    """How a tensor is divided along several dimensions of a mesh, by tensor parallelism and FSDP2. Every message is
+    torch's own."""
+
+    placements: tuple[Any, ...] = ()
+
+    @property
+    def cuts(self) -> list[int]:
+        """The dimensions of the mesh."""
+        return [n for n, placement in enumerate(self.placements) if not placement.is_replicate()]
+
+    @property
+    def pieces(self) -> int:
+        return math.prod(self.mesh.size(n) for n in self.cuts)
+
+    @property
+    def repeating(self) -> list[Any]:
+        dims = range(self.mesh.ndim)
+        return [self.mesh.get_group(dim) for dim in dims if dim not in self.cuts and self.mesh.size(dim) > 1]
+
+    def gather(self, local: Tensor) -> Tensor:
+        whole: Tensor = cast(Any, self.dtensor(local)).full_tensor()
+        return whole
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        everywhere: Any = DTensor.from_local(whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        part: Tensor = everywhere.redistribute(placements=self.placements).to_local()
+        return part
+
+    def dtensor(self, local: Tensor) -> Tensor:
+        return self.dtensor_as(local, self.placements)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """The shard of the sum of all whole tensors in the processes that have the other shards."""
+        total = whole.clone()
+        for dim in self.cuts:
+            dist.all_reduce(total, group=self.mesh.get_group(dim))
+        return self.part(total, 0).clone()
 
 
 def scattered(wholes: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> list[Tensor]:
@@ -431,7 +492,7 @@ class Whole(torch.autograd.Function):
         total = cast(Any, Summed).apply(gradient, ctx.layout)
         if not ctx.average:
             return total, None, None
-        total = total / (1 if ctx.layout.dim is None else ctx.layout.ranks)
+        total = total / ctx.layout.pieces
         for group in ctx.layout.repeating:
             total = total / dist.get_world_size(group)
             dist.all_reduce(total, group=group)
@@ -459,7 +520,7 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, layout: ShardLayout) -> Tensor:
         ctx.layout = layout
-        return whole.view_as(whole) if layout.dim is None else scattered([whole], [layout])[0]
+        return layout.summed(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -497,6 +558,8 @@ def unsharded(value: Any, average: bool = False) -> Any:
         sum over the processes of its group.
     """
     if is_sharded(value):
+        if any(placement.is_partial() for placement in value.placements):  # parts of a sum, as gradients may be
+            return value.full_tensor()
         value = Shard(value.to_local(), ShardLayout.of(value))
     return gathered_whole(value.local, value.layout, average) if isinstance(value, Shard) else value
 
@@ -541,10 +604,12 @@ class Shards:
     """All trained parameters of a sharded model, by name; they are divided among the same processes.
 
     everyone: the processes that have parts of a batch, or the same part; None: those of the default group.
+    meshes_differ: whether some parameters are divided among fewer processes than others.
     """
 
     layouts: Mapping[str, ShardLayout]
     everyone: Any = None
+    meshes_differ: bool = False
 
     @staticmethod
     def of(named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module]) -> Shards | None:
@@ -570,10 +635,9 @@ class Shards:
             raise RegistrationError(
                 f"K-FAC cannot train {len(rows)} of {len(trained)} parameters that are sharded as they are:\n"
                 f"{table(rows)}\n"
-                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units, with one mesh of "
-                "processes of one dimension, or of two for hybrid sharding: it shards every parameter that no unit "
-                "has. Or call torch.distributed.tensor.parallel.parallelize_module with a mesh of one dimension, and "
-                "no fully_shard. Both together are not supported."
+                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units: it shards every "
+                "parameter that no unit has. Take one DeviceMesh for all of parallelize_module and fully_shard, or "
+                "parts of one."
             )
         size, group = widest.size(widest.ndim - 1), widest.get_group(widest.ndim - 1)
         layouts = {
@@ -582,7 +646,7 @@ class Shards:
             else ShardLayout(parameter.shape, None, size, group)
             for name, parameter in trained.items()
         }
-        return Shards(layouts, everyone_in(widest) if units else None)
+        return Shards(layouts, everyone_in(widest) if units else None, any(mesh != widest for mesh in meshes))
 
     @property
     def of_mesh(self) -> ShardLayout:
@@ -590,14 +654,19 @@ class Shards:
         return next(layout for layout in self.layouts.values() if layout.mesh is not None)
 
     @property
+    def in_grid(self) -> bool:
+        """Whether parameters are divided along several dimensions of processes."""
+        return self.meshes_differ or any(isinstance(layout, GridLayout) for layout in self.layouts.values())
+
+    @property
     def group(self) -> Any:
         """The processes among which parameters are divided."""
-        return self.of_mesh.group
+        return self.everyone if self.in_grid else self.of_mesh.group
 
     @property
     def ranks(self) -> int:
         """Their number."""
-        return self.of_mesh.ranks
+        return dist.get_world_size(self.everyone) if self.in_grid else self.of_mesh.ranks
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the processes among which parameters are divided."""
@@ -607,10 +676,12 @@ class Shards:
 
     def weight(self, name: str) -> float:
         """Of the elements of a parameter in a sum over processes, in which every element counts once."""
-        return 1 / self.ranks if self.layouts[name].dim is None else 1.0
+        return self.layouts[name].pieces / self.ranks
 
     def gathered(self, parts: Tensors) -> Tensors:
-        """The whole tensors of shards by name, in one message."""
+        """The whole tensors of shards by name, in one message; in a grid, in one for every tensor."""
+        if self.in_grid:
+            return {name: self.layouts[name].gather(part) for name, part in parts.items()}
         layouts = {name: self.layouts[name] for name in parts if self.layouts[name].dim is not None}
         if not layouts:
             return dict(parts)
@@ -671,8 +742,8 @@ class Shards:
 
     def parts(self, wholes: Tensors) -> Tensors:
         """The shards of this process of whole tensors by name."""
-        rank = dist.get_rank(self.group)
-        return {name: self.layouts[name].part(tensor, rank) for name, tensor in wholes.items()}
+        layouts = ((name, tensor, self.layouts[name]) for name, tensor in wholes.items())
+        return {name: layout.part(tensor, dist.get_rank(layout.group)) for name, tensor, layout in layouts}
 
 
 def everyone_in(mesh: Any) -> Any:
@@ -687,18 +758,13 @@ def everyone_in(mesh: Any) -> Any:
 def problem(parameter: Tensor, mesh: Any, units: bool) -> str:
     """Why a trained parameter beside sharded ones cannot be trained; empty if it can.
 
-    mesh: of the others. units: whether FSDP2 has divided parameters.
+    mesh: that of the most dimensions. units: whether FSDP2 has divided parameters.
     """
     if not is_sharded(parameter):
         return "is whole in every process, and others are not" if units else ""
-    placements = cast(Any, parameter).placements
-    names = [type(placement).__name__ for placement in placements]
-    if cast(Any, parameter).device_mesh != mesh:
-        return f"is divided among other processes than others are, as {placements}"
-    if names not in ([["Replicate"] * (mesh.ndim - 1) + ["Shard"]] if units else [["Shard"], ["Replicate"]]):
-        return (
-            f"is divided along {mesh.ndim} dimensions of processes, {placements}"
-            if mesh.ndim > 1
-            else (f"is divided as {placements[0]}")
-        )
+    placements, own = cast(Any, parameter).placements, cast(Any, parameter).device_mesh
+    if any(placement.is_partial() for placement in placements):
+        return f"is divided as {placements}"
+    if own != mesh and not set(own.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
+        return f"is divided among other processes than others are, {own}"
     return ""
