@@ -604,11 +604,13 @@ class Shards:
     """All trained parameters of a sharded model, by name; they are divided among the same processes.
 
     everyone: the processes that have parts of a batch, or the same part; None: those of the default group.
+    units: whether FSDP2 has divided them, and not tensor parallelism alone.
     meshes_differ: whether some parameters are divided among fewer processes than others.
     """
 
     layouts: Mapping[str, ShardLayout]
     everyone: Any = None
+    units: bool = True
     meshes_differ: bool = False
 
     @staticmethod
@@ -646,7 +648,8 @@ class Shards:
             else ShardLayout(parameter.shape, None, size, group)
             for name, parameter in trained.items()
         }
-        return Shards(layouts, everyone_in(widest) if units else None, any(mesh != widest for mesh in meshes))
+        everyone, differ = everyone_in(widest) if units else None, any(mesh != widest for mesh in meshes)
+        return Shards(layouts, everyone, units, differ)
 
     @property
     def of_mesh(self) -> ShardLayout:
@@ -657,6 +660,30 @@ class Shards:
     def in_grid(self) -> bool:
         """Whether parameters are divided along several dimensions of processes."""
         return self.meshes_differ or any(isinstance(layout, GridLayout) for layout in self.layouts.values())
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether several processes have the same part of a batch."""
+        return not self.units or self.in_grid
+
+    def refuse_owners(self, process_group: Any) -> None:
+        """Raises RegistrationError if the processes that divide the parameters cannot divide the blocks, too.
+
+        process_group: of all processes that have parts of a batch; None: the default group.
+        """
+        if self.in_grid:
+            raise RegistrationError(
+                "FSDP2 and tensor parallelism divide the parameters together, and the way of a gradient to an owner "
+                "and back along two dimensions of processes is not written yet: write KFAC(..., "
+                "placement='replicated'), which keeps all blocks in every process."
+            )
+        everyone = dist.get_world_size(process_group or self.everyone)
+        if everyone != self.of_mesh.mesh.size():
+            raise RegistrationError(
+                f"tensor parallelism divides the parameters among {self.of_mesh.mesh.size()} of {everyone} processes, "
+                "and owners need to know which of the others have the same shards: write KFAC(..., "
+                "placement='replicated'), which keeps all blocks in every process."
+            )
 
     @property
     def group(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class KFAC(Optimizer, Joinable):
         grad_scaler: torch.amp.GradScaler | None = None,
         params: Iterable[Any] | None = None,
         process_group: Any | None = None,
-        placement: str = "replicated",
+        placement: str | None = None,
         **of_rule: Any,
     ) -> None:
         """
@@ -129,7 +130,8 @@ class KFAC(Optimizer, Joinable):
                 products to the others; the largest blocks are placed first, each in the process with the least work so
                 far. "round_robin": one block after another, in turn, as in TF K-FAC. Both divide the memory of factors
                 and inverses and the decompositions by the number of processes, and cost a message of the size of the
-                parameters in a step.
+                parameters in a step. None is "owners" for a model that FSDP2 shards, whose factors take several times
+                the memory of the parameters, and "replicated" otherwise.
             of_rule: the options of the rule that `momentum_type` names, or of the default; the classes of
                 `kfac_fx.rules` document them. None is no value.
 
@@ -163,6 +165,11 @@ class KFAC(Optimizer, Joinable):
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
+        shards = Shards.of(net.named_parameters(), net.model.modules())
+        if placement is None and shards is not None and not shards.tensor_parallel:
+            options = replace(options, placement="owners")
+        if shards is not None and options.strategy is not None:
+            shards.refuse_owners(process_group)
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
@@ -185,7 +192,6 @@ class KFAC(Optimizer, Joinable):
         )
         self.estimator.relative_damping = rule.side_damping
         self.estimator.new_extras = rule.new_extras
-        shards = Shards.of(net.named_parameters(), net.model.modules())
         self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.everyone))
         if options.strategy is not None:
             state = rule.new_state(torch.empty_like(example, device="meta"))

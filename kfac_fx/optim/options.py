@@ -82,7 +82,7 @@ class KFACOptions:
     grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler]
     params: Iterable[Any] | None
     process_group: Annotated[Any | None, a_process_group]
-    placement: Annotated[str, in_any_case(PLACEMENTS)]
+    placement: Annotated[str | None, in_any_case(PLACEMENTS)]
 
     @staticmethod
     def of(
@@ -128,7 +128,8 @@ class KFACOptions:
     @functools.cached_property
     def strategy(self) -> str | None:
         """How blocks are divided among processes (`kfac_fx.fisher.placement`); None if every process keeps all."""
-        return None if self.placement.lower() == PLACEMENTS[0] else self.placement.lower()
+        placement = (self.placement or PLACEMENTS[0]).lower()
+        return None if placement == PLACEMENTS[0] else placement
 
     @functools.cached_property
     def checks(self) -> CheckedRule | None:
