@@ -685,6 +685,31 @@ class Shards:
                 "placement='replicated'), which keeps all blocks in every process."
             )
 
+    def check_gradients(self, gradients: Tensors) -> None:
+        """Raises RuntimeError if processes that have the same elements of a parameter have other gradients of them.
+        Waits for the device."""
+        shared = {name: gradient for name, gradient in gradients.items() if self.weight(name) < 1}
+        if not shared:
+            return
+        squares = torch.stack([shard(gradient).double().square().sum() for gradient in shared.values()])
+        for n, name in enumerate(shared):
+            if self.layouts[name].dim is not None:
+                dist.all_reduce(squares[n], group=self.layouts[name].group)
+        ends = torch.cat([squares, -squares])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.everyone)
+        most, least = ends[: len(shared)].sqrt(), (-ends[len(shared) :]).clamp(min=0).sqrt()
+        apart = (most - least > NORM_TOLERANCE * most).tolist()
+        if rows := [
+            (name, f"{low:.4g} to {high:.4g}")
+            for name, low, high, differs in zip(shared, least.tolist(), most.tolist(), apart, strict=True)
+            if differs
+        ]:
+            raise RuntimeError(
+                f"processes have other gradients of parameters that all of them have; their norms are\n{table(rows)}\n"
+                "Give the processes of tensor parallelism the same cases. A module that computes with a part of the "
+                "positions needs SequenceParallel() in the plan of parallelize_module, which adds its gradients up."
+            )
+
     @property
     def group(self) -> Any:
         """The processes among which parameters are divided."""

@@ -1,0 +1,298 @@
+"""Meshes of processes: hybrid sharding, tensor parallelism, and FSDP2 with tensor parallelism. Two and four processes
+take the steps of one, and go on from the checkpoints of each other.
+
+One spawn of two serves all tests, and one of four the slow ones. Where processes have the same cases, as those of tensor
+parallelism do, their shares of the batch are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import set_state_dict
+
+import kfac_fx
+from tests.whole.test_fsdp import (
+    ADAPTIVE,
+    EIGEN_MOMENTS,
+    EXACT,
+    GRAFTED,
+    Block,
+    Results,
+    state_of,
+    whole_of,
+)
+
+pytest.importorskip("torch.distributed.fsdp")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),  # which is meant
+]
+
+CASES, LENGTH, CLASSES, STEPS = 8, 4, 4, 3
+EMPIRICAL = {"lr": 0.1, "damping": 0.3, "estimation_mode": "empirical"}
+REGULAR = {"lr": 0.1, "damping": 0.3, "weight_decay": 0.1, **EXACT}
+
+
+class Net(nn.Module):
+    """Of sequences, whose positions tensor parallelism divides between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8, bias=False)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(1))
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        z: Tensor = self.last(torch.tanh(x))
+        return z.mean(1)
+
+
+def mesh_of(*shape: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[2 - len(shape) :])
+
+
+def sharded(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    assert isinstance(model, Net)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def hybrid(model: nn.Module) -> int:
+    sharded(model, mesh_of(2, dist.get_world_size() // 2))
+    return dist.get_world_size()
+
+
+def parallel(model: nn.Module, mesh: Any, sequence: bool) -> None:
+    """sequence: whether the norms have a part of the positions each, or all of them."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {}
+    for n in range(1):
+        plan |= {f"blocks.{n}.up": ColwiseParallel(), f"blocks.{n}.down": RowwiseParallel()}
+        if sequence:
+            plan[f"blocks.{n}.norm"] = SequenceParallel(use_local_output=True)
+            plan[f"blocks.{n}.up"] = ColwiseParallel(input_layouts=Shard(1))
+            plan[f"blocks.{n}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    if sequence:
+        plan["first"] = ColwiseParallel(output_layouts=Shard(1))
+        plan["last"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+
+
+def tensor(model: nn.Module, sequence: bool = True) -> int:
+    parallel(model, mesh_of(dist.get_world_size()), sequence)
+    return 1
+
+
+def both(model: nn.Module) -> int:
+    parts = dist.get_world_size() // 2
+    mesh = mesh_of(parts, 2)
+    parallel(model, mesh["inner"], sequence=True)
+    sharded(model, mesh["outer"])
+    return parts
+
+
+# Each shards a model, and returns the number of different parts of a batch.
+MESHES: dict[str, Callable[[nn.Module], int]] = {
+    "hybrid": hybrid,
+    "tensor": tensor,
+    "tensor, whole positions": partial(tensor, sequence=False),
+    "both": both,
+}
+OWNERS = {"placement": "owners"}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hybrid, adaptive": ("hybrid", ADAPTIVE),
+    "tensor, owners, empirical": ("tensor", {**OWNERS, **EMPIRICAL}),
+    "both, regular": ("both", REGULAR),
+}
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{mesh}, eigen_moments": (mesh, EIGEN_MOMENTS) for mesh in MESHES},
+    **{f"{mesh}, grafted": (mesh, GRAFTED) for mesh in MESHES},
+    **{f"{mesh}, empirical": (mesh, EMPIRICAL) for mesh in MESHES},
+    "tensor, whole positions, regular": ("tensor, whole positions", REGULAR),
+    "both, adaptive": ("both", ADAPTIVE),
+    "hybrid, replicated": ("hybrid", {"placement": "replicated", **EIGEN_MOMENTS}),
+    "tensor, owners, eigen_moments": ("tensor", {**OWNERS, **EIGEN_MOMENTS}),
+    "tensor, owners, adaptive": ("tensor", {**OWNERS, **ADAPTIVE}),
+}
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, CASES, LENGTH, 5, generator=generator, dtype=torch.float64)
+    return list(zip(x, torch.randint(CLASSES, (STEPS, CASES), generator=generator), strict=True))
+
+
+class Training:
+    """Of all processes, or of one."""
+
+    def __init__(self, mesh: str | None, options: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        example = (torch.randn(2, LENGTH, 5, dtype=torch.float64),)
+        self.net = kfac_fx.compile(Net().double(), example, loss="categorical")
+        self.part = slice(None)
+        if mesh is not None:
+            parts = MESHES[mesh](self.net.model)
+            of_part, size = dist.get_rank() * parts // dist.get_world_size(), CASES // parts
+            self.part = slice(of_part * size, (of_part + 1) * size)
+        self.opt = kfac_fx.KFAC(self.net, seed=0, **options)
+
+    def steps(self, first: int, last: int) -> Tensor:
+        for x, y in batches()[first:last]:
+            self.opt.zero_grad()
+            F.cross_entropy(self.net(x[self.part]), y[self.part]).backward()
+            self.opt.step()
+        return torch.cat([whole_of(parameter).flatten() for parameter in self.net.parameters()])
+
+    def load(self, folder: str, **how: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.zero_()
+        state = state_of(self.net, self.opt)
+        checkpoint.load(state, checkpoint_id=folder, **how)
+        set_state_dict(self.net.model, self.opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+RESTARTED = {"hybrid": ADAPTIVE, "tensor": {**OWNERS, **ADAPTIVE}, "both": ADAPTIVE}
+
+
+def start(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+
+
+def work(rank: int, world: int, folder: str, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+    start(rank, world, folder)
+    results: dict[str, Any] = {}
+    for name, (mesh, options) in runs.items():
+        training = Training(mesh, options)
+        results[name] = training.steps(0, STEPS)
+        results[f"report of {name}"] = list(training.opt.fallbacks())
+    if world == 2:
+        results["other gradients"] = refusal_of_other_gradients()
+    else:
+        for saved, options in RESTARTED.items():
+            training = Training(saved, options)
+            training.steps(0, 2)
+            checkpoint.save(state_of(training.net, training.opt), checkpoint_id=f"{folder}/{saved}")
+        for saved in RESTARTED:
+            for loading, options in RESTARTED.items():
+                training = Training(loading, options)
+                training.load(f"{folder}/{saved}")
+                results[f"{saved} in {loading}"] = training.steps(2, STEPS)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def refusal_of_other_gradients() -> str:
+    """The error of a norm that every process has as a whole and applies to its own positions."""
+    training = Training("tensor, whole positions", REGULAR)
+    x, y = batches()[0]
+    F.cross_entropy(training.net(x), y).backward()
+    norm = training.net.model.blocks[0].norm  # type: ignore[union-attr, index]
+    norm.weight.grad *= dist.get_rank()
+    with pytest.raises(RuntimeError) as error:
+        training.opt.step()
+    return str(error.value)
+
+
+def processes(world: int, folder: Path, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> Results:
+    others = [
+        mp.get_context("spawn").Process(target=work, args=(n, world, str(folder), runs), daemon=True)
+        for n in range(world)
+    ]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(600)
+        assert other.exitcode == 0
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return processes(2, tmp_path_factory.mktemp("processes"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("long")
+
+
+@pytest.fixture(scope="module")
+def long_results(folder: Path) -> Results:
+    return processes(4, folder, RUNS | LONG)
+
+
+def assert_steps_of_one(results: Results, name: str, mesh: str, options: Mapping[str, Any]) -> None:
+    alone = Training(None, {**options, "placement": "replicated"})
+    before = torch.cat([parameter.detach().flatten().clone() for parameter in alone.net.parameters()])
+    expected = alone.steps(0, STEPS)
+    assert (expected - before).abs().max() > 1e-3
+    # The eigenvectors of nearly equal eigenvalues depend on rounding, and "eigen_moments" takes its steps in them.
+    tolerance = 1e-9 if "eigen_moments" in name else 1e-10
+    for result in results:
+        torch.testing.assert_close(result[name], expected, rtol=tolerance, atol=tolerance)
+        gathers = [line for line in result[f"report of {name}"] if "run the whole model in every process" in line]
+        assert len(gathers) == (mesh != "hybrid")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_meshes_take_the_steps_of_one_process(results: Results, name: str) -> None:
+    assert_steps_of_one(results, name, *RUNS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS | LONG)
+def test_meshes_take_many_kinds_of_steps_of_one_process(long_results: Results, name: str) -> None:
+    assert_steps_of_one(long_results, name, *(RUNS | LONG)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", RESTARTED)
+def test_a_checkpoint_of_each_mesh_continues_in_each_and_in_one_process(
+    long_results: Results, folder: Path, saved: str
+) -> None:
+    expected = Training(None, ADAPTIVE).steps(0, STEPS)
+    alone = Training(None, ADAPTIVE)
+    alone.load(str(folder / saved), no_dist=True)
+    others = [result[f"{saved} in {loading}"] for result in long_results for loading in RESTARTED]
+    for parameters in (alone.steps(2, STEPS), *others):
+        torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_gradient_that_is_another_one_in_every_process_is_refused_by_the_name_of_its_parameter(
+    results: Results,
+) -> None:
+    for result in results:
+        assert "processes have other gradients of parameters that all of them have" in result["other gradients"]
+        assert "blocks.0.norm.weight  0 to " in result["other gradients"]
+        assert "norm.bias" not in result["other gradients"]
+        assert "needs SequenceParallel() in the plan of parallelize_module" in result["other gradients"]
