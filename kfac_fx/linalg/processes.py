@@ -1,4 +1,4 @@
-"""Several processes: the messages between replicas of a model, and the tensors that FSDP2 divides among them.
+"""Several processes: the messages between replicas of a model, and the tensors that are divided among them.
 
 *Replicas* each have a copy of the model and a part of every batch. As in DistributedDataParallel, the gradient is the
 mean over processes, and so must be everything else that a step is computed from. Statistics are sums over cases, so

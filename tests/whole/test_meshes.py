@@ -1,8 +1,8 @@
 """Meshes of processes: hybrid sharding, tensor parallelism, and FSDP2 with tensor parallelism. Two and four processes
 take the steps of one, and go on from the checkpoints of each other.
 
-One spawn of two serves all tests, and one of four the slow ones. Where processes have the same cases, as those of tensor
-parallelism do, their shares of the batch are the same.
+One spawn of two serves all tests, and one of four the slow ones. Where processes have the same cases, as those of
+tensor parallelism do, their shares of the batch are the same.
 """
 
 from __future__ import annotations
