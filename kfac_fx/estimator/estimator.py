@@ -19,6 +19,7 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule, compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.estimator.early_sums import BUCKET, EARLY, EarlySums
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
 from kfac_fx.fisher.groups import BlockGroup
@@ -45,8 +46,8 @@ from kfac_fx.linalg.matrices import (
     pack_symmetric,
     unpack_symmetric,
 )
-from kfac_fx.linalg.processes import Replicas, scattered
-from kfac_fx.losses.sources import check_mode
+from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, is_sharded, scattered
+from kfac_fx.losses.sources import check_mode, is_exact
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
@@ -162,6 +163,7 @@ class FisherEstimator(BlockDiagonalFisher):
         super().__init__(roots, damping.reshape(()) if damping.dim() else damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending = PendingBatch()
+        self._early: EarlySums | None = None  # of the last recording
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._recorded: set[Key] = set()  # the registrations that have factors
@@ -252,14 +254,49 @@ class FisherEstimator(BlockDiagonalFisher):
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
         with full_precision():
             recorded: dict[Key, dict[str, Tensor]] = {}
+            early, self._early = self._early, None
             for key in (key for key in due if key not in lacking):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
+                if early is not None:
+                    sums = {name: value for name, value in sums.items() if (key, name) not in early.sent}
+                    self._pending.add_owned(key, early.totals.get(key, {}))
                 dtype = self.factor_dtype
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
             finite = self._pending.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         if finite is not None:
             for block in (due[key] for key in recorded if due[key].group.here):
                 block.group.skipped[block.member] += ~finite
+
+    @contextmanager
+    def early_sums(self, mode: str) -> Iterator[Callable[[Key, str, Tensor], Tensor | None] | None]:
+        """Around a recording, whose moments `accumulate` gets next: yields its `on_sum`, by which dense sums travel to
+        their owners in the backward; None if they do not.
+
+        They do if they take at least `EARLY` bytes, so that all processes need the same number of recordings in a step
+        only where memory is short. The exact modes have several backwards, and sums are complete behind the last one.
+        """
+        if self.owners is None or self.owners.replicas.number == 1 or is_exact(mode):
+            yield None
+            return
+        begun: list[EarlySums] = []
+
+        def on_sum(key: Key, name: str, value: Tensor) -> Tensor | None:
+            if not begun:  # not before: the proof on the first batch may change registrations
+                begun.append(self.new_early_sums())
+            return begun[0].take(key, name, value)
+
+        yield on_sum
+        self._early = begun[0] if begun else self.new_early_sums()
+        self._early.finish()
+
+    def new_early_sums(self) -> EarlySums:
+        assert self.owners is not None, "bug in kfac_fx: sums travel to owners, and there are none"
+        self.follow_registrations()
+        trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+        owned = {key: block for key, block in self.blocks.items() if block.group.owner is not None}
+        blocks = {key: b for key, b in owned.items() if not trained.isdisjoint(b.registration.owners)}
+        sums = EarlySums(blocks, self.owners, self.damping)
+        return sums if sums.bytes >= EARLY else EarlySums({}, self.owners, self.damping)
 
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
@@ -328,8 +365,10 @@ class FisherEstimator(BlockDiagonalFisher):
                 (total,) = self.replicas.total([differs.to(self.damping.dtype)])
                 differs = total > 0
             return self.outputs.take(model, differs)
-        except ModelChangedError:
+        except ModelChangedError as error:
             self._pending = PendingBatch()
+            if any(map(is_sharded, self.net.parameters())):
+                raise ModelChangedError(f"{error}\n{WHOLE_OUTPUTS}") from None
             raise
 
     @torch.no_grad()
@@ -458,8 +497,6 @@ def runs(flags: Sequence[bool]) -> list[slice]:
 
 # --- the batch that is taken next -------------------------------------------------------------------------------------
 
-BUCKET = 1 << 28  # bytes of the sums that travel together
-
 
 @dataclass
 class PendingBatch:
@@ -471,6 +508,8 @@ class PendingBatch:
         cases: the number of cases.
         lost: among these, the cases of micro-batches that were not finite and left out.
         paused: the registrations that were frozen in a micro-batch.
+        owned: among the sums of the blocks that this process owns, those that are summed over processes already. They
+            are not in `sums`.
     """
 
     sums: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
@@ -478,10 +517,13 @@ class PendingBatch:
     cases: int | Tensor = 0
     lost: int | Tensor = 0
     paused: set[Key] = field(default_factory=set)
+    owned: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
 
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
-        return replace(self, sums=dict(self.sums), gradients=dict(self.gradients), paused=set(self.paused))
+        return replace(
+            self, sums=dict(self.sums), gradients=dict(self.gradients), paused=set(self.paused), owned=dict(self.owned)
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Its sums and numbers as tensors by name, without gradients."""
@@ -505,6 +547,12 @@ class PendingBatch:
         """Forget the sums of all registrations but these."""
         kept = set(keys)
         self.sums = {key: sums for key, sums in self.sums.items() if key in kept}
+        self.owned = {key: sums for key, sums in self.owned.items() if key in kept}
+
+    def add_owned(self, key: Key, totals: Mapping[str, Tensor]) -> None:
+        """Add sums over processes of a micro-batch."""
+        before = self.owned.get(key)
+        self.owned[key] = dict(totals) if before is None else {name: before[name] + totals[name] for name in totals}
 
     def add(
         self,
@@ -589,7 +637,7 @@ class PendingBatch:
                 totals = iter(owners.reduce(by_owner))
             for key, group in members.items():
                 sums = {name: next(totals) for name in messages[key]} if group.here else {}
-                self.sums[key] = with_symmetric(group.structure, sums, unpack_symmetric)
+                self.sums[key] = with_symmetric(group.structure, sums, unpack_symmetric) | self.owned.pop(key, {})
         if parts and owners is not None:
             with replicas.exchanging("statistics"):
                 self.scatter(parts, owners)

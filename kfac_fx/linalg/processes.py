@@ -32,6 +32,10 @@ from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 
 ValueT = TypeVar("ValueT")
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
+WHOLE_OUTPUTS = (
+    "Tensor parallelism must leave the outputs of the model whole in every process: write output_layouts=Replicate() "
+    "in the plan of the modules that compute them, and leave use_local_output at True."
+)
 USUAL_TYPES = (Tensor, nn.Parameter)  # of nearly all tensors
 
 # Newer torch has other names for these two.

@@ -187,15 +187,17 @@ class Forwards:
             self.seen.pending.append(batch)
             return outputs
         mode, fraction = self.estimator.estimation_mode, options.fraction
-        moments = self.net.record(
-            args,
-            kwargs,
-            mode=mode,
-            targets=None,
-            fraction=fraction,
-            generator=generator,
-            on_outputs=self.keep if beside else None,
-        )
+        with self.estimator.early_sums(mode) as early:
+            moments = self.net.record(
+                args,
+                kwargs,
+                mode=mode,
+                targets=None,
+                fraction=fraction,
+                generator=generator,
+                on_outputs=self.keep if beside else None,
+                on_sum=early,
+            )
         self.estimator.accumulate(moments if only is None else replace(moments, only=only))
         return None
 

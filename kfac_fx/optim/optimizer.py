@@ -18,7 +18,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
-from kfac_fx.linalg.processes import Replicas, Shards
+from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.checkpoint import check_state, is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
@@ -29,6 +29,7 @@ from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import check_closure, take_step
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
@@ -377,7 +378,12 @@ class KFAC(Optimizer, Joinable):
             return self._forwards.on_forward(args, kwargs)
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Called by the net: until the first step, watch the gradients that the backward sends into the outputs."""
+        """Called by the net: until the first step, watch the gradients that the backward sends into the outputs.
+
+        Raises ValueError for outputs that are divided among processes.
+        """
+        if any(map(is_sharded, results.tree_leaves(outputs))):
+            raise ValueError(f"the model returns DTensors. {WHOLE_OUTPUTS} Loss parallelism is not supported.")
         self._forwards.on_outputs(args, kwargs, outputs)
 
     # --- processes without batches ------------------------------------------------------------------------------------

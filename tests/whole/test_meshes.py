@@ -23,6 +23,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import kfac_fx
+from kfac_fx.estimator import early_sums, estimator
 from tests.whole.test_fsdp import (
     ADAPTIVE,
     EIGEN_MOMENTS,
@@ -195,8 +196,11 @@ def work(rank: int, world: int, folder: str, runs: Mapping[str, tuple[str, dict[
         training = Training(mesh, options)
         results[name] = training.steps(0, STEPS)
         results[f"report of {name}"] = list(training.opt.fallbacks())
+    mesh = "tensor" if world == 2 else "hybrid"
+    results["sums"] = sums_sent(mesh, early_sums.EARLY), sums_sent(mesh, 0)
     if world == 2:
         results["other gradients"] = refusal_of_other_gradients()
+        results["parts"] = [refusal_of_outputs(local) for local in (True, False)]
     else:
         for saved, options in RESTARTED.items():
             training = Training(saved, options)
@@ -220,6 +224,41 @@ def refusal_of_other_gradients() -> str:
     norm.weight.grad *= dist.get_rank()
     with pytest.raises(RuntimeError) as error:
         training.opt.step()
+    return str(error.value)
+
+
+def sums_sent(mesh: str, least: int) -> tuple[Tensor, int]:
+    """The parameters after steps of two micro-batches each, and the bytes of the sums that wait for the last step.
+
+    least: the bytes of dense sums from which on they travel in the backward, in small messages.
+    """
+    training = Training(mesh, {**OWNERS, "lr": 0.1, "damping": 0.3})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(estimator, "EARLY", least)
+        patched.setattr(early_sums, "BUCKET", 2000)
+        for x, y in batches():
+            training.opt.zero_grad()
+            cases = torch.arange(CASES)[training.part]
+            for some in (cases[::2], cases[1::2]):
+                (F.cross_entropy(training.net(x[some]), y[some]) / 2).backward()
+            sums = [tensor for sums in training.opt.estimator._pending.sums.values() for tensor in sums.values()]
+            training.opt.step()
+    parameters = torch.cat([whole_of(parameter).flatten() for parameter in training.net.parameters()])
+    return parameters, sum(tensor.untyped_storage().nbytes() for tensor in sums)
+
+
+def refusal_of_outputs(local: bool) -> str:
+    """The error of outputs of which every process has a part, as tensors of its own or as DTensors."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 5), torch.randint(2, (4,))
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 4)), (x,), loss="categorical")
+    parallelize_module(net.model, mesh_of(dist.get_world_size()), {"0": ColwiseParallel(use_local_output=local)})
+    opt = kfac_fx.KFAC(net, seed=0)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
     return str(error.value)
 
 
@@ -296,3 +335,27 @@ def test_a_gradient_that_is_another_one_in_every_process_is_refused_by_the_name_
         assert "blocks.0.norm.weight  0 to " in result["other gradients"]
         assert "norm.bias" not in result["other gradients"]
         assert "needs SequenceParallel() in the plan of parallelize_module" in result["other gradients"]
+
+
+def test_outputs_of_which_every_process_has_a_part_are_refused_with_what_to_write(results: Results) -> None:
+    for result in results:
+        of_local, of_dtensors = result["parts"]
+        assert of_local.startswith("Sequential computes other outputs now") and "returns DTensors" in of_dtensors
+        for text in (of_local, of_dtensors):
+            assert "write output_layouts=Replicate() in the plan of the modules that compute them" in text
+
+
+def assert_same_steps_with_early_sums(results: Results) -> None:
+    for result in results:
+        (late, waiting), (early, rest) = result["sums"]
+        torch.testing.assert_close(early, late, rtol=1e-12, atol=1e-12)
+        assert 0 < 2 * rest < waiting  # those of cases, as of the norm, stay
+
+
+def test_sums_that_travel_in_the_backward_make_the_same_steps_and_do_not_wait_for_them(results: Results) -> None:
+    assert_same_steps_with_early_sums(results)
+
+
+@pytest.mark.slow
+def test_early_sums_of_hybrid_sharding_make_the_same_steps(long_results: Results) -> None:
+    assert_same_steps_with_early_sums(long_results)
