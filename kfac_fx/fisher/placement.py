@@ -68,6 +68,17 @@ def round_robin(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     return tuple(block % ranks for block in range(len(costs)))
 
 
+def within_memory(costs: Sequence[float], elements: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """`longest_processing_time` of costs or, if this leaves a process with more than its part of all elements and a
+    largest block, that of elements; then none has more (Graham 1969)."""
+    owners = longest_processing_time(costs, ranks)
+    return (
+        owners
+        if makespan(elements, owners, ranks) <= most(elements, ranks)
+        else longest_processing_time(elements, ranks)
+    )
+
+
 def loads_of(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
     """The sum of the costs of the blocks of every process."""
     loads = [0.0] * ranks
@@ -90,8 +101,11 @@ def check_costs(costs: Sequence[float], ranks: int) -> None:
 
 # --- owners of blocks -------------------------------------------------------------------------------------------------
 
-Strategy = Callable[[Sequence[float], int], tuple[int, ...]]
-STRATEGIES: Mapping[str, Strategy] = {"owners": longest_processing_time, "round_robin": round_robin}
+Strategy = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]  # of costs, elements and processes
+STRATEGIES: Mapping[str, Strategy] = {
+    "owners": within_memory,
+    "round_robin": lambda costs, elements, ranks: round_robin(costs, ranks),
+}
 
 
 @dataclass(frozen=True)
@@ -120,8 +134,7 @@ class BlockOwners:
         """The owner of every block.
 
         Blocks with a parameter in common have one owner, because the momentum of a parameter has one place. Processing
-        times are the operations of the decompositions. Where this leaves a process with more than its part of all
-        elements and a largest block, the numbers of elements take their place; then none has more (Graham 1969).
+        times are the operations of the decompositions, within the memory of `within_memory`.
 
         Args:
             blocks: groups of one block each.
@@ -136,9 +149,7 @@ class BlockOwners:
             new += [] if known else [members]
         elements = [sum(self.elements(blocks[n]) for n in members) for members in new]
         costs = [sum(blocks[n].cost + self.elements(blocks[n]) for n in members) for members in new]
-        placed = STRATEGIES[self.strategy](costs, number)
-        if self.strategy == "owners" and makespan(elements, placed, number) > most(elements, number):
-            placed = longest_processing_time(elements, number)
+        placed = STRATEGIES[self.strategy](costs, elements, number)
         for members, owner in zip(new, placed, strict=True):
             for n in members:
                 result[n] = owner
