@@ -3,8 +3,8 @@
 torch's fake process group takes the place of all processes but one, so a whole step of any number of processes runs in
 one, with the messages of the real one and without the numbers of the others. The program counts the calls of
 torch.distributed, and the bytes that this process gives to them or gets from them, whichever are more, in units of P,
-the bytes of all parameters. An all-reduce counts twice, because it sends every number there and back. What the forward
-and backward of a step without anything due send is left out: FSDP2 sends it for every optimizer.
+the bytes of all parameters. An all-reduce counts twice, because it sends every number there and back. Messages of the
+forward and backward in a step without anything due are left out: FSDP2 sends them for every optimizer.
 
 The model is a GPT of 12 blocks and width 64, small enough for a laptop; its factors take 4.2 P. So that it behaves as a
 large one, its sums travel in messages of P / 25, and dense ones in the backward.

@@ -279,7 +279,7 @@ class VectorDivision:
         return values
 
     def weight(self, name: str) -> float:
-        """Of the elements of a parameter in such a sum, in which every element counts once."""
+        """The factor of the elements of a parameter in such a sum, in which every element counts once."""
         return 1.0
 
     def keeps(self, name: str) -> bool:

@@ -731,7 +731,7 @@ class Shards:
         return result
 
     def weight(self, name: str) -> float:
-        """Of the elements of a parameter in a sum over processes, in which every element counts once."""
+        """The factor of the elements of a parameter in a sum over processes, in which every element counts once."""
         return self.layouts[name].pieces / self.ranks
 
     def gathered(self, parts: Tensors) -> Tensors:

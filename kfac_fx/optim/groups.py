@@ -224,7 +224,7 @@ class FlatParameters:
 
     @cached_property
     def weights(self) -> Tensor | float:
-        """Of the elements of a vector in a sum over processes: [P], or 1.0 if every element is in one process only."""
+        """The factors of elements in a sum over processes: [P], or 1.0 if every element is in one process only."""
         weights = {name: self.division.weight(name) for name in self.parameters}
         if set(weights.values()) <= {1.0}:
             return 1.0

@@ -151,7 +151,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 class Training:
-    """Of all processes, or of one."""
+    """A training of all processes, or of one."""
 
     def __init__(self, mesh: str | None, options: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
