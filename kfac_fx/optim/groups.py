@@ -166,6 +166,7 @@ class FlatParameters:
     first_lr: Tensor | None  # when the groups were added; None if they do not keep it
     momentum: Tensor | None  # None if it is no option of groups
     weight_decay: Tensor | None  # None if no parameter has any
+    weights: Tensor | None = None  # of elements that several processes have, [P]; None if there are none
 
     @property
     def state(self) -> Tensors:
@@ -215,24 +216,16 @@ class FlatParameters:
 
     def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
-        if isinstance(self.weights, float):
+        if self.weights is None:
             squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
         else:
             squares = [inner(self.weighted(vector), vector) for vector in (first, second)]
         product, *squares = self.division.total(torch.stack([inner(self.weighted(first), second), *squares])).unbind()
         return product, squares[0], squares[1]
 
-    @cached_property
-    def weights(self) -> Tensor | float:
-        """The factors of elements in a sum over processes: [P], or 1.0 if every element is in one process only."""
-        weights = {name: self.division.weight(name) for name in self.parameters}
-        if set(weights.values()) <= {1.0}:
-            return 1.0
-        by_value = {value: self.largest_lr.new_full((), value) for value in weights.values()}
-        return self.flat.spread({name: by_value[value] for name, value in weights.items()})
-
     def weighted(self, vector: Tensor) -> Tensor:
-        return vector if isinstance(self.weights, float) else vector * self.weights
+        """A vector for a sum over processes, in which every element counts once."""
+        return vector if self.weights is None else vector * self.weights
 
 
 def rule_state(state: Tensors) -> Tensors:
@@ -377,7 +370,17 @@ class GroupedParameters:
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,
+            weights_of(division, flat, lr),
         )
+
+
+def weights_of(division: VectorDivision, flat: Flat, like: Tensor) -> Tensor | None:
+    """See `FlatParameters`. like: of the device and the dtype of the weights."""
+    weights = {name: division.weight(name) for name in flat.shapes}
+    if set(weights.values()) <= {1.0}:
+        return None
+    scalars = {weight: like.new_full((), weight) for weight in weights.values()}
+    return flat.spread({name: scalars[weight] for name, weight in weights.items()})
 
 
 @dataclass
