@@ -47,7 +47,7 @@ REGULAR = {"lr": 0.1, "damping": 0.3, "weight_decay": 0.1, **EXACT}
 
 
 class Net(nn.Module):
-    """Of sequences, whose positions tensor parallelism divides between its layers."""
+    """A net of sequences, whose positions tensor parallelism divides between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,6 +200,7 @@ def work(rank: int, world: int, folder: str, runs: Mapping[str, tuple[str, dict[
     results["sums"] = sums_sent(mesh, early_sums.EARLY), sums_sent(mesh, 0)
     if world == 2:
         results["other gradients"] = refusal_of_other_gradients()
+        results["owners"] = refusals_of_owners()
         results["parts"] = [refusal_of_outputs(local) for local in (True, False)]
     else:
         for saved, options in RESTARTED.items():
@@ -245,6 +246,19 @@ def sums_sent(mesh: str, least: int) -> tuple[Tensor, int]:
             training.opt.step()
     parameters = torch.cat([whole_of(parameter).flatten() for parameter in training.net.parameters()])
     return parameters, sum(tensor.untyped_storage().nbytes() for tensor in sums)
+
+
+def refusals_of_owners() -> list[str]:
+    """The errors of owners in two dimensions of processes, and in a part of them."""
+    texts = []
+    for shard in (both, lambda model: parallel(model, mesh_of(2, 1)["inner"], sequence=False)):
+        torch.manual_seed(0)
+        net = kfac_fx.compile(Net(), (torch.randn(2, LENGTH, 5),), loss="categorical")
+        shard(net.model)  # type: ignore[operator]
+        with pytest.raises(ValueError) as error:
+            kfac_fx.KFAC(net, placement="owners")
+        texts.append(str(error.value))
+    return texts
 
 
 def refusal_of_outputs(local: bool) -> str:
@@ -359,3 +373,11 @@ def test_sums_that_travel_in_the_backward_make_the_same_steps_and_do_not_wait_fo
 @pytest.mark.slow
 def test_early_sums_of_hybrid_sharding_make_the_same_steps(long_results: Results) -> None:
     assert_same_steps_with_early_sums(long_results)
+
+
+def test_owners_that_a_mesh_cannot_have_are_refused_with_what_to_write(results: Results) -> None:
+    for result in results:
+        in_grid, in_part = result["owners"]
+        assert in_grid.startswith("FSDP2 and tensor parallelism divide the parameters together")
+        assert in_part.startswith("tensor parallelism divides the parameters among 1 of 2 processes")
+        assert all("write KFAC(..., placement='replicated')" in text for text in (in_grid, in_part))
