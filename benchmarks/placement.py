@@ -14,8 +14,8 @@ parameters. The program trains no model: every figure follows from the shapes of
 A step with everything due takes the largest time of any process for every part; the figures are means over steps.
 Statistics and inverses are sent as triangles. Messages of a kind go in one; a message to or from W processes has a
 latency of log2(W) hops, and an all-reduce two messages. The training step, whose time and traffic no placement changes,
-is in the seconds with its products only. Embeddings, the output layers of the transformers and norms are left out:
-kfac-pytorch registers none of them, and their factors in kfac_fx are diagonal, tiny or, for the width of a model, few.
+is in the seconds with its products only. Norms are left out, and checks, which take a few forwards each. Embeddings and
+the output layers of the transformers are left out of KAISA, because kfac-pytorch registers none of them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
+from benchmarks import messages
 from benchmarks.cost_docs import table as markdown
 from benchmarks.program import console, table
 from kfac_fx.compiled.compiled_module import DENSE_LIMIT
-from kfac_fx.fisher.placement import loads_of, longest_processing_time, makespan, round_robin
+from kfac_fx.fisher.placement import loads_of, makespan, round_robin, within_memory
 from kfac_fx.passes.choose import cuts
 from kfac_fx.passes.matrix import block_width
 
 OUT = Path(__file__).parent / "results" / "placement.json"
+COUNTED = messages.OUT
 DOCS = Path(__file__).parents[1] / "docs" / "placement.md"
 RANKS = tuple(2**n for n in range(11))
 SHOWN = (1, 8, 64, 256, 1024)  # processes, on the page
@@ -50,6 +52,7 @@ class Layer:
     outputs: int
     inputs: int
     rows: int
+    diagonal: int = 0  # the width of a side whose factor is diagonal, that of a vocabulary
 
     @property
     def parameters(self) -> int:
@@ -58,8 +61,14 @@ class Layer:
     @property
     def sides(self) -> tuple[int, ...]:
         """The widths of the dense blocks of both factors, as `dense_limit` cuts them."""
-        pairs = [(side, cuts(side, DENSE_LIMIT) or side) for side in (self.inputs, self.outputs)]
+        dense = [side for side in (self.inputs, self.outputs) if side != self.diagonal]
+        pairs = [(side, cuts(side, DENSE_LIMIT) or side) for side in dense]
         return tuple(block_width(side, blocks) for side, blocks in pairs for _ in range(blocks))
+
+    @property
+    def is_table(self) -> bool:
+        """Whether this is an embedding or an output layer."""
+        return self.name in ("tokens", "places", "head")
 
     @property
     def cost(self) -> int:
@@ -68,12 +77,24 @@ class Layer:
 
     @property
     def triangles(self) -> int:
-        return sum(side * (side + 1) // 2 for side in self.sides)
+        return sum(side * (side + 1) // 2 for side in self.sides) + self.diagonal
+
+    @property
+    def squares(self) -> int:
+        """The elements of the factors in memory."""
+        return sum(side**2 for side in self.sides) + self.diagonal
+
+    @property
+    def state(self) -> int:
+        """The elements that the default of kfac_fx keeps: factors and bases, averaged gradients and squares in these,
+        the parameters of the last check, and the vector of the gradient."""
+        return self.squares + sum(side**2 for side in self.sides) + 4 * self.parameters
 
     @property
     def product(self) -> int:
-        """The operations of A⁻¹ and G⁻¹ on a gradient."""
-        return 2 * self.parameters * (self.inputs + self.outputs)
+        """The operations of a gradient on its way into the eigenbasis and of the step on its way back."""
+        dense = {side: block_width(side, cuts(side, DENSE_LIMIT) or side) for side in (self.inputs, self.outputs)}
+        return 4 * self.parameters * sum(dense[side] for side in (self.inputs, self.outputs) if side != self.diagonal)
 
 
 def resnet50() -> list[Layer]:
@@ -96,18 +117,22 @@ def resnet50() -> list[Layer]:
 
 def gpt2(depth: int = 12, width: int = 768, length: int = 1024) -> list[Layer]:
     shapes = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}  # in widths
-    return [
+    blocks = [
         Layer(f"h.{n}.{name}", outputs * width, inputs * width + 1, length)
         for n in range(depth)
         for name, (outputs, inputs) in shapes.items()
     ]
+    return [*blocks, Layer("tokens", width, 50257, length, diagonal=50257), Layer("places", width, 1024, length)]
 
 
 def transformer7b(depth: int = 32, width: int = 4096, hidden: int = 11008, length: int = 4096) -> list[Layer]:
     """The shapes of Llama 7B (Touvron et al. 2023, table 2)."""
     square = dict.fromkeys(("q", "k", "v", "o"), (width, width))
     shapes = {**square, "gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
-    return [Layer(f"layers.{n}.{name}", *shape, length) for n in range(depth) for name, shape in shapes.items()]
+    layers = [Layer(f"layers.{n}.{name}", *shape, length) for n in range(depth) for name, shape in shapes.items()]
+    vocabulary = 32000
+    tokens = Layer("tokens", width, vocabulary, length, diagonal=vocabulary)
+    return [*layers, tokens, Layer("head", vocabulary, width, length, diagonal=vocabulary)]
 
 
 MODELS: Mapping[str, tuple[Callable[[], list[Layer]], int]] = {  # with the number of examples of a process
@@ -121,7 +146,8 @@ MODELS: Mapping[str, tuple[Callable[[], list[Layer]], int]] = {  # with the numb
 class Machine:
     """Effective rates of one process, and the intervals of K-FAC in steps."""
 
-    products: float = 2e14  # operations a second, of matrix products
+    products: float = 2e14  # operations a second, of matrix products in half precision
+    float32: float = 5e13  # operations a second, of those in float32
     decompositions: float = 1e13  # operations a second; an inverse of a side d takes d³
     bandwidth: float = 2.5e10  # bytes a second, in each direction at once
     latency: float = 1e-5  # seconds of a hop
@@ -150,14 +176,14 @@ def owned(layers: Sequence[Layer], owners: Sequence[int], ranks: int) -> Share:
     """Every block has one owner, which holds its factors and inverses alone."""
     sums = BYTES * sum(layer.triangles for layer in layers)
     updates = BYTES * sum(layer.parameters for layer in layers)
-    held = loads_of([layer.triangles for layer in layers], owners, ranks)
+    held = loads_of([layer.state for layer in layers], owners, ranks)
     return Share(
         statistics=sums * (ranks - 1) / ranks,
         decompositions=makespan([layer.cost for layer in layers], owners, ranks),
         inverses=0,
         products=makespan([layer.product for layer in layers], owners, ranks),
         updates=updates * (ranks - 1) / ranks,
-        memory=2 * BYTES * max(held),
+        memory=BYTES * max(held),
     )
 
 
@@ -182,13 +208,14 @@ def kaisa_share(layers: Sequence[Layer], ranks: int, workers: int) -> Share:
     sums = BYTES * sum(layer.triangles for layer in layers)
     updates = BYTES * sum(layer.parameters for layer in layers)
     in_group = BYTES * makespan([layer.triangles for layer in layers], of_groups, groups)
+    squares = [layer.squares for layer in layers]
     return Share(
         statistics=2 * sums * (ranks - 1) / ranks,
         decompositions=makespan([layer.cost for layer in layers], owners, ranks),
         inverses=in_group * (workers - 1) / workers,
         products=makespan([layer.product for layer in layers], of_groups, groups),
         updates=updates * (groups - 1) / groups,
-        memory=sums + in_group,  # all processes average all factors
+        memory=BYTES * (sum(squares) + makespan(squares, of_groups, groups)),  # all processes average all factors
         messages=(2, int(workers > 1), int(groups > 1)),
     )
 
@@ -201,17 +228,19 @@ def everyone(layers: Sequence[Layer], ranks: int) -> Share:
         inverses=0,
         products=sum(layer.product for layer in layers),
         updates=0,
-        memory=2 * sums,
+        memory=BYTES * sum(layer.state for layer in layers),
         messages=(2, 0, 0),
     )
 
 
 def shares(layers: Sequence[Layer], ranks: int) -> Iterator[tuple[str, Share]]:
-    costs = [layer.cost for layer in layers]
-    yield "owners", owned(layers, longest_processing_time(costs, ranks), ranks)
-    yield "owners, round robin", owned(layers, round_robin(costs, ranks), ranks)
+    costs, states = [layer.cost for layer in layers], [layer.state for layer in layers]
+    of_both = [cost + state for cost, state in zip(costs, states, strict=True)]
+    yield "owners", owned(layers, within_memory(of_both, states, ranks), ranks)
+    yield "owners, round robin", owned(layers, round_robin(of_both, ranks), ranks)
+    registered = [layer for layer in layers if not layer.is_table]
     for name, workers in (("MEM-OPT", 1), ("HYBRID-OPT", max(1, ranks // 2)), ("COMM-OPT", ranks)):
-        yield f"KAISA {name}", kaisa_share(layers, ranks, workers)
+        yield f"KAISA {name}", kaisa_share(registered, ranks, workers)
     yield "none", everyone(layers, ranks)
 
 
@@ -227,7 +256,7 @@ def seconds(layers: Sequence[Layer], examples: int, share: Share, ranks: int, ma
         "sending statistics": machine.message(share.statistics, ranks, of_statistics) / machine.statistics_every,
         "inverses": share.decompositions / machine.decompositions / machine.inverses_every,
         "sending inverses": machine.message(share.inverses, ranks, of_inverses) / machine.inverses_every,
-        "products": share.products / machine.products,
+        "products": share.products / machine.float32,
         "sending updates": machine.message(share.updates, ranks, of_updates),
     }
     return {"step": sum(per_step.values()), **per_step}
@@ -270,10 +299,10 @@ block. `benchmarks/placement.py` states the model and makes this page from `benc
     {command}
     python -m benchmarks.placement --write-docs
 
-One process computes {products:g} operations a second in matrix products and {decompositions:g} in inverses (d³ for a
-side d), and sends {bandwidth:g} bytes a second with {latency:g} seconds a hop. Statistics are recorded every
-{statistics_every} steps, and inverses computed every {inverses_every}. A process has 32 images, 8 texts of 1,024
-tokens, or 1 text of 4,096.
+One process computes {products:g} operations a second in matrix products, {float32:g} in those of K-FAC's step, which
+are in float32, and {decompositions:g} in decompositions (d³ for a side d). It sends {bandwidth:g} bytes a second with
+{latency:g} seconds a hop. Statistics are recorded every {statistics_every} steps, and inverses computed every
+{inverses_every}. A process has 32 images, 8 texts of 1,024 tokens, or 1 text of 4,096.
 
 - *owners*: one process owns a block, by longest processing time first or in turn. `kfac_fx.fisher.placement`
   computes this.
@@ -283,23 +312,39 @@ tokens, or 1 text of 4,096.
 
 *ms* is a step with training, *inverses* the part of it that computes inverses, and *sent* the bytes that the busiest
 process sends for K-FAC, without the gradients that data parallelism averages in any case: all in the mean over steps.
-*memory* is that of the factors and inverses on the process that has most.
+*memory* is what K-FAC keeps on the process that has most: with kfac_fx factors, bases, averaged gradients and squares
+in these, the parameters of the last check and the vector of the gradient; with KAISA factors and inverses. The momentum
+of KAISA's own optimizer and the sums of a batch are not in it.
 
 Owners divide the inverses and, above all, the memory: every other way keeps all factors on every process, and all but
-MEM-OPT most inverses, too. They pay with one message of updates at every step, which COMM-OPT and data parallelism do
-without; where factors fit into memory everywhere, these two are faster at the bandwidth above. The largest block bounds
-how far inverses can be divided: on {many} processes there are more processes than blocks.
+MEM-OPT most inverses, too. They pay with one message of updates at every step. COMM-OPT and data parallelism send none,
+and multiply all gradients on every process instead, which takes longer than the message at the rates above. The largest
+block bounds how far inverses can be divided: on {many} processes there are more processes than blocks.
 
-The makespan of the owners is at most that of KAISA in every row, and a test computes it for all of them and more. That
-of MEM-OPT is the same, because its rule is then longest processing time first. kfac-pytorch can also put A and G of a
+By longest processing time first the makespan of decompositions is at most that of KAISA, and a test computes it for all
+rows and more. `owners` bound the memory, too, and may lose a little of that. kfac-pytorch can also put A and G of a
 layer on two processes, which can lower the makespan further where all processes multiply gradients; these rows keep
 both together, as it does by default.
+"""
+
+
+MESSAGES = """\
+## Messages
+
+Counted, and not modeled: the messages of one process of 8 and of 64 in a step of a small GPT, with the bytes in units
+of P, those of all parameters. Factors take 4.2 P. An all-reduce counts twice. "Of numbers" are messages of less than a
+hundredth of P. *memory* is the most that the tensors of a step take at once besides parameters and state.
+`benchmarks/messages.py` counts them with torch's fake process group:
+
+    {command}
 """
 
 
 def page() -> str:
     record = json.loads(OUT.read_text())
     sections = [PAGE.format(command=record["command"], many=f"{max(RANKS):,}", **record["machine"])]
+    sections.append(MESSAGES.format(command=json.loads(COUNTED.read_text())["command"]))
+    sections.append(markdown([messages.shown(row) for row in json.loads(COUNTED.read_text())["results"]], "{:.2f}"))
     for model in MODELS:
         sections.append(f"## {model}\n")
         shown = [row for row in record["results"] if row["model"] == model and row["ranks"] in SHOWN]

@@ -87,8 +87,14 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-# The attributes that fully_shard sets on modules begin with these. They are torch's own, and no state of the model.
-SHARDING = ("__composable_api_state_key_", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+# The attributes that fully_shard and parallelize_module set on modules begin with these. They are torch's own, and no
+# state of the model.
+SHARDING = (
+    "__composable_api_state_key_",
+    "_is_fsdp_managed_module",
+    "_fsdp_use_orig_params",
+    "_distribute_module_applied",
+)
 
 
 def class_of(module: object) -> type:

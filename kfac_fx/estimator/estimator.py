@@ -7,7 +7,8 @@ only these are sent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from zlib import crc32
@@ -18,10 +19,11 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule, compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.estimator.early_sums import BUCKET, EARLY, EarlySums
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.placement import DividedGroup
+from kfac_fx.fisher.placement import BlockOwners, DividedGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
     a_flag,
@@ -45,8 +47,8 @@ from kfac_fx.linalg.matrices import (
     pack_symmetric,
     unpack_symmetric,
 )
-from kfac_fx.linalg.processes import Replicas, scattered
-from kfac_fx.losses.sources import check_mode
+from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, is_sharded, scattered
+from kfac_fx.losses.sources import check_mode, is_exact
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
@@ -162,6 +164,7 @@ class FisherEstimator(BlockDiagonalFisher):
         super().__init__(roots, damping.reshape(()) if damping.dim() else damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending = PendingBatch()
+        self._early: EarlySums | None = None  # of the last recording
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._recorded: set[Key] = set()  # the registrations that have factors
@@ -256,11 +259,15 @@ class FisherEstimator(BlockDiagonalFisher):
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
         with full_precision():
             recorded: dict[Key, dict[str, Tensor]] = {}
+            early, self._early = self._early, None
+            batch = self._pending if into is None else into
             for key in (key for key in due if key not in lacking):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
+                if early is not None:
+                    sums = {name: value for name, value in sums.items() if (key, name) not in early.sent}
+                    batch.add_owned(key, early.totals.get(key, {}))
                 dtype = self.factor_dtype
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
-            batch = self._pending if into is None else into
             batch.registrations = self._registrations
             finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         if finite is not None:
@@ -286,6 +293,37 @@ class FisherEstimator(BlockDiagonalFisher):
             for key, of in shapes.items()
         }
         self.take(PendingBatch(sums, registrations=registrations))
+
+    @contextmanager
+    def early_sums(self, mode: str) -> Iterator[Callable[[Key, str, Tensor], Tensor | None] | None]:
+        """Around a recording, whose moments `accumulate` gets next: yields its `on_sum`, by which dense sums travel to
+        their owners in the backward; None if they do not.
+
+        They do if they take at least `EARLY` bytes, so that all processes need the same number of recordings in a step
+        only where memory is short. The exact modes have several backwards, and sums are complete behind the last one.
+        """
+        if self.owners is None or self.owners.replicas.number == 1 or is_exact(mode):
+            yield None
+            return
+        begun: list[EarlySums] = []
+
+        def on_sum(key: Key, name: str, value: Tensor) -> Tensor | None:
+            if not begun:  # not before: the proof on the first batch may change registrations
+                begun.append(self.new_early_sums())
+            return begun[0].take(key, name, value)
+
+        yield on_sum
+        self._early = begun[0] if begun else self.new_early_sums()
+        self._early.finish()
+
+    def new_early_sums(self) -> EarlySums:
+        assert self.owners is not None, "bug in kfac_fx: sums travel to owners, and there are none"
+        self.follow_registrations()
+        trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+        owned = {key: block for key, block in self.blocks.items() if block.group.owner is not None}
+        blocks = {key: b for key, b in owned.items() if not trained.isdisjoint(b.registration.owners)}
+        sums = EarlySums(blocks, self.owners, self.damping)
+        return sums if sums.bytes >= EARLY else EarlySums({}, self.owners, self.damping)
 
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
@@ -349,8 +387,10 @@ class FisherEstimator(BlockDiagonalFisher):
                 (total,) = self.replicas.total([differs.to(self.damping.dtype)])
                 differs = total > 0
             return self.outputs.take(model, differs)
-        except ModelChangedError:
+        except ModelChangedError as error:
             self._pending = PendingBatch()
+            if any(map(is_sharded, self.net.parameters())):
+                raise ModelChangedError(f"{error}\n{WHOLE_OUTPUTS}") from None
             raise
 
     @torch.no_grad()
@@ -400,7 +440,7 @@ class FisherEstimator(BlockDiagonalFisher):
                     for key, sums in pending.sums.items()
                 },
             )
-        cases = pending.total(self.replicas, groups, self.damping, divided=self.owners is not None)
+        cases = pending.total(self.replicas, groups, self.damping, self.owners)
         # If it is a tensor, an empty batch counts as one that is not finite.
         empty = isinstance(cases, int) and cases == 0
         if not empty:
@@ -512,6 +552,8 @@ class PendingBatch:
         lost: among these, the cases of micro-batches that were not finite and left out.
         paused: the registrations that were frozen in a micro-batch.
         registrations: those of which there were blocks when it was recorded.
+        owned: among the sums of the blocks that this process owns, those that are summed over processes already. They
+            are not in `sums`.
     """
 
     sums: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
@@ -520,10 +562,13 @@ class PendingBatch:
     lost: int | Tensor = 0
     paused: set[Key] = field(default_factory=set)
     registrations: tuple[Registration, ...] | None = None
+    owned: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
 
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
-        return replace(self, sums=dict(self.sums), gradients=dict(self.gradients), paused=set(self.paused))
+        return replace(
+            self, sums=dict(self.sums), gradients=dict(self.gradients), paused=set(self.paused), owned=dict(self.owned)
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Its sums and numbers as tensors by name, without gradients."""
@@ -547,6 +592,12 @@ class PendingBatch:
         """Forget the sums of all registrations but these."""
         kept = set(keys)
         self.sums = {key: sums for key, sums in self.sums.items() if key in kept}
+        self.owned = {key: sums for key, sums in self.owned.items() if key in kept}
+
+    def add_owned(self, key: Key, totals: Mapping[str, Tensor]) -> None:
+        """Add sums over processes of a micro-batch."""
+        before = self.owned.get(key)
+        self.owned[key] = dict(totals) if before is None else {name: before[name] + totals[name] for name in totals}
 
     def add(
         self,
@@ -583,71 +634,87 @@ class PendingBatch:
             self.sums[key] = sums if before is None else {name: before[name] + sums[name] for name in sums}
         for name, gradient in other.gradients.items():
             self.gradients[name] = gradient + self.gradients[name] if name in self.gradients else gradient
+        for key, totals in other.owned.items():
+            self.add_owned(key, totals)
         self.cases, self.lost = plus(self.cases, other.cases), plus(self.lost, other.lost)
         self.paused |= other.paused
         self.registrations = other.registrations or self.registrations
 
     def total(
-        self, replicas: Replicas | None, groups: Mapping[Key, BlockGroup], damping: Tensor, *, divided: bool
+        self,
+        replicas: Replicas | None,
+        groups: Mapping[Key, BlockGroup],
+        damping: Tensor,
+        owners: BlockOwners | None = None,
     ) -> int | Tensor:
         """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases.
+
+        Messages have at most `BUCKET` bytes, and the sums of a message that other processes own are dropped behind it.
 
         Args:
             groups: the group of blocks of every registration that has sums.
             damping: its device and at least its precision are those of the number of cases.
-            divided: whether blocks have owners.
+            owners: of the blocks; None: every process keeps all.
 
         Raises ModelChangedError on a CPU if the processes have sums of other registrations than this one.
         """
         if replicas is None or replicas.number == 1:
             return self.cases - self.lost
-        totals = replicas.total(list(self.gradients.values()))
-        self.gradients = dict(zip(self.gradients, totals, strict=True))
-        messages = {key: with_symmetric(g.structure, self.sums[key], pack_symmetric) for key, g in groups.items()}
-        dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
+        of_gradients = replicas.total(list(self.gradients.values()))
+        self.gradients = dict(zip(self.gradients, of_gradients, strict=True))
+        dtypes = [tensor.dtype for sums in self.sums.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], damping.dtype)
-        cases = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
-        members = [key for key, group in groups.items() if group.here]
-        if not divided:
-            mark = cases.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
-            cases, marks, *totals = replicas.total(
-                [cases, mark, *(t for key in members for t in messages[key].values())]
+        here = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
+        mark = here.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
+        cases, marks = replicas.total([here, mark])
+        if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
+            raise ModelChangedError(
+                "the processes of a step took different paths through the model, so their statistics are those of "
+                f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
+                "Let the argument, the attribute or the random number that chooses a path be the same in all."
             )
-            if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
-                raise ModelChangedError(
-                    "the processes of a step took different paths through the model, so their statistics are those of "
-                    f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
-                    "Let the argument, the attribute or the random number that chooses a path be the same in all."
-                )
-        else:
-            by_owner: list[list[Tensor]] = [[] for _ in range(replicas.number)]
-            for key, group in groups.items():
-                if group.owner is not None:
+        parts = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
+        whole = {key: group for key, group in groups.items() if key not in parts}
+        for members in self.buckets(whole):
+            messages = {
+                key: with_symmetric(group.structure, self.sums[key], pack_symmetric) for key, group in members.items()
+            }
+            if owners is None:
+                totals = iter(replicas.total([tensor for sums in messages.values() for tensor in sums.values()]))
+            else:
+                by_owner: list[list[Tensor]] = [[] for _ in range(owners.replicas.number)]
+                for key, group in members.items():
+                    assert group.owner is not None, f"bug in kfac_fx: {key} has no owner"
                     by_owner[group.owner] += messages[key].values()
-            parts = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
-            members = [key for key in members if key not in parts]
-            totals = replicas.reduce([[cases, *tensors] if tensors else [] for tensors in by_owner])
-            here = cases
-            cases, totals = (totals[0], totals[1:]) if totals else (cases, [])
-            if parts:
-                with replicas.exchanging("statistics"):
-                    cases = self.scatter(parts, here)
-        total = iter(totals)
-        for key in members:
-            sums = {name: next(total) for name in messages[key]}
-            self.sums[key] = with_symmetric(groups[key].structure, sums, unpack_symmetric)
+                totals = iter(owners.reduce(by_owner))
+            for key, group in members.items():
+                sums = {name: next(totals) for name in messages[key]} if group.here else {}
+                self.sums[key] = with_symmetric(group.structure, sums, unpack_symmetric) | self.owned.pop(key, {})
+        if parts and owners is not None:
+            with replicas.exchanging("statistics"):
+                self.scatter(parts, owners)
         return cases
 
-    def scatter(self, groups: Mapping[Key, DividedGroup], cases: Tensor) -> Tensor:
-        """Add the sums of divided blocks up, each entry in the process that keeps it, in one message. Returns the
-        number of cases."""
-        layouts = [group.layout for group in groups.values()]
+    def buckets(self, groups: Mapping[Key, BlockGroup]) -> Iterator[dict[Key, BlockGroup]]:
+        """The registrations whose sums travel together, those of an owner next to each other."""
+        bucket: dict[Key, BlockGroup] = {}
+        room = BUCKET
+        for key in sorted(groups, key=lambda key: groups[key].owner or 0):
+            size = sum(tensor.numel() * tensor.element_size() for tensor in self.sums[key].values())
+            if bucket and size > room:
+                yield bucket
+                bucket, room = {}, BUCKET
+            bucket[key] = groups[key]
+            room -= size
+        if bucket:
+            yield bucket
+
+    def scatter(self, groups: Mapping[Key, DividedGroup], owners: BlockOwners) -> None:
+        """Add the sums of divided blocks up, each entry in the process that keeps it, in one message."""
         wholes = [self.sums[key]["square"].view(group.whole_shape) for key, group in groups.items()]
-        layouts.append(replace(layouts[0], shape=torch.Size([layouts[0].ranks]), dim=0))
-        *parts, total = scattered([*wholes, cases.expand(layouts[0].ranks)], layouts)
+        parts = owners.repeated(scattered(wholes, [group.layout for group in groups.values()]))
         for key, part in zip(groups, parts, strict=True):
             self.sums[key] = {"square": part}
-        return total.squeeze(0)
 
 
 def plus(number: int | Tensor, other: int | Tensor) -> int | Tensor:

@@ -68,6 +68,17 @@ def round_robin(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     return tuple(block % ranks for block in range(len(costs)))
 
 
+def within_memory(costs: Sequence[float], elements: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """`longest_processing_time` of costs or, if this leaves a process with more than its part of all elements and a
+    largest block, that of elements; then none has more (Graham 1969)."""
+    owners = longest_processing_time(costs, ranks)
+    return (
+        owners
+        if makespan(elements, owners, ranks) <= most(elements, ranks)
+        else longest_processing_time(elements, ranks)
+    )
+
+
 def loads_of(costs: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
     """The sum of the costs of the blocks of every process."""
     loads = [0.0] * ranks
@@ -90,8 +101,11 @@ def check_costs(costs: Sequence[float], ranks: int) -> None:
 
 # --- owners of blocks -------------------------------------------------------------------------------------------------
 
-Strategy = Callable[[Sequence[float], int], tuple[int, ...]]
-STRATEGIES: Mapping[str, Strategy] = {"owners": longest_processing_time, "round_robin": round_robin}
+Strategy = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]  # of costs, elements and processes
+STRATEGIES: Mapping[str, Strategy] = {
+    "owners": within_memory,
+    "round_robin": lambda costs, elements, ranks: round_robin(costs, ranks),
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,10 @@ class BlockOwners:
     """The owners of the blocks of one optimizer.
 
     Args:
+        replicas: among which the blocks are divided.
         strategy: a key of `STRATEGIES`.
         vectors: the number of vectors of the size of the parameters that the owners keep, too, such as momentum.
+        shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
         shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
             (`DividedGroup`).
     """
@@ -118,8 +134,7 @@ class BlockOwners:
         """The owner of every block.
 
         Blocks with a parameter in common have one owner, because the momentum of a parameter has one place. Processing
-        times are the operations of the decompositions. Where this leaves a process with more than its part of all
-        elements and a largest block, the numbers of elements take their place; then none has more (Graham 1969).
+        times are the operations of the decompositions, within the memory of `within_memory`.
 
         Args:
             blocks: groups of one block each.
@@ -134,9 +149,7 @@ class BlockOwners:
             new += [] if known else [members]
         elements = [sum(self.elements(blocks[n]) for n in members) for members in new]
         costs = [sum(blocks[n].cost + self.elements(blocks[n]) for n in members) for members in new]
-        placed = STRATEGIES[self.strategy](costs, number)
-        if self.strategy == "owners" and makespan(elements, placed, number) > most(elements, number):
-            placed = longest_processing_time(elements, number)
+        placed = STRATEGIES[self.strategy](costs, elements, number)
         for members, owner in zip(new, placed, strict=True):
             for n in members:
                 result[n] = owner
@@ -145,6 +158,16 @@ class BlockOwners:
     def elements(self, block: BlockGroup) -> int:
         """The elements of a group of one block: its factors, inverses and vectors."""
         return block.elements + self.vectors * math.prod(block.shape)
+
+    def reduce(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Sums over all processes that have parts of a batch, at the owners; see `Replicas.reduce`."""
+        return self.repeated(self.replicas.reduce(tensors))
+
+    def repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over the processes that own the same blocks: with hybrid sharding there are several."""
+        for group in () if self.shards is None else self.shards.of_mesh.repeating:
+            tensors = Replicas(group).total(tensors)
+        return list(tensors)
 
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """See `Replicas.gather`."""
@@ -181,6 +204,8 @@ class DividedForm(MatrixForm):
         cuts = {}
         for name, layout in (entry for entry in (matrix.weight, matrix.bias) if entry is not None):
             whole = shards.layouts[name]
+            if whole.dim is None:
+                return None
             shard = whole.part(torch.empty(whole.shape, device="meta"), dist.get_rank(whole.group))
             cuts[name] = layout.cut(whole.dim, shard.shape[whole.dim])
         parts = {name: (name, cut[0]) for name, cut in cuts.items() if cut is not None}
@@ -253,6 +278,10 @@ class VectorDivision:
         """The sum over the parts of all processes."""
         return values
 
+    def weight(self, name: str) -> float:
+        """The factor of the elements of a parameter in such a sum, in which every element counts once."""
+        return 1.0
+
     def keeps(self, name: str) -> bool:
         """Whether this process has a part of the parameter, and the state of a rule for it."""
         return True
@@ -296,6 +325,9 @@ class DivisionByShards(VectorDivision):
 
     def total(self, values: Tensor) -> Tensor:
         return self.shards.total(values)
+
+    def weight(self, name: str) -> float:
+        return self.shards.weight(name)
 
     def multiplies(self, name: str) -> bool:
         rank = dist.get_rank(self.shards.group)

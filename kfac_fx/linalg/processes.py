@@ -1,4 +1,4 @@
-"""Several processes: the messages between replicas of a model, and the tensors that FSDP2 divides among them.
+"""Several processes: the messages between replicas of a model, and the tensors that are divided among them.
 
 *Replicas* each have a copy of the model and a part of every batch. As in DistributedDataParallel, the gradient is the
 mean over processes, and so must be everything else that a step is computed from. Statistics are sums over cases, so
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,10 @@ from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 
 ValueT = TypeVar("ValueT")
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
+WHOLE_OUTPUTS = (
+    "Tensor parallelism must leave the outputs of the model whole in every process: write output_layouts=Replicate() "
+    "in the plan of the modules that compute them, and leave use_local_output at True."
+)
 USUAL_TYPES = (Tensor, nn.Parameter)  # of nearly all tensors
 
 # Newer torch has other names for these two.
@@ -44,6 +50,8 @@ class Replicas:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self.name = str(next(NUMBERS))
+        BY_NAME[self.name] = self
 
     @property
     def number(self) -> int:
@@ -116,7 +124,7 @@ class Replicas:
         return [totals[n] for n in range(len(totals))]
 
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The tensors of all processes in all processes, in one message, behind each other in the order of `like`.
+        """The tensors of all processes in all processes, behind each other in the order of `like`.
 
         tensors: of this process. like[n]: tensors of the shapes and dtypes of those of process n.
         """
@@ -124,24 +132,11 @@ class Replicas:
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in everything))
         sizes = [sum(tensor.numel() for tensor in of_process) for of_process in like]
         sizes += [0] * (self.number - len(sizes))
-        message = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]) if tensors else None
-        device = everything[0].device
-        # An all-gather sends shares of equal length, and an all-reduce sends every element twice.
-        if self.number * max(sizes) <= 2 * sum(sizes):
-            share = torch.zeros(max(sizes), dtype=dtype, device=device)
-            if message is not None:
-                share[: len(message)] = message
-            shares = [torch.empty_like(share) for _ in sizes]
-            with self.exchanging("products"):
-                dist.all_gather(shares, share, group=self.group)
-            whole = torch.cat([filled[:size] for filled, size in zip(shares, sizes, strict=True)])
-        else:
-            whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            if message is not None:
-                start = sum(sizes[: self.rank])
-                whole[start : start + len(message)] = message
-            with self.exchanging("products"):
-                dist.all_reduce(whole, group=self.group)
+        whole = torch.empty(sum(sizes), dtype=dtype, device=everything[0].device)
+        if tensors:
+            whole.split(sizes)[self.rank].copy_(torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]))
+        with self.exchanging("products"):
+            fill_shares(whole, sizes, self.name)
         return [part.to(tensor.dtype) for part, tensor in zip(parts(whole, everything), everything, strict=True)]
 
     def exchanging(self, what: str) -> AbstractContextManager[None]:
@@ -224,6 +219,36 @@ class Replicas:
             )
 
 
+NUMBERS = itertools.count()
+BY_NAME: weakref.WeakValueDictionary[str, Replicas] = weakref.WeakValueDictionary()  # for operations of torch
+
+
+@torch.library.custom_op("kfac_fx::fill_shares", mutates_args=("whole",))
+def fill_shares(whole: Tensor, sizes: Sequence[int], replicas: str) -> None:
+    """Fill the shares of the other processes in `whole`, of these sizes, with what they have there.
+
+    Every element is sent once. NCCL gathers unequal shares in one message. Other backends do so for equal ones only, so
+    each process with a share sends it. An operation of its own, because torch.compile knows neither of the two.
+
+    replicas: the name of the processes.
+    """
+    here, shares = BY_NAME[replicas], whole.split(list(sizes))
+    if f"{whole.device.type}:nccl" in dist.get_backend_config(here.group):
+        dist.all_gather(list(shares), shares[here.rank].clone(), group=here.group)
+        return
+    waiting = [
+        dist.broadcast(share, group=here.group, group_src=process, async_op=True)
+        for process, share in enumerate(shares)
+        if share.numel()
+    ]
+    for work in waiting:
+        work.wait()
+
+
+@fill_shares.register_fake
+def no_shares(whole: Tensor, sizes: Sequence[int], replicas: str) -> None: ...
+
+
 def fitting_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The places of the tensors that fit into one message, by dtype and device."""
     members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -262,34 +287,71 @@ def shard(tensor: Tensor) -> Tensor:
     return local
 
 
+def divided_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, divided among processes as its parameter is.
+
+    Tensor parallelism leaves the gradient of a whole parameter as parts of a sum where its layer has parts of the rows.
+    """
+    if not is_sharded(gradient) or not is_sharded(parameter):
+        return gradient
+    wanted = cast(Any, parameter).placements
+    return gradient if cast(Any, gradient).placements == wanted else cast(Any, gradient).redistribute(placements=wanted)
+
+
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a tensor is divided: process r has rows r · c to (r + 1) · c along `dim`, with c = ⌈rows / processes⌉."""
+    """How a tensor is divided: process r of a group has rows r · c to (r + 1) · c along `dim`, with c = ⌈rows / ranks⌉.
+
+    The processes are a mesh. Along one of its dimensions are those of a group; along the others the shards repeat, as
+    in hybrid sharding.
+    """
 
     shape: torch.Size  # of the whole tensor
-    dim: int
+    dim: int | None  # None: every process of the group has the whole tensor
     ranks: int
     group: Any
-    mesh: Any = None
+    mesh: Any = None  # None: a tensor that is no DTensor
+    along: int = 0  # the dimension of the mesh
 
     @staticmethod
     def of(tensor: Tensor) -> ShardLayout:
         """The layout of a DTensor for which `problem` returns nothing."""
         mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
-        return ShardLayout(tensor.shape, placements[0].dim, mesh.size(), mesh.get_group(), mesh)
+        cuts = [n for n, placement in enumerate(placements) if not placement.is_replicate()]
+        along = cuts[0] if cuts else mesh.ndim - 1
+        size, group = mesh.size(along), mesh.get_group(along)
+        if len(cuts) > 1 or type(placements[along]).__name__ not in ("Shard", "Replicate"):
+            return GridLayout(tensor.shape, placements[along].dim, size, group, mesh, along, tuple(placements))
+        return ShardLayout(tensor.shape, placements[along].dim if cuts else None, size, group, mesh, along)
+
+    @property
+    def pieces(self) -> int:
+        """The number of parts that no two of them have in common."""
+        return 1 if self.dim is None else self.ranks
+
+    @property
+    def repeating(self) -> list[Any]:
+        """The groups of processes that have the same shards."""
+        dims = range(0 if self.mesh is None else self.mesh.ndim)
+        return [self.mesh.get_group(dim) for dim in dims if dim != self.along and self.mesh.size(dim) > 1]
 
     @property
     def rows(self) -> int:
         """c, the rows of every process but the last ones."""
+        assert self.dim is not None, "bug in kfac_fx: the rows of a tensor that is not divided"
         return -(-self.shape[self.dim] // self.ranks)
 
     @property
     def filled(self) -> torch.Size:
         """The shape of a shard with `dim` in front, filled up to c rows."""
+        if self.dim is None:
+            return self.shape
         return torch.Size([self.rows, *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
 
     def fill(self, local: Tensor) -> Tensor:
         """A shard with the shape `filled`; missing rows are zero."""
+        if self.dim is None:
+            return local
         rows = local.movedim(self.dim, 0)
         if rows.shape == self.filled:
             return rows.contiguous()
@@ -297,46 +359,114 @@ class ShardLayout:
         full[: rows.shape[0]] = rows
         return full
 
+    def by_process(self, whole: Tensor) -> Tensor:
+        """The filled shards of all processes, [processes, elements]."""
+        if self.dim is None:
+            return whole.reshape(1, -1).expand(self.ranks, -1)
+        rows = whole.movedim(self.dim, 0)
+        full = rows.new_zeros((self.ranks * self.rows, *rows.shape[1:]))
+        full[: rows.shape[0]] = rows
+        return full.view(self.ranks, -1)
+
     def join(self, filled: Tensor) -> Tensor:
         """The whole tensor from the filled shards of all processes, [processes, *filled]."""
+        if self.dim is None:
+            return filled[0]
         return filled.flatten(0, 1)[: self.shape[self.dim]].movedim(0, self.dim)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """The shard of a process, a view."""
+        if self.dim is None:
+            return whole
         rows = self.shape[self.dim]
         start = min(rank * self.rows, rows)
         return whole.narrow(self.dim, start, min(start + self.rows, rows) - start)
 
     def gather(self, local: Tensor) -> Tensor:
         """The whole tensor, from all processes."""
+        if self.dim is None:
+            return local
         filled = self.fill(local)
         everything = filled.new_empty((self.ranks * filled.shape[0], *filled.shape[1:]))
         all_gather(everything, filled, group=self.group)
         return self.join(everything.unflatten(0, (self.ranks, -1)))
 
     def dtensor(self, local: Tensor) -> Tensor:
-        """A DTensor of this layout, in the memory of the shard `local`."""
-        from torch.distributed.tensor import DTensor, Shard
+        """A DTensor of this layout, in the memory of the shard `local`; that itself if the tensor is none."""
+        if self.mesh is None:
+            return local
+        from torch.distributed.tensor import Placement, Replicate, Shard
+
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        if self.dim is not None:
+            placements[self.along] = Shard(self.dim)
+        return self.dtensor_as(local, placements)
+
+    def dtensor_as(self, local: Tensor, placements: Sequence[Any]) -> Tensor:
+        from torch.distributed.tensor import DTensor
 
         stride = torch.empty(self.shape, device="meta").stride()
-        placements = [Shard(self.dim)]
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=self.shape, stride=stride)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """The shard of the sum of all whole tensors in the group; the tensor itself if it is not divided."""
+        return whole.view_as(whole) if self.dim is None else scattered([whole], [self])[0]
 
     def unfill(self, filled: Tensor, rank: int) -> Tensor:
         """The inverse of `fill` for the shard of a process."""
+        if self.dim is None:
+            return filled
         rows = self.shape[self.dim]
         return filled[: max(0, min(self.rows, rows - rank * self.rows))].movedim(0, self.dim)
 
 
+@dataclass(frozen=True)
+class GridLayout(ShardLayout):
+    """How a tensor is divided along several dimensions of a mesh, by tensor parallelism and FSDP2. Every message is
+    torch's own."""
+
+    placements: tuple[Any, ...] = ()
+
+    @property
+    def cuts(self) -> list[int]:
+        """The dimensions of the mesh."""
+        return [n for n, placement in enumerate(self.placements) if not placement.is_replicate()]
+
+    @property
+    def pieces(self) -> int:
+        return math.prod(self.mesh.size(n) for n in self.cuts)
+
+    @property
+    def repeating(self) -> list[Any]:
+        dims = range(self.mesh.ndim)
+        return [self.mesh.get_group(dim) for dim in dims if dim not in self.cuts and self.mesh.size(dim) > 1]
+
+    def gather(self, local: Tensor) -> Tensor:
+        whole: Tensor = cast(Any, self.dtensor(local)).full_tensor()
+        return whole
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        everywhere: Any = DTensor.from_local(whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        part: Tensor = everywhere.redistribute(placements=self.placements).to_local()
+        return part
+
+    def dtensor(self, local: Tensor) -> Tensor:
+        return self.dtensor_as(local, self.placements)
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """The shard of the sum of all whole tensors in the processes that have the other shards."""
+        total = whole.clone()
+        for dim in self.cuts:
+            dist.all_reduce(total, group=self.mesh.get_group(dim))
+        return self.part(total, 0).clone()
+
+
 def scattered(wholes: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> list[Tensor]:
     """The shards of the sums of all processes' whole tensors, in one message."""
-    group, ranks = layouts[0].group, layouts[0].ranks
-    filled = []
-    for whole, layout in zip(wholes, layouts, strict=True):
-        rows = whole.movedim(layout.dim, 0)
-        full = rows.new_zeros((ranks * layout.rows, *rows.shape[1:]))
-        full[: rows.shape[0]] = rows
-        filled.append(full.view(ranks, -1))
+    group = layouts[0].group
+    filled = [layout.by_process(whole) for whole, layout in zip(wholes, layouts, strict=True)]
     message = torch.cat(filled, 1)
     mine = message.new_empty(message.shape[1])
     reduce_scatter(mine, message.flatten(), group=group)
@@ -347,47 +477,58 @@ def scattered(wholes: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> list[
 
 
 class Whole(torch.autograd.Function):
-    """The whole tensor of shards. The gradient of a shard is `weight` times the sum of all processes' gradients of the
-    whole."""
+    """The whole tensor of shards.
+
+    The gradient of a shard is the sum of the gradients of the whole in the processes that have the other shards; with
+    `average`, the mean over the processes that have the others or the same.
+    """
 
     @staticmethod
-    def forward(local: Tensor, layout: ShardLayout, weight: float) -> Tensor:
-        return layout.gather(local)
+    def forward(local: Tensor, layout: ShardLayout, average: bool) -> Tensor:
+        return layout.gather(local).view_as(local) if layout.dim is None else layout.gather(local)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.layout, ctx.weight = inputs
+        _, ctx.layout, ctx.average = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return cast(Any, Summed).apply(gradient, ctx.layout) * ctx.weight, None, None
+        total = cast(Any, Summed).apply(gradient, ctx.layout)
+        if not ctx.average:
+            return total, None, None
+        total = total / ctx.layout.pieces
+        for group in ctx.layout.repeating:
+            total = total / dist.get_world_size(group)
+            dist.all_reduce(total, group=group)
+        return total, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return gathered_whole(tangent, ctx.layout, ctx.weight)
+        return gathered_whole(tangent, ctx.layout, ctx.average)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, local: Tensor, *rest: Any) -> tuple[Tensor, int]:
         return torch.stack([gathered_whole(part, *rest) for part in local.unbind(in_dims[0])]), 0
 
 
-def gathered_whole(local: Tensor, layout: ShardLayout, weight: float) -> Tensor:
+def gathered_whole(local: Tensor, layout: ShardLayout, average: bool) -> Tensor:
     """See `Whole`."""
-    result: Tensor = cast(Any, Whole).apply(local, layout, weight)
+    result: Tensor = cast(Any, Whole).apply(local, layout, average)
     return result
 
 
 class Summed(torch.autograd.Function):
-    """The shard of the sum of all processes' whole tensors, the transpose of `Whole`."""
+    """The shard of the sum of all whole tensors in a group of processes, the transpose of `Whole`. A tensor that is not
+    divided is another one in every process, and not added up."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, layout: ShardLayout) -> Tensor:
         ctx.layout = layout
-        return scattered([whole], [layout])[0]
+        return layout.summed(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered_whole(gradient, ctx.layout, 1.0), None
+        return gathered_whole(gradient, ctx.layout, False), None
 
 
 @dataclass(frozen=True)
@@ -414,19 +555,22 @@ def is_divided(value: Any) -> bool:
     return isinstance(value, Shard) or is_sharded(value)
 
 
-def unsharded(value: Any, weight: float = 1.0) -> Any:
+def unsharded(value: Any, average: bool = False) -> Any:
     """The whole tensor of a DTensor or a `Shard`, differentiable; other values are whole.
 
-    weight: of the gradients of all processes, which are added up.
+    average: the gradient of a shard is the mean over processes, as that of FSDP2 in a training step, instead of the
+        sum over the processes of its group.
     """
     if is_sharded(value):
+        if any(placement.is_partial() for placement in value.placements):  # parts of a sum, as gradients may be
+            return value.full_tensor()
         value = Shard(value.to_local(), ShardLayout.of(value))
-    return gathered_whole(value.local, value.layout, weight) if isinstance(value, Shard) else value
+    return gathered_whole(value.local, value.layout, average) if isinstance(value, Shard) else value
 
 
 def averaged_unsharded(value: Any) -> Any:
-    """`unsharded` in a training step: the gradient of a shard is the mean over processes, as that of FSDP2."""
-    return unsharded(value, 1 / ShardLayout.of(value).ranks) if is_sharded(value) else value
+    """`unsharded` in a training step."""
+    return unsharded(value, average=True)
 
 
 class SavedShards:
@@ -439,7 +583,7 @@ class SavedShards:
     def unsharded(self, value: Any) -> Any:
         """The whole tensor of a DTensor or a `Shard`."""
         layout = value.layout if isinstance(value, Shard) else ShardLayout.of(value)
-        result = averaged_unsharded(value) if self.average else unsharded(value)
+        result = unsharded(value, self.average)
         if result.numel():
             local = value.local.detach() if isinstance(value, Shard) else shard(value)
             self.gathered[result.untyped_storage().data_ptr()] = weakref.ref(result), Shard(local, layout)
@@ -461,124 +605,222 @@ class SavedShards:
 
 @dataclass(frozen=True)
 class Shards:
-    """All sharded parameters of a model, by name; they are divided among the same processes."""
+    """All trained parameters of a sharded model, by name; they are divided among the same processes.
+
+    everyone: the processes that have parts of a batch, or the same part; None: those of the default group.
+    units: whether FSDP2 has divided them, and not tensor parallelism alone.
+    meshes_differ: whether some parameters are divided among fewer processes than others.
+    """
 
     layouts: Mapping[str, ShardLayout]
+    everyone: Any = None
+    units: bool = True
+    meshes_differ: bool = False
 
     @staticmethod
-    def of(named: Iterable[tuple[str, Tensor]]) -> Shards | None:
+    def of(named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module]) -> Shards | None:
         """None if no trained parameter is sharded.
 
-        Raises RegistrationError if some are and others are not, or if they are divided in another way than FSDP2 does
-        along one dimension of processes.
+        FSDP2 divides all parameters along one dimension of processes, and may repeat the shards along others. Tensor
+        parallelism divides some, and every process has the others.
+
+        modules: of the model.
+
+        Raises RegistrationError for another division, and if FSDP2 has divided some parameters and not others.
         """
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not any(map(is_sharded, trained.values())):
             return None
-        problems = {name: problem(parameter) for name, parameter in trained.items()}
+        from torch.distributed.fsdp import FSDPModule
+
+        units = any(isinstance(module, FSDPModule) for module in modules)
+        meshes = [cast(Any, parameter).device_mesh for parameter in trained.values() if is_sharded(parameter)]
+        widest = max(meshes, key=lambda mesh: mesh.ndim)
+        problems = {name: problem(parameter, widest, units) for name, parameter in trained.items()}
         if rows := [(name, text) for name, text in problems.items() if text]:
             raise RegistrationError(
                 f"K-FAC cannot train {len(rows)} of {len(trained)} parameters that are sharded as they are:\n"
                 f"{table(rows)}\n"
-                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units, with one dimension of "
-                "processes: it shards every parameter that no unit has."
+                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units: it shards every "
+                "parameter that no unit has. Take one DeviceMesh for all of parallelize_module and fully_shard, or "
+                "parts of one."
             )
-        return Shards({name: ShardLayout.of(parameter) for name, parameter in trained.items()})
+        size, group = widest.size(widest.ndim - 1), widest.get_group(widest.ndim - 1)
+        layouts = {
+            name: ShardLayout.of(parameter)
+            if is_sharded(parameter)
+            else ShardLayout(parameter.shape, None, size, group)
+            for name, parameter in trained.items()
+        }
+        everyone, differ = everyone_in(widest) if units else None, any(mesh != widest for mesh in meshes)
+        return Shards(layouts, everyone, units, differ)
+
+    @property
+    def of_mesh(self) -> ShardLayout:
+        """The layout of a DTensor among the parameters."""
+        return next(layout for layout in self.layouts.values() if layout.mesh is not None)
+
+    @property
+    def in_grid(self) -> bool:
+        """Whether parameters are divided along several dimensions of processes."""
+        return self.meshes_differ or any(isinstance(layout, GridLayout) for layout in self.layouts.values())
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether several processes have the same part of a batch."""
+        return not self.units or self.in_grid
+
+    def refuse_owners(self, process_group: Any) -> None:
+        """Raises RegistrationError if the processes that divide the parameters cannot divide the blocks, too.
+
+        process_group: of all processes that have parts of a batch; None: the default group.
+        """
+        if self.in_grid:
+            raise RegistrationError(
+                "FSDP2 and tensor parallelism divide the parameters together, and the way of a gradient to an owner "
+                "and back along two dimensions of processes is not written yet: write KFAC(..., "
+                "placement='replicated'), which keeps all blocks in every process."
+            )
+        everyone = dist.get_world_size(process_group or self.everyone)
+        if everyone != self.of_mesh.mesh.size():
+            raise RegistrationError(
+                f"tensor parallelism divides the parameters among {self.of_mesh.mesh.size()} of {everyone} processes, "
+                "and owners need to know which of the others have the same shards: write KFAC(..., "
+                "placement='replicated'), which keeps all blocks in every process."
+            )
+
+    def check_gradients(self, gradients: Tensors) -> None:
+        """Raises RuntimeError if processes that have the same elements of a parameter have other gradients of them.
+        Waits for the device."""
+        shared = {name: gradient for name, gradient in gradients.items() if self.weight(name) < 1}
+        if not shared:
+            return
+        squares = torch.stack([shard(gradient).double().square().sum() for gradient in shared.values()])
+        for n, name in enumerate(shared):
+            if self.layouts[name].dim is not None:
+                dist.all_reduce(squares[n], group=self.layouts[name].group)
+        ends = torch.cat([squares, -squares])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.everyone)
+        most, least = ends[: len(shared)].sqrt(), (-ends[len(shared) :]).clamp(min=0).sqrt()
+        apart = (most - least > NORM_TOLERANCE * most).tolist()
+        if rows := [
+            (name, f"{low:.4g} to {high:.4g}")
+            for name, low, high, differs in zip(shared, least.tolist(), most.tolist(), apart, strict=True)
+            if differs
+        ]:
+            raise RuntimeError(
+                f"processes have other gradients of parameters that all of them have; their norms are\n{table(rows)}\n"
+                "Give the processes of tensor parallelism the same cases. A module that computes with a part of the "
+                "positions needs SequenceParallel() in the plan of parallelize_module, which adds its gradients up."
+            )
 
     @property
     def group(self) -> Any:
-        return next(iter(self.layouts.values())).group
+        """The processes among which parameters are divided."""
+        return self.everyone if self.in_grid else self.of_mesh.group
+
+    @property
+    def ranks(self) -> int:
+        """Their number."""
+        return dist.get_world_size(self.everyone) if self.in_grid else self.of_mesh.ranks
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over processes."""
+        """The sum over the processes among which parameters are divided."""
         result = values.clone()
         dist.all_reduce(result, group=self.group)
         return result
 
+    def weight(self, name: str) -> float:
+        """The factor of the elements of a parameter in a sum over processes, in which every element counts once."""
+        return self.layouts[name].pieces / self.ranks
+
     def gathered(self, parts: Tensors) -> Tensors:
-        """The whole tensors of shards by name, in one message."""
-        layouts = {name: self.layouts[name] for name in parts}
+        """The whole tensors of shards by name, in one message; in a grid, in one for every tensor."""
+        if self.in_grid:
+            return {name: self.layouts[name].gather(part) for name, part in parts.items()}
+        layouts = {name: self.layouts[name] for name in parts if self.layouts[name].dim is not None}
+        if not layouts:
+            return dict(parts)
         filled = [layout.fill(parts[name]) for name, layout in layouts.items()]
         message = torch.cat([tensor.reshape(-1) for tensor in filled])
-        ranks = next(iter(layouts.values())).ranks
-        everything = message.new_empty((ranks * message.numel(),))
+        everything = message.new_empty((self.ranks * message.numel(),))
         all_gather(everything, message, group=self.group)
-        pieces = everything.unflatten(0, (ranks, -1)).split([tensor.numel() for tensor in filled], 1)
-        return {
+        pieces = everything.unflatten(0, (self.ranks, -1)).split([tensor.numel() for tensor in filled], 1)
+        wholes = {
             name: layout.join(piece.unflatten(1, layout.filled))
             for (name, layout), piece in zip(layouts.items(), pieces, strict=True)
         }
+        return {name: wholes.get(name, part) for name, part in parts.items()}
 
     def to_owners(self, parts: Tensors, owners: Mapping[str, int]) -> Tensors:
         """The whole tensors of shards by name, of those that this process owns, in one message."""
-        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
-        filled = [[self.layouts[name].fill(parts[name]) for name in names] for names in by_owner]
-        mine = [self.layouts[name] for name in by_owner[rank]]
-        received = self.exchanged(filled, [mine] * len(by_owner), next(iter(parts.values())))
-        wholes = (layout.join(torch.stack(pieces)) for layout, *pieces in zip(mine, *received, strict=True))
-        return dict(zip(by_owner[rank], wholes, strict=True))
+        rank, divided = dist.get_rank(self.group), [name for name in parts if self.layouts[name].dim is not None]
+        names = sorted(divided, key=lambda name: owners[name])
+        mine = [name for name in names if owners[name] == rank]
+        like = next(iter(parts.values()))
+        message = torch.cat([like.new_empty(0), *(self.layouts[n].fill(parts[n]).reshape(-1) for n in names)])
+        elements = [self.layouts[name].filled.numel() for name in mine]
+        received = message.new_empty((self.ranks, sum(elements)))
+        self.exchange(received, message, [sum(elements)] * self.ranks, self.elements(names, owners))
+        whole = {name: part for name, part in parts.items() if name not in divided and owners[name] == rank}
+        return whole | {
+            name: self.layouts[name].join(piece.unflatten(1, self.layouts[name].filled))
+            for name, piece in zip(mine, received.split(elements, 1), strict=True)
+        }
 
     def from_owners(self, wholes: Tensors, owners: Mapping[str, int], parts: Tensors) -> Tensors:
         """The shards of this process of whole tensors that their owners have, by name, in one message.
 
         parts: other shards of all these names, of the same dtype and device.
         """
-        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
-        layouts = [[self.layouts[name] for name in names] for names in by_owner]
-        filled = [
-            [
-                layout.fill(layout.part(wholes[name], process))
-                for name, layout in zip(by_owner[rank], layouts[rank], strict=True)
-            ]
-            for process in range(len(by_owner))
-        ]
-        received = self.exchanged(filled, layouts, next(iter(parts.values())))
+        rank, names = dist.get_rank(self.group), sorted(parts, key=lambda name: owners[name])
+        like = next(iter(parts.values()))
+        mine = [self.layouts[name].by_process(wholes[name]) for name in names if owners[name] == rank]
+        message = torch.cat(mine, 1) if mine else like.new_empty((self.ranks, 0))
+        elements = [self.layouts[name].filled.numel() for name in names]
+        received = like.new_empty(sum(elements))
+        self.exchange(received, message, self.elements(names, owners), [message.shape[1]] * self.ranks)
         return {
-            name: layout.unfill(tensor, rank)
-            for names, of_owner, tensors in zip(by_owner, layouts, received, strict=True)
-            for name, layout, tensor in zip(names, of_owner, tensors, strict=True)
+            name: self.layouts[name].unfill(piece.view(self.layouts[name].filled), rank)
+            for name, piece in zip(names, received.split(elements), strict=True)
         }
 
-    def by_owner(self, names: Iterable[str], owners: Mapping[str, int]) -> list[list[str]]:
-        """The names of every process."""
-        ranks = next(iter(self.layouts.values())).ranks
-        result: list[list[str]] = [[] for _ in range(ranks)]
+    def elements(self, names: Iterable[str], owners: Mapping[str, int]) -> list[int]:
+        """The elements of one filled shard of every name, by owner."""
+        result = [0] * self.ranks
         for name in names:
-            result[owners[name]].append(name)
+            result[owners[name]] += self.layouts[name].filled.numel()
         return result
 
-    def exchanged(
-        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[ShardLayout]], like: Tensor
-    ) -> list[list[Tensor]]:
-        """The messages of all processes to this one: filled shards of the `expected` layouts.
-
-        Args:
-            sent: to every process.
-            like: a tensor of the dtype and device of all.
-        """
-        message = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-        sizes = [[layout.filled.numel() for layout in layouts] for layouts in expected]
-        received = like.new_empty(sum(map(sum, sizes)))
-        of_processes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        dist.all_to_all_single(received, message, list(map(sum, sizes)), of_processes, group=self.group)
-        return [
-            [part.view(layout.filled) for part, layout in zip(of_process.split(lengths), layouts, strict=True)]
-            for of_process, lengths, layouts in zip(received.split(list(map(sum, sizes))), sizes, expected, strict=True)
-        ]
+    def exchange(self, received: Tensor, sent: Tensor, of_processes: list[int], to_processes: list[int]) -> None:
+        """Fill `received` with the messages of all processes; both tensors are in the order of the processes."""
+        dist.all_to_all_single(received.view(-1), sent.reshape(-1), of_processes, to_processes, group=self.group)
 
     def parts(self, wholes: Tensors) -> Tensors:
         """The shards of this process of whole tensors by name."""
-        rank = dist.get_rank(self.group)
-        return {name: self.layouts[name].part(tensor, rank) for name, tensor in wholes.items()}
+        layouts = ((name, tensor, self.layouts[name]) for name, tensor in wholes.items())
+        return {name: layout.part(tensor, dist.get_rank(layout.group)) for name, tensor, layout in layouts}
 
 
-def problem(parameter: Tensor) -> str:
-    """Why a trained parameter beside sharded ones cannot be trained; empty if it can."""
+def everyone_in(mesh: Any) -> Any:
+    """The group of all processes of a mesh. All of them call it together."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+
+
+def problem(parameter: Tensor, mesh: Any, units: bool) -> str:
+    """Why a trained parameter beside sharded ones cannot be trained; empty if it can.
+
+    mesh: that of the most dimensions. units: whether FSDP2 has divided parameters.
+    """
     if not is_sharded(parameter):
-        return "is whole in every process, and others are not"
-    mesh, placements = cast(Any, parameter).device_mesh, cast(Any, parameter).placements
-    if mesh.ndim != 1:
-        return f"is divided along {mesh.ndim} dimensions of processes, {placements}"
-    if type(placements[0]).__name__ != "Shard":
-        return f"is divided as {placements[0]}"
+        return "is whole in every process, and others are not" if units else ""
+    placements, own = cast(Any, parameter).placements, cast(Any, parameter).device_mesh
+    if any(placement.is_partial() for placement in placements):
+        return f"is divided as {placements}"
+    if own != mesh and not set(own.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
+        return f"is divided among other processes than others are, {own}"
     return ""

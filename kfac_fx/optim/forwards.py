@@ -161,15 +161,17 @@ class Forwards:
             batch.pending.only = only
             return outputs
         mode, fraction = self.estimator.estimation_mode, options.fraction
-        moments = self.net.record(
-            args,
-            kwargs,
-            mode=mode,
-            targets=None,
-            fraction=fraction,
-            generator=generator,
-            on_outputs=self.keep if beside else None,
-        )
+        with self.estimator.early_sums(mode) as early:
+            moments = self.net.record(
+                args,
+                kwargs,
+                mode=mode,
+                targets=None,
+                fraction=fraction,
+                generator=generator,
+                on_outputs=self.keep if beside else None,
+                on_sum=early,
+            )
         batch.sums = PendingBatch()
         self.estimator.accumulate(moments if only is None else replace(moments, only=only), into=batch.sums)
         return None

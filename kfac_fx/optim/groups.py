@@ -17,7 +17,7 @@ from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.linalg.arguments import not_negative, number, one_element
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
-from kfac_fx.linalg.processes import Replicas, Shards, shard, sharded_like
+from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
 from kfac_fx.passes.matrix import precise
@@ -168,6 +168,7 @@ class FlatParameters:
     first_lr: Tensor | None  # when the groups were added; None if they do not keep it
     momentum: Tensor | None  # None if it is no option of groups
     weight_decay: Tensor | None  # None if no parameter has any
+    weights: Tensor | None = None  # of elements that several processes have, [P]; None if there are none
 
     @property
     def state(self) -> Tensors:
@@ -209,7 +210,7 @@ class FlatParameters:
 
     def inner(self, first: Tensor, second: Tensor) -> Tensor:
         """<a, b>, 0-dim, in float32 at least."""
-        return self.division.total(inner(first, second))
+        return self.division.total(inner(self.weighted(first), second))
 
     def is_finite(self, vector: Tensor) -> Tensor:
         """A 0-dim bool."""
@@ -225,9 +226,16 @@ class FlatParameters:
 
     def products(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(<a, b>, |a|², |b|²), 0-dim, by one message where vectors are divided."""
-        squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
-        product, *squares = self.division.total(torch.stack([inner(first, second), *squares])).unbind()
+        if self.weights is None:
+            squares = [torch.linalg.vector_norm(vector).square() for vector in (first, second)]
+        else:
+            squares = [inner(self.weighted(vector), vector) for vector in (first, second)]
+        product, *squares = self.division.total(torch.stack([inner(self.weighted(first), second), *squares])).unbind()
         return product, squares[0], squares[1]
+
+    def weighted(self, vector: Tensor) -> Tensor:
+        """A vector for a sum over processes, in which every element counts once."""
+        return vector if self.weights is None else vector * self.weights
 
 
 def longest_squared(dtypes: Iterable[torch.dtype]) -> float:
@@ -368,7 +376,10 @@ class GroupedParameters:
             division,
             here,
             {name: shard(parameter) for name, parameter in parameters.items()},
-            {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
+            {
+                name: dense(division.part(name, divided_like(parameter, gradient)))
+                for name, (parameter, gradient) in with_gradient.items()
+            },
             state,
             longest_squared(parameter.dtype for parameter in parameters.values()),
             lr,
@@ -376,7 +387,17 @@ class GroupedParameters:
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,
+            weights_of(division, flat, lr),
         )
+
+
+def weights_of(division: VectorDivision, flat: Flat, like: Tensor) -> Tensor | None:
+    """See `FlatParameters`. like: of the device and the dtype of the weights."""
+    weights = {name: division.weight(name) for name in flat.shapes}
+    if set(weights.values()) <= {1.0}:
+        return None
+    scalars = {weight: like.new_full((), weight) for weight in weights.values()}
+    return flat.spread({name: scalars[weight] for name, weight in weights.items()})
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
-from kfac_fx.linalg.processes import Replicas, Shards
+from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.bases import BASIS_VALUES
 from kfac_fx.optim.checkpoint import is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.checkpoint_checks import check_state
@@ -30,6 +31,7 @@ from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import check_closure, take_step
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
@@ -89,7 +91,7 @@ class KFAC(Optimizer, Joinable):
         grad_scaler: torch.amp.GradScaler | None = None,
         params: Iterable[Any] | None = None,
         process_group: Any | None = None,
-        placement: str = "replicated",
+        placement: str | None = None,
         **of_rule: Any,
     ) -> None:
         """
@@ -132,7 +134,8 @@ class KFAC(Optimizer, Joinable):
                 products to the others; the largest blocks are placed first, each in the process with the least work so
                 far. "round_robin": one block after another, in turn, as in TF K-FAC. Both divide the memory of factors
                 and inverses and the decompositions by the number of processes, and cost a message of the size of the
-                parameters in a step.
+                parameters in a step. None is "owners" for a model that FSDP2 shards, whose factors take several times
+                the memory of the parameters, and "replicated" otherwise.
             of_rule: the options of the rule that `momentum_type` names, or of the default; the classes of
                 `kfac_fx.rules` document them. None is no value.
 
@@ -166,6 +169,11 @@ class KFAC(Optimizer, Joinable):
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
+        shards = Shards.of(net.named_parameters(), net.model.modules())
+        if placement is None and shards is not None and not shards.tensor_parallel:
+            options = replace(options, placement="owners")
+        if shards is not None and options.strategy is not None:
+            shards.refuse_owners(process_group)
         self.options, rule = options, options.rule
         self.names = names = {parameter: name for name, parameter in net.named_parameters()}
         self._read_registrations()
@@ -189,12 +197,12 @@ class KFAC(Optimizer, Joinable):
         self.estimator.relative_damping = rule.side_damping
         self.estimator.new_extras = rule.new_extras
         self.estimator.of_extras = {**BASIS_VALUES, **rule.values}
-        shards = Shards.of(net.named_parameters())
-        self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.group))
+        self.estimator.replicas = replicas = Replicas(process_group or (shards and shards.everyone))
         if options.strategy is not None:
             state = rule.new_state(torch.empty_like(example, device="meta"))
             vectors = sum(tensor.shape == example.shape for tensor in state.values()) if shards is None else 0
-            self.estimator.owners = BlockOwners(replicas, options.strategy, vectors, shards)
+            among = replicas if shards is None else Replicas(shards.group)
+            self.estimator.owners = BlockOwners(among, options.strategy, vectors, shards)
         seed = torch.initial_seed() if seed is None else seed
         self.generator = torch.Generator(example.device).manual_seed(seed)
         self._forwards = Forwards(net, schedule, self.estimator, self.generator, accelerators(names))
@@ -374,7 +382,12 @@ class KFAC(Optimizer, Joinable):
             return self._forwards.on_forward(args, kwargs)
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Called by the net: until the first step, watch the gradients that the backward sends into the outputs."""
+        """Called by the net: until the first step, watch the gradients that the backward sends into the outputs.
+
+        Raises ValueError for outputs that are divided among processes.
+        """
+        if any(map(is_sharded, results.tree_leaves(outputs))):
+            raise ValueError(f"the model returns DTensors. {WHOLE_OUTPUTS} Loss parallelism is not supported.")
         self._forwards.on_outputs(args, kwargs, outputs)
 
     # --- processes without batches ------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class KFACOptions:
     grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler]
     params: Annotated[Iterable[Any] | None, several_parameters]
     process_group: Annotated[Any | None, a_process_group]
-    placement: Annotated[str, in_any_case(PLACEMENTS)]
+    placement: Annotated[str | None, in_any_case(PLACEMENTS)]
 
     @staticmethod
     def of(
@@ -134,7 +134,8 @@ class KFACOptions:
     @functools.cached_property
     def strategy(self) -> str | None:
         """How blocks are divided among processes (`kfac_fx.fisher.placement`); None if every process keeps all."""
-        return None if self.placement.lower() == PLACEMENTS[0] else self.placement.lower()
+        placement = (self.placement or PLACEMENTS[0]).lower()
+        return None if placement == PLACEMENTS[0] else placement
 
     @functools.cached_property
     def checks(self) -> CheckedRule | None:
@@ -151,7 +152,7 @@ class KFACOptions:
         different = ("net", "params", "process_group", "grad_scaler", "seed")  # each process has its own random streams
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in different}
         del values["rule"], values["because"]
-        values["momentum_type"] = self.rule.name
+        values["momentum_type"], values["placement"] = self.rule.name, self.strategy or PLACEMENTS[0]
         values |= {option.name: getattr(self.rule, option.name) for option in fields(self.rule)}
         return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in values.items()}
 

@@ -180,6 +180,11 @@ class StepState:
         reasons = self.checks.fallbacks()
         if self.options.because is not None:
             reasons.append(self.options.because)
+        if self.vectors.shards is not None and self.vectors.shards.tensor_parallel:
+            reasons.append(
+                "recordings and checks run the whole model in every process: they gather the weights that tensor "
+                "parallelism divides, one message a weight, and processes with the same cases compute the same sums"
+            )
         owners = (self.estimator.owner_of if self.vectors.shards is not None else None) or {}
         if owned := [r for r in registrations if r.structure.diagonal and r.owners[0] in owners]:
             reasons.append(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense
-from kfac_fx.linalg.processes import shard
+from kfac_fx.linalg.processes import divided_like, shard
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
 from kfac_fx.optim.groups import FlatParameters, Group
@@ -172,8 +172,14 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
         warn_of_trainer(state.net, state.net.model)
         told = scaler is not None or state.estimator.records_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
-        if state.vectors.shards is None:  # FSDP2 averages the gradients itself
+        shards = state.vectors.shards
+        if shards is None:
             state.replicas.check_gradients([dense(gradient) for gradient in gradients])
+        elif shards.tensor_parallel:  # FSDP2 averages the gradients itself
+            named = {name: (parameter, parameter.grad) for parameter, name in state.vectors.names.items()}
+            shards.check_gradients(
+                {n: divided_like(p, gradient) for n, (p, gradient) in named.items() if gradient is not None}
+            )
     return scale
 
 

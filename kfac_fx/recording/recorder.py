@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -241,6 +241,7 @@ class Recorder:
         only: Collection[str] | None = None,
         parameters: Mapping[str, Tensor] = MappingProxyType({}),
         on_outputs: Callable[[list[Any]], None] | None = None,
+        on_sum: Callable[[Key, str, Tensor], Tensor | None] | None = None,
     ) -> Moments:
         """Statistics of one batch, from a forward and a backward of our own.
 
@@ -258,6 +259,8 @@ class Recorder:
             parameters: the values of some parameters, by name, at which the statistics are taken; the other parameters
                 have the model's.
             on_outputs: called with what the model returns, in a list.
+            on_sum: called in the backward with a registration, the name of a statistic and its finished sum, returns
+                what takes its place, or None for the sum itself. The exact modes do not call it.
 
         Raises ValueError for an unknown mode or an option out of range, LossError if no loss or no targets are known.
         """
@@ -279,6 +282,10 @@ class Recorder:
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
+            if on_sum is not None and saved is None:
+                for registration, by_name in zip(registrations, probes, strict=True):
+                    for name, probe in by_name.items():
+                        probe.register_hook(partial(on_sum, registration.parameters, name))
             with nullcontext() if saved is None else saved.watched():
                 output, fisher = self.emitted.run(
                     live | learned, self.copied_buffers(), values, probes_or_none, compiled=saved is None

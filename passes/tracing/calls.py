@@ -55,8 +55,8 @@ def forward_hooks(model: nn.Module) -> list[str]:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, a forward runs none of the hooks that fully_shard has registered, which put gathered parameters in the
-    place of those that torch.func.functional_call has put there."""
+    """Inside, a forward runs none of the hooks that fully_shard or parallelize_module has registered, which put other
+    parameters in the place of those that torch.func.functional_call has put there."""
     every = [module.__dict__[name] for module in model.modules() for name in FORWARD_HOOKS]
     before = [(hooks, OrderedDict(hooks)) for hooks in every if any(map(is_of_sharding, hooks.values()))]
     for hooks, all_of_them in before:
@@ -71,7 +71,7 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def is_of_sharding(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
 
 
 @contextmanager

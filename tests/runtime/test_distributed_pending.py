@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import kfac_fx
+from kfac_fx.estimator import early_sums
+from kfac_fx.estimator.early_sums import EarlySums
 from kfac_fx.estimator.estimator import PendingBatch, with_symmetric
 from kfac_fx.linalg.matrices import pack_symmetric, unpack_symmetric
 from kfac_fx.passes.approximations import APPROXIMATIONS
@@ -29,7 +32,7 @@ def test_micro_batches_add_up() -> None:
     assert added(batch, 1.0) is None and added(batch, 2.0) is None
     assert torch.equal(batch.sums[KEY]["A"], torch.full((2, 2), 3.0))
     assert torch.equal(batch.gradients["0.weight"], torch.full((2,), 3.0))
-    assert batch.cases == 8 and batch.total(None, {}, torch.ones(()), divided=False) == 8
+    assert batch.cases == 8 and batch.total(None, {}, torch.ones(())) == 8
 
 
 def test_a_guarded_micro_batch_that_is_not_finite_is_left_out_with_its_cases() -> None:
@@ -38,7 +41,7 @@ def test_a_guarded_micro_batch_that_is_not_finite_is_left_out_with_its_cases() -
     assert finite is not None and bool(finite) and broken is not None and not bool(broken)
     assert torch.equal(batch.sums[KEY]["A"], torch.ones(2, 2)) and torch.equal(batch.sums[OTHER]["A"], torch.ones(3, 3))
     assert torch.equal(batch.gradients["0.weight"], torch.ones(2))
-    assert batch.cases == 8 and int(batch.total(None, {}, torch.ones(()), divided=False)) == 4
+    assert batch.cases == 8 and int(batch.total(None, {}, torch.ones(()))) == 4
 
 
 def test_a_micro_batch_that_is_not_guarded_makes_the_whole_batch_not_finite() -> None:
@@ -98,15 +101,50 @@ def test_processes_on_different_paths_are_told_and_their_sums_are_not_mixed(othe
     """Two adapters of one shape have messages of one length."""
     batch = PendingBatch()
     batch.add({KEY: {"A": torch.eye(2), "G": torch.eye(2)}}, {}, 4, (), False, CPU)
-    group: Any = SimpleNamespace(structure=APPROXIMATIONS["kron"], here=True)
+    group: Any = SimpleNamespace(structure=APPROXIMATIONS["kron"], here=True, owner=None)
     replicas: Any = Twice(others_mark)
     if others_mark is None:
-        assert float(batch.total(replicas, {KEY: group}, torch.ones(()), divided=False)) == 8
+        assert float(batch.total(replicas, {KEY: group}, torch.ones(()))) == 8
         assert torch.equal(batch.sums[KEY]["A"], 2 * torch.eye(2))
         return
     with pytest.raises(ModelChangedError) as failure:
-        batch.total(replicas, {KEY: group}, torch.ones(()), divided=False)
+        batch.total(replicas, {KEY: group}, torch.ones(()))
     first, advice = str(failure.value).splitlines()
     assert first.startswith("the processes of a step took different paths") and first.endswith("used 0.weight.")
     assert advice.startswith("Let the argument, the attribute or the random number")
     assert torch.equal(batch.sums[KEY]["A"], torch.eye(2))
+
+
+@pytest.mark.parametrize("backward", [1, -1])
+def test_early_sums_leave_in_one_order_whatever_the_order_of_the_backward_is(
+    backward: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum that no backward makes is zero, and one of a diagonal side does not travel."""
+    monkeypatch.setattr(early_sums, "BUCKET", 1)
+    net = kfac_fx.compile(
+        nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 2)), (torch.ones(2, 2),), loss="normal",
+        approximations={"1": "kron_in_diag"},
+    )  # fmt: skip
+    blocks = kfac_fx.FisherEstimator(net).blocks
+    for owner, block in enumerate(blocks.values()):
+        block.group.owner, block.group.here = owner % 2, owner % 2 == 0
+    sent: list[list[list[int]]] = []
+
+    def reduce(by_owner: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        sent.append([[tensor.numel() for tensor in tensors] for tensors in by_owner])
+        return [2 * tensor for tensor in by_owner[0]]
+
+    owners: Any = SimpleNamespace(replicas=SimpleNamespace(number=2), reduce=reduce)
+    early = EarlySums(blocks, owners, torch.zeros(()))
+    first, middle, last = blocks
+    made = {(first, "A"): (1, 3, 3), (first, "G"): (1, 3, 3), (middle, "G"): (1, 4, 4), (last, "G"): (1, 2, 2)}
+    for (key, name), shape in [*made.items()][::backward]:
+        zeros = early.take(key, name, torch.ones(shape))
+        assert zeros is not None and zeros.shape == shape and zeros.untyped_storage().nbytes() == 4
+    assert (
+        early.take(middle, "A_diag", torch.ones(1, 4)) is None and early.take(middle, "count", torch.ones(())) is None
+    )
+    early.finish()
+    assert sent == [[[3], []], [[18], []], [[], [10]], [[8], []], [[8], []]]  # G and A, from the last layer on
+    assert early.totals.keys() == {first, last} and torch.equal(early.totals[last]["A"], torch.zeros(1, 5, 5))
+    assert torch.equal(early.totals[first]["A"], 2 * torch.ones(1, 3, 3))

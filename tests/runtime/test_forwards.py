@@ -1,5 +1,6 @@
 """Forwards between two steps: micro-batches, what a closure is asked for, and that asking leaves no trace."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -400,6 +401,7 @@ class Listening:
             records_in_training=options["estimation_mode"] == "empirical",
             replicas=None,
             accumulate=lambda _, into: self.log.append("accumulate"),
+            early_sums=lambda _: nullcontext(),
             unrecorded=lambda: frozenset(self.unrecorded),
         )
         self.unrecorded: list[tuple[str, ...]] = []

@@ -92,7 +92,7 @@ def test_one_message_brings_shards_to_their_owners_and_back(
 ) -> None:
     net = compiled()
     shard(net.model)
-    shards = Shards.of(net.named_parameters())
+    shards = Shards.of(net.named_parameters(), net.model.modules())
     assert shards is not None
     parts = {name: parameter.detach().to_local() for name, parameter in net.named_parameters()}  # type: ignore[operator]
     owners, messages = dict.fromkeys(parts, 0), []
@@ -186,11 +186,12 @@ def test_all_parameters_must_be_sharded(shard: Callable[..., None]) -> None:
     assert "fully_shard on the model itself, after its units" in str(error.value)
 
 
-def test_two_dimensions_of_processes_are_refused(shard: Callable[..., None]) -> None:
+def test_blocks_of_fully_sharded_parameters_have_owners(shard: Callable[..., None]) -> None:
+    """In several processes no one else has all factors; a model that is whole in every process has all of them."""
     net = compiled()
-    shard(net.model, 1, 1)
-    with pytest.raises(ValueError, match="is divided along 2 dimensions of processes"):
-        kfac_fx.KFAC(net)
+    assert kfac_fx.KFAC(compiled()).options.strategy is None
+    shard(net.model)
+    assert kfac_fx.KFAC(net).options.strategy == "owners"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # what torch itself loads late

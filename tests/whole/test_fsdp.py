@@ -143,7 +143,7 @@ def train(
     net = compiled(**how)
     if shard is not None:
         shard(net.model)
-    opt = kfac_fx.KFAC(net, seed=0, **options)
+    opt = kfac_fx.KFAC(net, seed=0, **{"placement": "replicated", **options})
     if reverse:
         opt._step_state.multiply_jacobian.reason = "the test says so"
     called = net.model if net.in_place else net

@@ -197,14 +197,14 @@ def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, 
     def counted_eigh(matrices: Tensor, *args: Any) -> Any:
         nonlocal decomposed
         decomposed += len(matrices)
-        return rescued_eigh(matrices, *args)
+        return eigh_of_blocks(matrices, *args)
 
     dense_roots, stacks.dense_roots = stacks.dense_roots, counted
-    rescued_eigh, stacks.rescued_eigh = stacks.rescued_eigh, counted_eigh
+    eigh_of_blocks, stacks.eigh_of_blocks = stacks.eigh_of_blocks, counted_eigh
     try:
         parameters = training.steps(0, STEPS)
     finally:
-        stacks.dense_roots, stacks.rescued_eigh = dense_roots, rescued_eigh
+        stacks.dense_roots, stacks.eigh_of_blocks = dense_roots, eigh_of_blocks
     blocks = training.opt.estimator.blocks
     return {
         "parameters": parameters,

@@ -79,7 +79,10 @@ def grafted(
         division: of the vectors among processes.
     """
     numbers = joined_blocks(flat.shapes, blocks)
-    of_names = [[part.square().sum() for part in flat.parts(vector).values()] for vector in (length, direction)]
+    of_names = [
+        [part.square().sum() * division.weight(name) for name, part in flat.parts(vector).items()]
+        for vector in (length, direction)
+    ]
     of_blocks: dict[int, list[Tensor]] = defaultdict(list)
     for n, squares in zip(
         numbers, division.total(torch.stack(list(map(torch.stack, of_names)))).unbind(1), strict=True
