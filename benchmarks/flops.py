@@ -37,4 +37,4 @@ def flops_of(make: Make) -> Flops:
     counts = {key: sums["count"] for key, sums in net.record((problem.x,), {}).statistics.items() if "count" in sums}
     rows = {key: float(count) for key, count in counts.items()}
     flops = LayerFlops.of(kfac_fx.FisherEstimator(net).groups, rows)
-    return Flops(3 * flops.forward, flops.statistics / 2, flops.preconditioning, flops.inverses)
+    return Flops(3 * flops.forward, flops.statistics / 2, flops.turning, flops.cubes)

@@ -131,7 +131,8 @@ class Report:
     @property
     def unused(self) -> tuple[str, ...]:
         """The parameters that no loss depends on, in all calls so far."""
-        return tuple(name for name in self.program.unused if self.program.owner(name) not in self.registered)
+        in_blocks = {name for path in self.paths for r in path.registrations for name in (*r.parameters, *r.owners)}
+        return tuple(name for name in self.program.unused if name not in in_blocks)
 
     @property
     def registered(self) -> set[str]:

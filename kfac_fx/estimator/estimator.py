@@ -389,7 +389,7 @@ class FisherEstimator(BlockDiagonalFisher):
             return self.outputs.take(model, differs)
         except ModelChangedError as error:
             self._pending = PendingBatch()
-            if any(map(is_sharded, self.net.parameters())):
+            if any(is_sharded(parameter) for _, parameter in self.net.named_parameters()):
                 raise ModelChangedError(f"{error}\n{WHOLE_OUTPUTS}") from None
             raise
 

@@ -217,6 +217,7 @@ def refuse_other_vectors(
     """Raises ValueError if the eigenvectors in a file do not turn the matrix of its block, or are no numbers."""
     wrong = [tensor.dtype for tensor in (values, *operators) if not tensor.is_floating_point()]
     one = group.without_factors([group.registrations.index(registration)])
+    square = all(operator.dim() < 4 or operator.shape[-1] == operator.shape[-2] for operator in operators)
     try:
         turned = one.to_eigenbasis(values.unsqueeze(0).to("meta"), [operator.to("meta") for operator in operators])
         fits = tuple(turned.shape[1:]) == tuple(values.shape)
@@ -224,7 +225,7 @@ def refuse_other_vectors(
         if fatal(error):
             raise
         fits = False
-    if wrong or not fits:
+    if wrong or not (fits and square):
         shapes = ", ".join(f"{list(operator.shape)} of {operator.dtype}" for operator in operators)
         raise damaged(path, f"has eigenvectors {shapes}, which do not fit {registration}")
 

@@ -50,8 +50,9 @@ class LeftGradients:
     def are_zeroed(self) -> bool:
         """Whether all of them are None or zero. The host reads them if they were written since the backward."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if not gradients:
-            return True
+        if not gradients:  # while FSDP2 has gathered the parameters, their gradients are elsewhere
+            left = None if self._first is None else self._first()
+            return left is None or not is_sharded(left) or any(map(is_sharded, self.parameters()))
         first = gradients[0]
         as_left = self._first is not None and self._first() is first and version(first) == self._version
         if as_left or any(map(is_sharded, gradients)):  # processes would read different shards

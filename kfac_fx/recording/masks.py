@@ -114,16 +114,19 @@ class IgnoringTargets:
     def written(self, program: Program) -> fx.Node:
         """The mask as a node behind the targets: which of the positions, with those that are cut, are cases."""
         node, value = self.node, self.node.meta["val"]
-        operations: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.ne, (self.ignored,))]
         if any(self.cut):
-            operations.insert(0, (F.pad, (list(self.cut), "constant", self.ignored)))
-        for function, more in operations:
-            with getattr(value, "fake_mode", nullcontext()):
-                value = function(value, *more)
-            with program.graph.inserting_after(node):
-                node = program.graph.call_function(function, (node, *more))
-            node.meta["val"] = value
+            node = inserted(program, node, F.pad, (list(self.cut), "constant", self.ignored))
+        node = inserted(program, node, torch.ne, (self.ignored,))
+        cases, positions = value.shape
+        with getattr(value, "fake_mode", nullcontext()):  # to compute it would fix the number of cases
+            node.meta["val"] = value.new_empty((cases, positions + sum(self.cut)), dtype=torch.bool)
         return node
+
+
+def inserted(program: Program, node: fx.Node, function: Callable[..., Any], more: tuple[Any, ...]) -> fx.Node:
+    """A call of the function with the node's value, behind it in the graph."""
+    with program.graph.inserting_after(node):
+        return program.graph.call_function(function, (node, *more))
 
 
 def ignoring_targets(program: Program, site: LossSite) -> IgnoringTargets | None:

@@ -18,7 +18,8 @@ from tests.cli.running import run
 def test_the_report_names_every_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "report", "cli_models:linear", "--input", "4,5")
     assert (status, err) == (0, "")
-    assert out.startswith("kfac_fx registered 12 of 12 trainable parameters in 1 Fisher block")
+    first = " ".join(out.split())
+    assert first.startswith("kfac_fx takes factors from training gradients because it knows no loss, and registered 12")
     assert "{weight, bias}" in out
 
 

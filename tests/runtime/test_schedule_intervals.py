@@ -142,10 +142,10 @@ def test_the_first_step_takes_the_kind_of_machine_of_the_parameters(
 def test_wide_layers_rarely_have_new_bases_on_an_accelerator_and_stay_within_the_overhead() -> None:
     layers = nn.Sequential(*(nn.Linear(1536, 1536, bias=False) for _ in range(4)))
     optimizer = KFAC(compile(layers, loss="normal"))
-    host = costs_of(optimizer, 30_000, rates=HOST, with_product=False)
-    accelerator = costs_of(optimizer, 30_000, rates=ACCELERATOR_IN_HALVES, with_product=False, check_share=0.01)
+    host = costs_of(optimizer, 20_000, rates=HOST, with_product=False)
+    accelerator = costs_of(optimizer, 20_000, rates=ACCELERATOR_IN_HALVES, with_product=False, check_share=0.01)
     on_host, chosen = (costs.intervals(0.2, LONGEST) for costs in (host, accelerator))
-    assert host.inverses < 0.1 * host.training and accelerator.inverses > accelerator.training
+    assert host.inverses < 0.15 * host.training and accelerator.inverses > accelerator.training
     assert on_host.inverses == 2 * on_host.statistics and host.overhead(on_host) <= 0.2
     assert chosen.inverses > 50 and chosen.inverses % chosen.statistics == 0
     assert accelerator.inverses / chosen.inverses <= ACCELERATOR.share * 0.2 * accelerator.training

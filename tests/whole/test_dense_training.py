@@ -322,6 +322,7 @@ def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")  # of gradients that are infinite
 @pytest.mark.parametrize(
     "chosen",
     [pytest.param(chosen, marks=pytest.mark.slow if n >= 16 else ()) for n, chosen in enumerate(covering())],

@@ -632,8 +632,16 @@ def test_a_trained_loss_with_a_gradient_of_zero_is_not_told() -> None:
 
 def block(name: str, curvature: float) -> Any:
     factors = {"G": SimpleNamespace(moment=torch.full((2, 2), curvature))}
-    group = SimpleNamespace(here=True, agreed=lambda flags: flags)
-    return SimpleNamespace(group=group, factors=factors, registration=SimpleNamespace(owners=(name,), reason=None))
+    group = SimpleNamespace(
+        here=True,
+        agreed=lambda flags: flags,
+        whole_shape=(1, 2, 1),
+        structure=SimpleNamespace(sides=[SimpleNamespace(factor="G")]),
+        mean_eigenvalue=lambda side: torch.full((1, 1), curvature),
+        positions=lambda: torch.ones(1),
+    )
+    registration = SimpleNamespace(owners=(name,), reason=None)
+    return SimpleNamespace(group=group, factors=factors, registration=registration, member=slice(0, 1))
 
 
 @pytest.mark.parametrize("more", [0, 1])
