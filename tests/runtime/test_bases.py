@@ -240,3 +240,12 @@ def test_a_training_with_rounded_bases_in_blocks_resumes_to_the_same_bits(monkey
         later.append(loss.item())
     assert later == losses[5:]
     assert first.net is not resumed.net
+
+
+def test_a_state_with_whole_bases_is_refused_where_they_are_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = trained(2)
+    monkeypatch.setitem(bases.WIDEST, "cpu", 70)
+    in_blocks, _ = trained(2)
+    with pytest.raises(ValueError, match="A CPU keeps the bases of wide layers in blocks") as error:
+        in_blocks.load_state_dict(whole.state_dict())
+    assert "0.weight,0.bias/basis/G has shape [1, 140, 140]" in " ".join(str(error.value).split())
