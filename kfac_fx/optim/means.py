@@ -219,7 +219,7 @@ class Means:
         eigenvalues: Sequence[Sequence[Tensor]],
         exponent: float,
     ) -> list[Tensor]:
-        """d |a| / |d| of every group, in the place of h; the gradients enter the sums as in `adam_steps`.
+        """d |a| / |d| of every group, written over h. The gradients enter the sums as in `adam_steps`.
 
         eigenvalues: of every group. exponent: w.
         """
