@@ -337,7 +337,7 @@ def shown_rows(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
         cells |= {
             f"{phase.removesuffix(' steps')}, s": f"{seconds:.1f}" for phase, seconds in figures["seconds"].items()
         }
-        shown.append({"method": name, **cells, "GB": f"{figures['GB']:.2f}"})
+        shown.append({"method": name, **cells, "GB": f"{figures['GB']:.2f}" if figures["GB"] else ""})
     means = ("amortised", "calm", *(f"{n},{m}" for n, m in SCHEDULES))
     phases = [phase for phase in shown[0] if phase.endswith(", s")]
     order = (
