@@ -94,8 +94,8 @@ def basis_of(group: BlockGroup, outputs: bool = True) -> list[Tensor]:
         for side in group.sides
     ]
     if not outputs and not group.left.diagonal:
-        width = operators[0].shape[-1]
-        operators[0] = torch.eye(width, dtype=dtype, device=group.device).expand_as(operators[0])
+        *lead, width, _ = operators[0].shape  # the last is narrower where the basis is in blocks
+        operators[0] = torch.eye(width, dtype=dtype, device=group.device).expand(*lead, width, width)
     return operators
 
 

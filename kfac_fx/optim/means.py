@@ -224,20 +224,20 @@ class Means:
         eigenvalues: of every group. exponent: w.
         """
         of_blocks = []
-        for n, (group, h) in enumerate(zip(self.groups, gradients, strict=True)):
-            of_group = scalars[0 if len(scalars) == 1 else n]
+        for n, h in enumerate(gradients):
+            of_group, together = scalars[0 if len(scalars) == 1 else n], max(1, PART // max(1, h[0].numel()))
             lengths_of = [
-                length_by_parts(
-                    h[block],
-                    self.averages[n].moment[block],
-                    self.squares[n].moment[block],
-                    StepScalars(*(scalar[block] if scalar.dim() else scalar for scalar in of_group)),
-                    [values[block] for values in eigenvalues[n]],
+                lengths_by_parts(
+                    h[blocks],
+                    self.averages[n].moment[blocks],
+                    self.squares[n].moment[blocks],
+                    StepScalars(*(scalar[blocks] if scalar.dim() else scalar for scalar in of_group)),
+                    [values[blocks] for values in eigenvalues[n]],
                     exponent,
                 )
-                for block in range(len(group))
+                for blocks in (slice(start, start + together) for start in range(0, len(h), together))
             ]
-            of_blocks.append(torch.stack(lengths_of, dim=1))
+            of_blocks.append(torch.cat(lengths_of, dim=1))
         for h, scale in zip(gradients, self.grafting_scales(of_blocks), strict=True):
             h.mul_(scale)
         return list(gradients)
@@ -265,7 +265,7 @@ def adam_step(pair: Tensor, average: Tensor, squares: Tensor, scalars: StepScala
     h.mul_(scalars.gradient).addcmul_(average, scalars.average).div_(root)
 
 
-def length_by_parts(
+def lengths_by_parts(
     h: Tensor,
     average: Tensor,
     squares: Tensor,
@@ -273,25 +273,26 @@ def length_by_parts(
     eigenvalues: Sequence[Tensor],
     exponent: float,
 ) -> Tensor:
-    """Overwrite h of one block [g, o, i] with d; it enters the sums S and T. Returns |a| and |d|, [2].
+    """Overwrite h of B blocks, [B, g, o, i], with d; it enters the sums S and T. Returns |a| and |d|, [2, B].
 
     eigenvalues: Λ̃ of every side, as they broadcast with h. exponent: w.
     """
-    rows = max(1, PART // (h.shape[0] * h.shape[2]))
-    buffer = average.new_empty(2, h.shape[0], min(rows, h.shape[1]), h.shape[2])
+    blocks, groups, outputs, inputs = h.shape
+    rows = max(1, PART // max(1, blocks * groups * inputs))
+    buffer = average.new_empty(2, blocks, groups, min(rows, outputs), inputs)
     each = []
-    for start in range(0, h.shape[1], rows):
+    for start in range(0, outputs, rows):
         part = slice(start, start + rows)
-        pair = buffer[:, :, : len(h[0, part])]
-        pair[0].copy_(h[:, part])
-        adam_step(pair, average[:, part], squares[:, part], scalars)
+        pair = buffer[:, :, :, : min(rows, outputs - start)]
+        pair[0].copy_(h[:, :, part])
+        adam_step(pair, average[:, :, part], squares[:, :, part], scalars)
         if exponent:
-            divide_root(pair, [values if values.shape[1] == 1 else values[:, part] for values in eigenvalues])
+            divide_root(pair, [values if values.shape[2] == 1 else values[:, :, part] for values in eigenvalues])
             combine(pair, exponent)
-        h[:, part].copy_(pair[1 if exponent else 0])
-        each.append(torch.linalg.vector_norm(pair, dim=(1, 2, 3)))
+        h[:, :, part].copy_(pair[1 if exponent else 0])
+        each.append(lengths(pair))
     lengths_of: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
-    return lengths_of if exponent else lengths_of[:1].expand(2)
+    return lengths_of if exponent else lengths_of[:1].expand(2, -1)
 
 
 def joint_stack(stacks: Sequence[Stack]) -> Stack | None:

@@ -85,6 +85,15 @@ def test_matrices_are_turned_by_the_blocks(fisher: FisherEstimator) -> None:
             torch.testing.assert_close(back[index].flatten(), q @ w[index].flatten())
 
 
+def test_the_input_side_alone_is_turned_where_both_are_in_blocks(fisher: FisherEstimator) -> None:
+    """As one-sided SOAP does."""
+    for group in fisher.groups:
+        w = torch.randn(len(group), *group.shape, dtype=group.dtype)
+        there = turned(group, w, basis_of(group, outputs=False), transpose=True)
+        for index in range(len(group)):
+            torch.testing.assert_close(there[index, 0], w[index, 0] @ dense(basis_of(group)[1][index, 0]))
+
+
 def test_a_new_basis_in_blocks_takes_the_means_with_it(fisher: FisherEstimator) -> None:
     for group in fisher.groups:
         for stack in means_of(group):
