@@ -151,7 +151,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     rows += further_faults(state, groups, entries, {name for name, _ in rows})
     if f"{WHOLE}generator" in dict(rows):
         hint += "\nRandom states of one kind of device do not fit another: load on the kind that saved."
-    if any("/basis/" in name for name, _ in of_blocks):
+    if any("/basis/" in name and "shape" in words for name, words in of_blocks):
         hint += (
             "\nA CPU keeps the bases of wide layers in blocks. A GPU, and earlier versions, keep whole ones: go on "
             "with the kind of device and the version that saved, or load the state of the model alone."
