@@ -343,8 +343,9 @@ class Report:
         return printable(page(self._contents))
 
     def _repr_html_(self) -> str:
-        """The headline and the table, for a notebook."""
-        return fragment(self._contents)
+        """The headline and the table, for a notebook; rows of equal layers are one, as in the text."""
+        rows = [tuple(map(TableCell, cells)) for cells in self._cells(expand=False)]
+        return f"<div><p>{escape(self.headline)}</p>{html_table(BLOCK_COLUMNS[: len(COLUMNS)], rows)}</div>"
 
     @property
     def _contents(self) -> Contents:
@@ -858,12 +859,6 @@ def page(contents: Contents) -> str:
     )
 
 
-def fragment(contents: Contents) -> str:
-    """The headline, the bar and the table of blocks, for a notebook: no script, and no style of other parts."""
-    colors = "--structured:#2f6db3;--generic:#b9640f;--unused:#b8bfc8"
-    return f'<div style="{colors}"><p>{escape(contents.headline)}</p>{block_table(contents.blocks, linked=False)}</div>'
-
-
 # --- parts of the page ------------------------------------------------------------------------------------------------
 
 
@@ -880,11 +875,9 @@ def bar(share: Mapping[str, int]) -> str:
     return f'<div class="bar">{parts}</div>\n<p class="key">{key}</p>'
 
 
-def block_table(blocks: Sequence[Sequence[TableCell]], linked: bool = True) -> str:
-    """The table of blocks. linked: with what the script needs to sort it and to connect it with the graph."""
+def block_table(blocks: Sequence[Sequence[TableCell]]) -> str:
+    """The table of blocks, with what the script needs to sort it and to connect it with the graph."""
     numbered = [(TableCell(str(number)), *cells) for number, cells in enumerate(blocks)]
-    if not linked:
-        return html_table(BLOCK_COLUMNS, numbered)
     attributes = [f' data-blocks="{number}" tabindex="0"' for number in range(len(blocks))]
     return html_table(BLOCK_COLUMNS, numbered, attributes)
 

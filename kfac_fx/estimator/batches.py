@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from kfac_fx.estimator.manifests import digest
 
@@ -43,6 +43,11 @@ def as_batch(batch: Any) -> Batch:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         inputs, targets = batch if len(batch) == 2 else (batch[0], None)
         return Batch(targets=targets, **inputs) if isinstance(inputs, Mapping) else Batch(inputs, targets=targets)
+    if isinstance(batch, DataLoader):
+        raise TypeError(
+            "a batch is one that a DataLoader yields, and this is the DataLoader itself: write a loop, as in "
+            "torch.cat([spectrum.self_scores(batch) for batch in loader])."
+        )
     what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     raise TypeError(
         f"a batch is a tensor, (inputs, targets), or a mapping of forward's arguments, and this is {what}.\n"

@@ -341,8 +341,8 @@ class ModelSpectrum(Spectrum):
         ]
         if singular:
             raise ValueError(
-                f"{len(singular)} of {len(self.keys)} blocks have eigenvalues of zero, and their inverses have no "
-                f"scores: {'; '.join(singular)}.\nAdd a damping, as in "
+                f"{len(singular)} of {len(self.keys)} blocks have eigenvalues of zero, so they have no "
+                f"inverse: {'; '.join(singular)}.\nAdd a damping, as in "
                 "spectrum.at(damping=kfac_fx.Relative(0.1))."
             )
 

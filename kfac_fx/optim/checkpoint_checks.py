@@ -457,10 +457,12 @@ def told(
             f"{FIRST_LR!r} in it: the 'initial_lr' of a scheduler, or the lr, takes its place"
         )
     names, division = state.vectors.names, state.vectors.division
-    trained = {
-        place: parameter for place, (parameter, _) in enumerate(parameters_of(groups)) if parameter.requires_grad
-    }
-    new = [names[p] for place, p in trained.items() if not entries.rules.get(place) and division.keeps(names[p])]
+    new = [
+        names[parameter]
+        for place, (parameter, first_order) in enumerate(parameters_of(groups))
+        if parameter.requires_grad and not entries.rules.get(place) and division.keeps(names[parameter])
+        if new_state(state, parameter, first_order)  # a rule may keep nothing
+    ]
     if new:
         texts.append(
             f"the state has nothing of {plural(len(new), 'parameter')}, which begin anew: {', '.join(new)}. That is as "

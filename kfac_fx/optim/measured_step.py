@@ -68,7 +68,7 @@ def measured_move(
     moves: list[tuple[FlatParameters, Tensor, dict[str, Tensor]]] = []
     if step is not None:
         step.ok = ok
-        update = rule.direction(step)
+        update = rule.update(step)
         move = rule.move(step, update)
         if update.kappa is not None:
             state.scalars["kappa"].copy_(update.kappa)

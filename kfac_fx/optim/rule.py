@@ -242,6 +242,11 @@ class BlockStep:
             ]
 
         with_factors = [group for group in self.estimator.kept if group.updated]
+        if any(f"basis/{side}" not in group.extras for group in with_factors for side in group.decomposed):
+            raise ValueError(
+                "the rule turns vectors into eigenbases, and none are kept for it: write has_bases: ClassVar[bool] = "
+                "True in its class, and if the class has new_extras, add those of super().new_extras(groups)"
+            )
         return self.product(lambda by_name: self.estimator.of_groups(with_factors, of, by_name, kept=True))(vector)
 
 
@@ -394,6 +399,21 @@ class Rule:
     def direction(self, step: BlockStep) -> Update:
         """Δ and the new state."""
         raise NotImplementedError(f"{type(self).__name__} has no direction: write direction(self, step) -> Update")
+
+    def update(self, step: BlockStep) -> Update:
+        """What `direction` returns. Raises TypeError if this is no Update, ValueError for names that nothing keeps."""
+        name, update = type(self).__name__, self.direction(step)
+        if not isinstance(update, Update):
+            raise TypeError(
+                f"direction of {name} returns a {type(update).__name__}: write return Update(vector, state), with the "
+                "update [P] and the new state by name"
+            )
+        if unknown := [key for key in update.state if key not in step.state]:
+            raise ValueError(
+                f"direction of {name} returns a state with {', '.join(map(repr, unknown))}, and {name}.new_state has "
+                f"{', '.join(map(repr, step.state)) or 'none'}: name the same vectors in both"
+            )
+        return update
 
     def move(self, step: BlockStep, update: Update) -> Tensor:
         """δ, [P], without a check."""

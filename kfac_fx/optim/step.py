@@ -6,7 +6,7 @@ take_step
     batch                      -> check; parameters may go back to the last one (checked_by_batch)
     statistics of the forwards -> factors             (FisherEstimator.fold)
     factors, if due            -> inverses or bases   (renew_inverses, Rule.decompose)
-    gradient -> update -> move -> new parameters      (moved, Rule.direction, Rule.move; with a check guarded_move)
+    gradient -> update -> move -> new parameters      (moved, Rule.update, Rule.move; with a check guarded_move)
     or, where closures measure the change of the loss, new parameters -> new damping  (kfac_fx.optim.measured_step)
 """
 
@@ -305,7 +305,7 @@ def moved_in_blocks(state: StepState, step: BlockStep) -> Tensor:
         ok, kappa = whole
         keep(state, kappa=kappa)
         return ok
-    update = rule.direction(step)
+    update = rule.update(step)
     ok = step.ok if update.ok is None else update.ok
     keep(state, kappa=update.kappa)
     if step.check is not None:

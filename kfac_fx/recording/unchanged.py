@@ -80,7 +80,7 @@ class Structure:
         inner = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
         many = "1 parameter or module was" if len(inner) == 1 else f"{len(inner)} parameters or modules were"
         raise ModelChangedError(
-            f"{many} replaced, added or removed after kfac_fx.compile: {', '.join(inner)}.\n"
+            f"{many} replaced, added or removed after kfac_fx.compile: {', '.join(map(repr, inner))}.\n"
             "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
             "parameter.data.copy_(...) or load_state_dict."
         )

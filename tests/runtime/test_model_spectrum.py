@@ -402,7 +402,7 @@ def test_scores_without_inverses_are_refused_with_the_blocks() -> None:
     factors = estimator.spectrum(damping=0.0)
     corrected = factors.correct([(x, y)])
     text = (
-        r"^2 of 2 blocks have eigenvalues of zero, and their inverses have no scores: 0\.weight, 0\.bias; 2\.weight, "
+        r"^2 of 2 blocks have eigenvalues of zero, so they have no inverse: 0\.weight, 0\.bias; 2\.weight, "
         r"2\.bias\.\nAdd a damping, as in spectrum\.at\(damping=kfac_fx\.Relative\(0\.1\)\)\.$"
     )
     for scores in (factors.self_scores, corrected.precondition, corrected.self_scores):

@@ -70,8 +70,9 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  precon_damping_mult, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu', "
             "'grafted'.",
             "  norm_constraint_form, which is one of 'regular', 'adam'.",
-            "Next to the options of every KFAC it has momentum, second_moment_decay, eigenvalue_exponent, "
-            "relative_damping, norm_constraint, overhead, damping_adaptation_interval.",
+            "The options of this rule are momentum, second_moment_decay, eigenvalue_exponent, relative_damping, "
+            "norm_constraint, overhead, damping_adaptation_interval; all rules have those of KFAC's signature, such as "
+            "lr and weight_decay.",
         ],
     ),
     "grafted": (
@@ -89,13 +90,17 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "of no rule": (
-        {"momentun": 0.9, "weight_decai": 0.1, "betas": (0.9, 0.99), "dampening": 0.5, "nesterov": True},
+        {"momentun": 0.9, "weight_decai": 0.1, "betas": (0.9, 0.99), "dampening": 0.5, "nesterov": True}
+        | {"fused": True, "eps": 1e-8, "learning_rate": 1e-3},
         [
             "  momentun. Did you mean 'momentum'?",
             "  weight_decai. Did you mean 'weight_decay'?",
             "  betas. Write momentum=... and second_moment_decay=... instead of betas.",
             "  dampening. Did you mean 'damping'?",
-            "  nesterov.",
+            "  nesterov. Leave it out.",
+            "  fused. Leave it out.",
+            "  eps. Leave it out; rules that need it take a damping instead.",
+            "  learning_rate. Write lr=...; it is a factor, 1 by default, and not of the size of Adam's.",
         ],
     ),
 }

@@ -14,7 +14,9 @@ from pathlib import Path
 import networkx as nx
 import pytest
 import torch
+from torch import nn
 
+import kfac_fx
 from kfac_fx.compiled.report import POLICY, SCRIPT, Lanes, Report, script_source
 from kfac_fx.passes.ir import Note, PassRecord, Program
 from tests.compiler.toy import Toy, before
@@ -99,6 +101,12 @@ def test_a_notebook_shows_the_table_without_a_script(program: Program) -> None:
     page.feed(Report(program)._repr_html_())
     assert page.open == [] and page.tags == {"div", "p", "table", "thead", "tbody", "tr", "th", "td"}
     assert "kfac_fx registered 1,547 of 1,547" in page.text and "16 of (A 10 x 10, G 1 x 1)" in page.text
+
+
+def test_a_notebook_shows_equal_layers_in_one_row() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(150)), nn.Linear(3, 2))
+    table = kfac_fx.compile(model, (torch.randn(2, 3),), loss="normal").report._repr_html_()
+    assert table.count("<tr>") == 1 + 2 and "0..149.{weight, bias} (150 x)" in table
 
 
 # --- the drawing ------------------------------------------------------------------------------------------------------

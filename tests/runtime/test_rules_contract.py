@@ -190,6 +190,48 @@ def test_a_rule_without_its_methods_says_what_to_write() -> None:
             train(net, opt, range(1))
 
 
+class WithoutState(Rule):
+    name = "without state"
+    relative_damping = 0.1
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def direction(self, step: BlockStep) -> Update:
+        return Update(step.g)
+
+
+def test_a_rule_whose_methods_do_not_fit_says_what_to_write() -> None:
+    class Bare(WithoutState):
+        def direction(self, step: BlockStep) -> Update:
+            return step.g  # type: ignore[return-value]
+
+    class OtherState(WithoutState):
+        def direction(self, step: BlockStep) -> Update:
+            return Update(step.g, {"v": step.g})
+
+    class WithoutBases(WithoutState):
+        def direction(self, step: BlockStep) -> Update:
+            return Update(step.from_bases(step.to_bases(step.g)))
+
+    wanted: list[tuple[Rule, type[Exception], str]] = [
+        (Bare(), TypeError, r"direction of Bare returns a Tensor: write return Update\(vector, state\)"),
+        (OtherState(), ValueError, r"of OtherState returns a state with 'v', and OtherState\.new_state has none"),
+        (WithoutBases(), ValueError, r"write has_bases: ClassVar\[bool\] = True in its class"),
+    ]
+    for rule, kind, text in wanted:
+        net, opt = made(lr=0.1, damping=None, rule=rule)
+        with pytest.raises(kind, match=text):
+            train(net, opt, range(1))
+
+
+def test_the_state_of_a_rule_that_keeps_nothing_loads_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    net, opt = made(lr=0.1, damping=None, rule=WithoutState())
+    train(net, opt, range(1))
+    opt.load_state_dict(opt.state_dict())
+    assert not recwarn.list
+
+
 # --- no part of the library asks which rule it is ---------------------------------------------------------------------
 
 

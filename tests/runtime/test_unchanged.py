@@ -26,7 +26,8 @@ def test_every_name_that_changed_is_in_the_text() -> None:
     with pytest.raises(ModelChangedError) as failure:
         structure.check()
     assert str(failure.value).splitlines() == [
-        "3 parameters or modules were replaced, added or removed after kfac_fx.compile: 1.0.weight, 1.0.bias, new.",
+        "3 parameters or modules were replaced, added or removed after kfac_fx.compile: "
+        "'1.0.weight', '1.0.bias', 'new'.",
         "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
         "parameter.data.copy_(...) or load_state_dict.",
     ]

@@ -62,6 +62,10 @@ def test_the_site_builds_without_warnings(
     text = pages[""][pages[""].index("<article") :]
     places = [text.index(part) for part in ("optimizer", "results/deep.png", "A compiler finds", "Where to begin")]
     assert places == sorted(places), "code, figure and three sentences come first"
+    report = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    style = (ROOT / "docs" / "site.css").read_text(encoding="utf-8")
+    for kind in {*re.findall(r"\.(language-\w+)", style)}:
+        assert f'class="{kind} highlight"' in report, "the style of printed text meets no block"
     for page in pages.values():
         assert not re.search(r'(?:src|href)="https?://[^"]+\.(?:js|css|png|svg)"', page), "nothing is loaded"
         assert (

@@ -53,7 +53,14 @@ __all__ = [
 # In the order of the numbers that checkpoints have for them.
 EVERY_RULE = (Adaptive, Regular, Adam, QModel, QModelFixedMomentum, EigenMoments, Grafted)
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in EVERY_RULE}
-OTHER_NAMES = {"betas": " Write momentum=... and second_moment_decay=... instead of betas."}  # of other optimizers
+OTHER_NAMES = {  # of other optimizers
+    "betas": " Write momentum=... and second_moment_decay=... instead of betas.",
+    "learning_rate": " Write lr=...; it is a factor, 1 by default, and not of the size of Adam's.",
+    "eps": " Leave it out; rules that need it take a damping instead.",
+    **dict.fromkeys(("amsgrad", "foreach", "fused", "capturable", "differentiable"), " Leave it out."),
+    "nesterov": " Leave it out.",
+    "maximize": " Leave it out, and train minus the loss.",
+}
 
 
 def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Rule:
@@ -73,13 +80,14 @@ def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) 
     for option in options:
         if option not in names:
             others = [repr(other) for other, kind in RULES.items() if option in (of.name for of in fields(kind))]
-            hint = f", which is one of {', '.join(others)}." if others else f".{nearest(option, everywhere)}"
-            rows.append(f"  {option}{hint}{OTHER_NAMES.get(option, '')}")
+            near = OTHER_NAMES.get(option) or nearest(option, everywhere)
+            rows.append(f"  {option}" + (f", which is one of {', '.join(others)}." if others else f".{near}"))
     if rows:
         raise TypeError(
             f"KFAC with momentum_type={name!r} does not have these options:\n"
             + "\n".join(rows)
-            + f"\nNext to the options of every KFAC it has {', '.join(names)}."
+            + f"\nThe options of this rule are {', '.join(names)}; all rules have those of KFAC's signature, such as lr and "
+            "weight_decay."
         )
     return rule(**options)
 

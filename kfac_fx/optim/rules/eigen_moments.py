@@ -183,7 +183,7 @@ class EigenMoments(CheckedRule):
         return ("multiplier",)
 
     def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
-        return [f"steps are {float(scalars['multiplier']):.2g} times as long as at the rate of {RATE}"]
+        return [f"the multiplier of steps is {float(scalars['multiplier']):.2g}: it times lr times {RATE} is the rate"]
 
     # --- state --------------------------------------------------------------------------------------------------------
 
