@@ -374,7 +374,10 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
         return tuple(bound.arguments.values())
 
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        arguments = signature.bind(*args, **kwargs).arguments
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # the next capture says what is wrong
+            return False
         return all(value is defaults[name] for name, value in arguments.items() if name in defaults)
 
     outside, hooks = observer.outside(), (*forward_hooks(model), *backward_hooks(model))

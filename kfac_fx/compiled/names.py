@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -280,12 +281,19 @@ def refuse_other_variables(variables: Any, model: Any) -> list[str]:
 def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
     """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
     registered = [name for registration in registrations for name in registration.owners]
-    wrong = [(name, f"is registered nowhere.{nearest(name, registered)}") for name in variables.difference(registered)]
+    wrong = [(name, f"is registered nowhere.{meant(name, registered)}") for name in variables.difference(registered)]
     for owners in (set(registration.owners) for registration in registrations):
         if absent := sorted(owners - variables):
             wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
     if wrong:
         raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")
+
+
+def meant(name: str, registered: Sequence[str]) -> str:
+    """The parameters of a module or of a pattern, or the parameter with the nearest name, as a sentence."""
+    within = [other for other in registered if other.startswith(f"{name}.") or fnmatchcase(other, name)]
+    few = ", ".join(map(repr, within[:4])) + (", ..." if len(within) > 4 else "")
+    return f" Write the names of parameters: {few}" if within else nearest(name, registered)
 
 
 def as_written(objects: Iterable[Any], model: Any) -> str:

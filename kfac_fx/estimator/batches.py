@@ -55,6 +55,19 @@ def as_batch(batch: Any) -> Batch:
     )
 
 
+def as_read(batch: Batch) -> str:
+    """How a batch was understood, for errors: `net(float32 [50, 8], mask=bool [50]) with targets int64 [50]`."""
+    arguments = [*map(described, batch.args), *(f"{name}={described(value)}" for name, value in batch.kwargs.items())]
+    targets = "without targets" if batch.targets is None else f"with targets {described(batch.targets)}"
+    return f"net({', '.join(arguments)}) {targets}"
+
+
+def described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
 def samplers_of(loader: Any) -> Iterator[Any]:
     """The samplers of a DataLoader, also those inside of a batch sampler."""
     for sampler in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):

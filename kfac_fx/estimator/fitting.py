@@ -22,7 +22,7 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
 from kfac_fx.compiled.report import factor_dtype
-from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, digest_of, with_batch
+from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, as_read, digest_of, with_batch
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.files import damaged, plain_name, read_tensors, write_tensors
 from kfac_fx.estimator.manifests import (
@@ -146,7 +146,15 @@ def fit_spectrum(
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
-    net.recorder(args, kwargs)  # proves the registrations, which may change them
+    try:
+        net.recorder(args, kwargs)  # proves the registrations, which may change them
+    except (RuntimeError, TypeError, ValueError) as error:
+        error.add_note(
+            f"The first of `batches` was read as {as_read(batch)}. A list or a DataLoader yields batches: a tensor, a "
+            "pair (inputs, targets), or a mapping of forward's arguments. For all others make a list of "
+            "kfac_fx.Batch(inputs, targets=labels)."
+        )
+        raise
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)

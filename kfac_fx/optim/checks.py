@@ -161,7 +161,7 @@ class Watch:
                 "or other weights than the forward had, outputs that differ in a second forward pass, and an lr that "
                 "is too large. Compare the gradients of net(x) and of the loss that you train, leave out what changes "
                 "weights between forward and step, or write a smaller lr; print(net.report) names what the checks "
-                "could not see."
+                "could not see. If the loss goes on falling, the steps have become short enough, and nothing is wrong."
             )
         )
 

@@ -29,8 +29,10 @@ class Metrics:
 
     | Name | Value |
     |---|---|
-    | `damping`, `rho`, `predicted_change` | those of the optimizer; NaN before the first measured step |
-    | `qmodel_learning_rate`, `qmodel_momentum` | the same, of the "qmodel" types only |
+    | `damping` | that of the optimizer; rules that have none, such as the default, have no such value |
+    | `rho`, `predicted_change` | those of the optimizer, from the first measured step on |
+    | `multiplier` | m, which the default finds |
+    | `qmodel_learning_rate`, `qmodel_momentum` | those of the optimizer, of the "qmodel" types only |
     | `kappa` | κ, by which `norm_constraint` shortened the step, 1 within the bound; only with a `norm_constraint` |
     | `lr/0`, `lr/1`, ... | the learning rates of the parameter groups |
     | `norm/gradient`, `norm/update` | norms of the gradient and of the change of the parameters, or of their shards |
@@ -162,9 +164,7 @@ class Metrics:
 
     def _read(self, before: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor | float]:
         optimizer, groups = self.optimizer, self.optimizer.estimator.kept
-        names = ["rho", "predicted_change", *optimizer.options.rule.reported]
-        values: dict[str, Tensor | float] = {"damping": optimizer.damping}
-        values |= {name: optimizer.scalars[name] for name in names}
+        values: dict[str, Tensor | float] = {**optimizer.standing}
         values |= {f"lr/{n}": group["lr"] for n, group in enumerate(optimizer.param_groups)}
         gradients = [shard(parameter.grad) for parameter, _ in before if parameter.grad is not None]
         pairs = [(shard(parameter), shard(old)) for parameter, old in before]

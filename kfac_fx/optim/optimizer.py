@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -429,6 +430,21 @@ class KFAC(Optimizer, Joinable):
     def damping(self, value: float | Tensor) -> None:
         one_element("damping", value) if isinstance(value, Tensor) else positive("damping", value)
         self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
+
+    @property
+    def standing(self) -> dict[str, float]:
+        """Where the training stands: the damping, if the rule has one, ρ and the predicted change, once a step was
+        measured, and the scalars of the rule. Waits for the device."""
+        rule = self.options.rule
+        values = {"damping": float(self.damping)} if rule.side_damping is None else {}
+        scalars = {name: float(self.scalars[name]) for name in ("rho", "predicted_change", *rule.reported)}
+        return values | {name: value for name, value in scalars.items() if not math.isnan(value)}
+
+    def __repr__(self) -> str:
+        """The parameter groups, and where the training stands. Waits for the device."""
+        numbers = {"steps": self.counter, "skipped": int(self.skipped), **self.standing}
+        stands = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
+        return f"{super().__repr__()}\n{self.options.rule.name}: {stands}"
 
     @property
     def counter(self) -> int:

@@ -79,14 +79,15 @@ def training(history: History) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True)
     steps = read_steps(history)
     marker = "." if len(steps) <= 50 else ""
-    damped = any(damping > 0 for damping in history["damping"])
+    damped = any("damping" in values for values in history.values)
+    measured = [values.get("rho", math.nan) for values in history.values]
     above.plot(steps, history["damping" if damped else "norm/update"], BLUE, marker=marker)
     above.set_yscale("log")
     above.set_ylabel("damping" if damped else "norm of the update", color=SOFT)
-    below.plot(steps, history["rho"], BLUE, marker=marker)
+    below.plot(steps, measured, BLUE, marker=marker)
     for bound in (0.25, 0.75) if damped else (1.0,):
         below.axhline(bound, color=SOFT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    rho = torch.tensor(history["rho"], dtype=torch.float64)
+    rho = torch.tensor(measured, dtype=torch.float64)
     rho = rho[rho.isfinite()]
     if len(rho):  # one bad step must not hide the others
         low, high = rho.quantile(0.05).item(), rho.quantile(0.95).item()

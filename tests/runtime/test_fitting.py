@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
 from kfac_fx import Batch, RegistrationError, fit_spectrum
@@ -46,6 +48,40 @@ def same(left: kfac_fx.ModelSpectrum, right: kfac_fx.ModelSpectrum) -> bool:
         )
         for (parameter, i), (other, j) in pairs
     )
+
+
+@pytest.mark.parametrize(
+    ("batches", "read"),
+    [
+        (
+            [{"image": torch.ones(2, 3), "label": torch.ones(2)}],
+            r"net\(image=float32 \[2, 3\], label=float32 \[2\]\)",
+        ),
+        ((torch.ones(2, 3, 4), torch.ones(2)), r"net\(float32 \[2, 3, 4\]\) without targets\."),
+    ],
+)
+def test_a_first_batch_that_does_not_fit_forward_says_how_it_was_read(batches: Any, read: str) -> None:
+    net = kfac_fx.compile(nn.Linear(3, 2), loss="normal")
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        fit_spectrum(net, batches)
+    (note,) = error.value.__notes__
+    assert re.search(read, note) and "make a list of kfac_fx.Batch(inputs, targets=labels)" in note
+
+
+def test_a_loader_instead_of_its_batch_says_what_to_write() -> None:
+    net = kfac_fx.compile(nn.Linear(3, 2), loss="normal")
+    loader = DataLoader(TensorDataset(torch.ones(4, 3), torch.ones(4, 2)), batch_size=2)
+    spectrum = fit_spectrum(net, loader, damping=0.1)
+    with pytest.raises(TypeError, match=r"torch\.cat\(\[spectrum\.self_scores\(batch\) for batch in loader\]\)"):
+        spectrum.self_scores(loader)
+
+
+@pytest.mark.parametrize("name", ["0", "0.*"])
+def test_a_part_by_the_name_of_a_module_says_the_names_of_its_parameters(name: str) -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 2)), (torch.ones(2, 3),), loss="normal")
+    spectrum = fit_spectrum(net, [torch.ones(2, 3)], damping=0.1)
+    with pytest.raises(RegistrationError, match=r"Write the names of parameters: '0\.weight', '0\.bias'"):
+        spectrum.part([name])
 
 
 @pytest.mark.parametrize(("mode", "case"), [("gradients", "sequence"), ("exact", None), ("empirical", "position")])

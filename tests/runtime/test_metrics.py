@@ -40,14 +40,18 @@ def test_the_values_are_the_optimizers_own(options: dict[str, Any]) -> None:
     train(net, opt, range(2, 3))
     assert metrics.step == 3
     got = metrics.values
-    scalars = ["damping", "rho", "predicted_change"]
+    damped = opt.options.rule.side_damping is None
+    scalars = ["damping"] * damped + ["rho", "predicted_change"]
     scalars += ["qmodel_learning_rate", "qmodel_momentum"] * ("qmodel" in options.get("momentum_type", ""))
     scalars += ["multiplier"] * (options.get("momentum_type") == "eigen_moments")
     for name in scalars:
         value = opt.scalars[name] if name in opt.scalars else getattr(opt, name)
-        assert got[name] == pytest.approx(value.item(), rel=0, abs=0, nan_ok=True), name
-    for name in ("qmodel_momentum", "multiplier"):
+        assert got.get(name, math.nan) == pytest.approx(value.item(), rel=0, abs=0, nan_ok=True), name
+    for name in ("damping", "qmodel_momentum", "multiplier"):
         assert (name in got) == (name in scalars)
+    assert not any(map(math.isnan, got.values()))
+    stands = repr(opt).splitlines()[-1]
+    assert stands.startswith(f"{opt.options.rule.name}: steps 3, skipped 0") and "nan" not in stands
     assert got["lr/0"] == opt.param_groups[0]["lr"]
     gradients = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
     assert got["norm/gradient"] == pytest.approx(euclidean(gradients))

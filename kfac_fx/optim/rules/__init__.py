@@ -86,8 +86,8 @@ def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) 
         raise TypeError(
             f"KFAC with momentum_type={name!r} does not have these options:\n"
             + "\n".join(rows)
-            + f"\nThe options of this rule are {', '.join(names)}; all rules have those of KFAC's signature, such as lr and "
-            "weight_decay."
+            + f"\nThe options of this rule are {', '.join(names)}; "
+            "all rules have those of KFAC's signature, such as lr and weight_decay."
         )
     return rule(**options)
 
