@@ -36,7 +36,10 @@ from kfac_fx.passes import results
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without_blocks, refuse_without_values
+
+HABIT = 0.004  # of the default lr: below it is one of Adam's, by habit
 
 
 class KFAC(Optimizer, Joinable):
@@ -165,6 +168,13 @@ class KFAC(Optimizer, Joinable):
             process_group=process_group,
             placement=placement,
         )
+        if isinstance(lr, (int, float)) and 0 < lr < HABIT * (options.rule.default_lr or 0):
+            warn_user(
+                UserWarning(
+                    f"lr={lr} is of the size of Adam's, and here it multiplies steps whose length the rule finds itself: "
+                    "the parameters will hardly move. Leave lr out, or write one between 0.3 and 1"
+                )
+            )
         Joinable.__init__(self)
         self.net: CompiledModule = net
         refuse_inference_mode("a KFAC is created")

@@ -74,7 +74,8 @@ def test_a_rise_of_the_loss_of_the_same_batch_is_undone_from_a_half_or_ninefold(
     x, y = torch.eye(3, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
     model = nn.Linear(3, 2).double()
     net = compile(model, loss="normal")
-    opt = KFAC(net, lr=1e-6, damping_adaptation_interval=4, momentum_type=kind)
+    opt = KFAC(net, damping_adaptation_interval=4, momentum_type=kind)
+    opt.param_groups[0]["lr"] = 1e-6
     with torch.no_grad():
         model.weight.copy_(torch.full((2, 3), math.sqrt(loss_there / 2)))
         model.bias.zero_()

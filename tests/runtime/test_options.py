@@ -476,3 +476,15 @@ def test_numbers_that_are_too_large_and_parameters_that_are_none(options: dict[s
 def test_a_large_whole_number_is_a_float() -> None:
     opt = KFAC(compile(mlp(), loss="categorical"), lr=0.1, damping=10**20)
     assert float(opt.damping) == 1e20
+
+
+@pytest.mark.parametrize("momentum_type", [None, "adaptive"])
+def test_an_lr_of_adams_size_is_told_at_once(momentum_type: str | None) -> None:
+    net = compile(nn.Linear(3, 2), loss="normal")
+    with pytest.warns(UserWarning, match=r"^lr=0\.001 is of the size of Adam's, .* between 0\.3 and 1$"):
+        KFAC(net, lr=1e-3, momentum_type=momentum_type)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.01}, {"lr": 1e-3, "momentum_type": "regular", "damping": 0.1}])
+def test_another_lr_is_not(options: dict[str, Any]) -> None:
+    KFAC(compile(nn.Linear(3, 2), loss="normal"), **options)
