@@ -118,6 +118,7 @@ def first_checks(net: Any, opt: KFAC, x: Tensor) -> list[tuple[Check, tuple[Tens
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-23), (torch.float64, 2**-52)])
 @pytest.mark.parametrize("lr", [1.0, 1e-5, 0.0])
+@pytest.mark.filterwarnings("ignore:lr=1e-05 is of the size of Adam's")
 def test_a_check_knows_the_exact_fisher_along_a_step_without_a_derivative(
     dtype: torch.dtype, rounding: float, lr: float
 ) -> None:

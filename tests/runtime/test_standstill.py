@@ -91,6 +91,7 @@ def test_a_gradient_that_is_not_finite_is_told_in_the_first_step() -> None:
 
 @pytest.mark.parametrize("rule", ["regular", "eigen_moments", "adaptive", "qmodel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:lr=1e-30 is of the size of Adam's")
 def test_parameters_that_stand_still_are_told(rule: str, dtype: torch.dtype) -> None:
     options = {"qmodel": {"lr": None, "qmodel_update_rescale": 1e-30}, "eigen_moments": {"damping": None, "lr": 1e-30}}
     net, opt, x, y = made(dtype, momentum_type=rule, **options.get(rule, {"lr": 1e-30}))
