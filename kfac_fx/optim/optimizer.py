@@ -171,8 +171,8 @@ class KFAC(Optimizer, Joinable):
         if isinstance(lr, (int, float)) and 0 < lr < HABIT * (options.rule.default_lr or 0):
             warn_user(
                 UserWarning(
-                    f"lr={lr} is of the size of Adam's, and here it multiplies steps whose length the rule finds itself: "
-                    "the parameters will hardly move. Leave lr out, or write one between 0.3 and 1"
+                    f"lr={lr} is of the size of Adam's, and here it multiplies steps whose length the rule finds: the "
+                    "parameters will hardly move. Leave lr out, or write one between 0.3 and 1"
                 )
             )
         Joinable.__init__(self)

@@ -401,7 +401,7 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} has no direction: write direction(self, step) -> Update")
 
     def update(self, step: BlockStep) -> Update:
-        """What `direction` returns. Raises TypeError if this is no Update, ValueError for names that nothing keeps."""
+        """The update of `direction`. Raises TypeError if it is none, and ValueError for names that nothing keeps."""
         name, update = type(self).__name__, self.direction(step)
         if not isinstance(update, Update):
             raise TypeError(

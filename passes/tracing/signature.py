@@ -203,8 +203,8 @@ def refuse_drawn(model: str, drawn: list[str]) -> None:
     """Raises UntraceableError if forward drew from these random streams."""
     if drawn:
         raise UntraceableError(
-            f"{model} draws random numbers from {' and '.join(dict.fromkeys(drawn))}. A captured graph would repeat "
-            "the same numbers.\nDraw them with torch, or pass them as inputs."
+            f"{model} draws random numbers from module {' and module '.join(dict.fromkeys(drawn))}. A captured graph "
+            "would repeat the same numbers.\nDraw them with torch, or pass them as inputs."
         )
 
 

@@ -183,7 +183,7 @@ class EigenMoments(CheckedRule):
         return ("multiplier",)
 
     def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
-        return [f"the multiplier of steps is {float(scalars['multiplier']):.2g}: it times lr times {RATE} is the rate"]
+        return [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
 
     # --- state --------------------------------------------------------------------------------------------------------
 
