@@ -318,7 +318,7 @@ class Categorical(LossFunction):
     """
 
     name = "categorical"
-    synonyms = ("softmax",)
+    synonyms = ("softmax", "focal", "kl_div", "label_smoothing")
     targets_like = "class numbers, one for each distribution"
     of_classes = True
     ignored: ClassVar[int | None] = IGNORE_INDEX
@@ -419,7 +419,7 @@ class Normal(LossFunction):
     """
 
     name = "normal"
-    synonyms = ("gaussian",)
+    synonyms = ("gaussian", "huber", "smooth_l1")
     targets_like = "values, of the shape of the mean"
 
     def __init__(self, mean: Tensor, var: float = 0.5, targets: Tensor | None = None, seed: int | None = None) -> None:
