@@ -1,4 +1,4 @@
-"""LoRA fine-tuning: low-rank matrices beside frozen weights, with one Fisher block for each of them.
+"""LoRA fine-tuning: low-rank matrices next to frozen weights, with one Fisher block for each of them.
 
 A network that knows the digits upright learns to read them upside down. W + B A has frozen W; A and B are registered
 through the sum and the product, and nothing is declared.

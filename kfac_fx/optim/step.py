@@ -165,13 +165,16 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     """Check the first gradients of all. Returns the factor of the loss in the backward, a GradScaler's, or 1."""
     forwards, scaler = state.forwards, state.options.grad_scaler
     first = bool(gradients) and not forwards.checked
+    scale = 1.0
     # The host waits for the scale, so it is read only if it is needed.
-    needed = first or forwards.seen.pending or forwards.seen.observed
-    scale = scaler.get_scale() if scaler is not None and needed else 1.0
+    if first or forwards.seen.pending or forwards.seen.observed:
+        if scaler is not None:
+            scale = scaler.get_scale()
+        elif not state.estimator.records_in_training:  # statistics of the training backward need a scaler that is given
+            scale = scale_of_caller()
     if first:
         warn_of_trainer(state.net, state.net.model)
-        told = scaler is not None or state.estimator.records_in_training  # the latter must know the scale of each step
-        forwards.check_loss(loss, scale if told else scale_of_caller())
+        forwards.check_loss(loss, scale)
         shards = state.vectors.shards
         if shards is None:
             state.replicas.check_gradients([dense(gradient) for gradient in gradients])

@@ -42,6 +42,25 @@ def test_a_grad_scaler_changes_nothing_but_the_scale(momentum_type: str, estimat
     torch.testing.assert_close(values(net), values(plain))
 
 
+@pytest.mark.parametrize("momentum_type", ["eigen_moments", "adaptive"])
+def test_checks_know_the_scale_of_a_scaler_that_is_not_given(momentum_type: str) -> None:
+    """They see the gradients of the outputs, which the scaler does not divide."""
+    options: dict[str, Any] = {"lr": None, "damping": None, "momentum_type": momentum_type}
+    (plain, opt), (net, scaled) = made(**options), made(**options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    for number in range(6):
+        opt.zero_grad()
+        backward(plain, number)
+        opt.step()
+        scaled.zero_grad()
+        x, y = batch(number)
+        scaler.scale(F.cross_entropy(net(x), y)).backward()
+        scaler.step(scaled)
+        scaler.update()
+    torch.testing.assert_close(scaled.scalars["predicted_change"], opt.scalars["predicted_change"])
+    torch.testing.assert_close(values(net), values(plain))
+
+
 @pytest.mark.parametrize("options", [QUADRATIC, {}], ids=["qmodel", "regular"])
 def test_a_grad_scaler_hands_a_closure_on(options: dict[str, Any]) -> None:
     adapting = {**options, "adapt_damping": True, "damping_adaptation_interval": 2}
