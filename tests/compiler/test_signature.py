@@ -113,7 +113,9 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(("draw", "name"), [(random.random, "random"), (np.random.rand, r"numpy\.random")])
 def test_numbers_drawn_by_python_are_no_constants(draw: Any, name: str, inputs: Any) -> None:
     stream, array = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
-    with pytest.raises(UntraceableError, match=rf"Drawing draws random numbers from module {name}\. .*\nDraw them with torch"):
+    with pytest.raises(
+        UntraceableError, match=rf"Drawing draws random numbers from module {name}\. .*\nDraw them with torch"
+    ):
         trace_model(Drawing(draw), inputs)
     assert random.getstate() == stream and np.random.get_state()[1].tolist() == array  # type: ignore[index, union-attr]
 
