@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -146,15 +147,8 @@ def fit_spectrum(
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
-    try:
+    with telling_how_read(batch, 1):
         net.recorder(args, kwargs)  # proves the registrations, which may change them
-    except (RuntimeError, TypeError, ValueError) as error:
-        error.add_note(
-            f"The first of `batches` was read as {as_read(batch)}. A list or a DataLoader yields batches: a tensor, a "
-            "pair (inputs, targets), or a mapping of forward's arguments. For all others make a list of "
-            "kfac_fx.Batch(inputs, targets=labels)."
-        )
-        raise
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)
@@ -286,6 +280,20 @@ def fit_part(
 # --- passes over the data ---------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def telling_how_read(batch: Batch, number: int) -> Iterator[None]:
+    """Add to an error how a batch was understood; number: its place in the data, from 1 on."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        error.add_note(
+            f"Batch {number} of `batches` was read as {as_read(batch)}. A list or a DataLoader yields batches: a "
+            "tensor, a pair (inputs, targets), or a mapping of forward's arguments. For all others make a list of "
+            "kfac_fx.Batch(inputs, targets=labels)."
+        )
+        raise
+
+
 def over_data(
     batches: Iterable[Any],
     stage: str,
@@ -307,8 +315,10 @@ def over_data(
     total = len(batches) if isinstance(batches, Sized) else 0
     shown = tracked(((1, item) for item in batches), total, f"{stage} of {plural(len(names), 'parameter')}")
     if folder is None:
-        for item in shown:
-            take(as_batch(item))
+        for number, item in enumerate(shown, 1):
+            batch = as_batch(item)
+            with telling_how_read(batch, number):
+                take(batch)
         return
     progress = folder.progress_of(stage, names)
     done = 0 if progress is None else progress.batches
@@ -327,7 +337,8 @@ def over_data(
                     "batches of that run, in the same order, or another folder."
                 )
             continue
-        take(batch)
+        with telling_how_read(batch, number):
+            take(batch)
         if folder.save_every is not None and number % folder.save_every == 0:
             folder.keep_progress(Progress(stage, names, number, data, state()))
     if number < done:
