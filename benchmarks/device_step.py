@@ -101,7 +101,8 @@ class Default:
         self.problem = problem
         with problem.autocast():
             self.net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind, backend=backend)
-        self.optimizer = kfac_fx.KFAC(self.net, lr=1e-3)
+        self.optimizer = kfac_fx.KFAC(self.net)
+        self.optimizer.param_groups[0]["lr"] = 1e-3  # short steps, which cost as much
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()

@@ -139,7 +139,8 @@ def steps(depth: int, ranks: int, placement: str) -> Iterator[dict[str, Any]]:
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
-        optimizer = kfac_fx.KFAC(net, placement=how, seed=0, lr=1e-6)
+        optimizer = kfac_fx.KFAC(net, placement=how, seed=0)
+        optimizer.param_groups[0]["lr"] = 1e-6  # short steps, which send as much
         schedule, kinds = optimizer._step_state.schedule, dict[str, tuple[Sent, Sent, int]]()
         for step in range(12):
             if step == 3:  # everything is due in some of the steps before
