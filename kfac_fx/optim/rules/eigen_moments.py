@@ -259,9 +259,9 @@ class EigenMoments(CheckedRule):
             beta,
             self.second_moment_decay,
             self.eigenvalue_exponent,
-            most=most_momentum(step.scalars["steps"]),
             nesterov=nesterov(step.size),
             accept=ok,
+            most=most_momentum(step.scalars["steps"]),
             still=step.absent.keys(),
             run=step.compiled(directions),
         )
@@ -418,9 +418,9 @@ def step_in_bases(
     momentum: Mapping[str, Tensor],
     decay: float,
     exponent: float,
-    most: Tensor,
     nesterov: Tensor,
     accept: Tensor,
+    most: Tensor | None = None,
     still: Collection[str] = (),
     run: Callable[..., Tensors] | None = None,
 ) -> Tensors:
@@ -432,9 +432,9 @@ def step_in_bases(
         momentum: β₁ by parameter, 0-dim. The parameters of a block have the same.
         decay: β₂.
         exponent: w.
-        most: 0-dim; a larger β₁ is this one.
         nesterov: 0-dim; whether n is not m̂ alone.
         accept: 0-dim; if it is false, the means stay as they are.
+        most: the largest β₁, 0-dim, if there is one.
         still: the parameters without a gradient, which have zeros. Blocks of these alone keep their means.
         run: `directions`, or what a compiler made of it.
     """
