@@ -306,11 +306,11 @@ def page(results: dict[str, Any], of_one_batch: dict[str, Any]) -> str:
     ]
     for steps in dict.fromkeys(row["steps"] for row in rows):
         of_steps = [row for row in rows if row["steps"] == steps]
-        ahead = [f"{sum(row['KFAC(net)'] < row[rival] for row in of_steps)} against {rival}" for rival in rivals]
+        ahead = [f"than {rival} on {sum(row['KFAC(net)'] < row[rival] for row in of_steps)}" for rival in rivals]
         lines += [
             f"## {steps} steps",
             "",
-            f"`KFAC(net)` ends lower on {', '.join(ahead)}, of {len(of_steps)} jobs.",
+            f"`KFAC(net)` ends lower {', '.join(ahead)} of {len(of_steps)} jobs.",
             "",
             f"| job | | `KFAC(net)` | {' | '.join(rivals)} |",
             f"|---|---|{'---|' * (1 + len(rivals))}",
