@@ -1,11 +1,11 @@
-"""Short jobs: small networks and 20, 60 or 240 steps, with the default of KFAC and the best of five rates of AdamW.
+"""Short jobs: small networks and 20, 60 or 240 steps, with the default of KFAC and the best of several rates of rivals.
 
     python -m benchmarks.short_jobs                 the losses, in results/short_jobs.json
-    python -m benchmarks.short_jobs --write-docs    the tables of docs/short_jobs.md
+    python -m benchmarks.short_jobs --write-docs    the tables of docs/short_jobs.md, also of benchmarks.one_batch
 
-`KFAC(net)` has no choice here, and AdamW the best of its rates on the very job, though a job of a minute is not tuned.
-A method starts from the same network and sees the same batches. The rate decays linearly to zero. A loss is the mean
-over two seeds of the loss after the last step, in eval mode, on four batches.
+`KFAC(net)` has no choice here. AdamW, SOAP and Muon have the best of their rates on the very job, though a job of a
+minute is not tuned. A method starts from the same network and sees the same batches. The rate decays linearly to zero.
+A loss is the mean over two seeds of the loss after the last step, in eval mode, on four batches.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from benchmarks import one_batch
+from benchmarks.convergence.methods import muon_and_adamw, not_installed
 from benchmarks.program import console, versions
 from kfac_fx.losses import Categorical, Normal
 
 OUT = Path(__file__).parent / "results" / "short_jobs.json"
 DOCS = Path(__file__).parents[1] / "docs" / "short_jobs.md"
 BUDGETS = (20, 60, 240)
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+RATES = {  # that a rival may try
+    "AdamW": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "SOAP": (3e-3, 1e-2, 3e-2, 1e-1),
+    "Muon": (3e-3, 1e-2, 3e-2, 1e-1),
+}
 SEEDS = (0, 1)
 Batch = tuple[Tensor, ...]
 
@@ -221,74 +227,101 @@ def jobs() -> dict[str, Job]:
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def trained(job: Job, steps: int, seed: int, rate: float | None) -> float:
-    """The loss after a training. rate: of AdamW; None trains with `KFAC(net)`."""
+def rival(name: str, model: nn.Module, rate: float) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    """Its optimizers, and what comes before their steps."""
+    match name:
+        case "AdamW":
+            return [torch.optim.AdamW(model.parameters(), lr=rate)], lambda: None
+        case "SOAP":
+            from pytorch_optimizer import SOAP
+
+            return [SOAP(model.parameters(), lr=rate, weight_decay=0.0)], lambda: None
+    *optimizers, before = muon_and_adamw(model, rate)
+    return list(optimizers), before
+
+
+def trained(job: Job, steps: int, seed: int, method: str, rate: float) -> float:
+    """The loss after a training with "KFAC(net)" or a rival. rate: of the rival."""
     torch.manual_seed(seed)
     model, first = job.model(), job.batch(0)[: job.inputs]
-    optimizer: torch.optim.Optimizer
-    if rate is None:
-        net: nn.Module = kfac_fx.compile(model, first, loss=job.declared)
-        optimizer = kfac_fx.KFAC(net)  # type: ignore[arg-type]
+    if method == "KFAC(net)":
+        net = kfac_fx.compile(model, first, loss=job.declared)
+        optimizers, before = [kfac_fx.KFAC(net)], lambda: None
     else:
-        net, optimizer = model, torch.optim.AdamW(model.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        net = model
+        optimizers, before = rival(method, model, rate)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps) for optimizer in optimizers
+    ]
     for step in range(steps):
         batch = job.batch(step)
-        optimizer.zero_grad()
+        model.zero_grad()
         job.loss(net(*batch[: job.inputs]), batch).backward()
-        optimizer.step()
-        schedule.step()
+        before()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
     model.eval()
     with torch.no_grad():
         batches = [job.batch(n) for n in range(4)]
         return sum(float(job.loss(model(*batch[: job.inputs]), batch)) for batch in batches) / len(batches)
 
 
-def mean_loss(job: Job, steps: int, rate: float | None) -> float:
-    losses = [trained(job, steps, seed, rate) for seed in SEEDS]
+def mean_loss(job: Job, steps: int, method: str, rate: float = math.nan) -> float:
+    losses = [trained(job, steps, seed, method, rate) for seed in SEEDS]
     mean = sum(losses) / len(losses)
     return mean if math.isfinite(mean) else math.inf
 
 
 def measure(names: Sequence[str], budgets: Sequence[int]) -> list[dict[str, Any]]:
+    missing = not_installed("pytorch-optimizer")
+    if missing:
+        console().print(f"SOAP: {missing}")
+    rivals = {name: rates for name, rates in RATES.items() if name != "SOAP" or missing is None}
     known, rows = jobs(), []
     for steps in budgets:
         for name in names:
-            by_rate = {rate: mean_loss(known[name], steps, rate) for rate in RATES}
-            best = min(by_rate, key=by_rate.__getitem__)
-            kfac = mean_loss(known[name], steps, None)
-            rows.append({"job": name, "steps": steps, "KFAC(net)": kfac, "AdamW": by_rate[best], "rate": best})
-            console().print(f"{steps:4} {name:14} KFAC(net) {kfac:.3g}, AdamW {by_rate[best]:.3g} at {best:g}")
+            row: dict[str, Any] = {"job": name, "steps": steps, "KFAC(net)": mean_loss(known[name], steps, "KFAC(net)")}
+            for method, rates in rivals.items():
+                by_rate = {rate: mean_loss(known[name], steps, method, rate) for rate in rates}
+                best = min(by_rate, key=by_rate.__getitem__)
+                row |= {method: by_rate[best], f"rate of {method}": best}
+            rows.append(row)
+            losses = (f"{method} {row[method]:.3g}" for method in ("KFAC(net)", *rivals))
+            console().print(f"{steps:4} {name:14} {', '.join(losses)}")
     return rows
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: dict[str, Any], of_one_batch: dict[str, Any]) -> str:
     known, rows = jobs(), results["rows"]
+    rivals = [method for method in RATES if method in rows[0]]
+    rates = "; ".join(f"{name} {', '.join(f'{rate:g}' for rate in RATES[name])}" for name in rivals)
     lines = [
         "# Short jobs",
         "",
-        "Small networks, 20 to 240 steps, and no choice of a number for K-FAC: `KFAC(net)`. AdamW has the best of the "
-        f"rates {', '.join(f'{rate:g}' for rate in RATES)} on the very job. The rate of both decays linearly to zero. "
-        "A loss is the mean over two seeds. The lower one is bold.",
+        "Small networks, 20 to 240 steps, and no choice of a number for K-FAC: `KFAC(net)`. Its rivals have the best "
+        f"of several rates on the very job ({rates}). All rates decay linearly to zero. A loss is the mean over two "
+        "seeds. The lowest one is bold.",
         "",
     ]
     for steps in dict.fromkeys(row["steps"] for row in rows):
         of_steps = [row for row in rows if row["steps"] == steps]
-        ahead = sum(row["KFAC(net)"] < row["AdamW"] for row in of_steps)
+        ahead = [f"than {rival} on {sum(row['KFAC(net)'] < row[rival] for row in of_steps)}" for rival in rivals]
         lines += [
             f"## {steps} steps",
             "",
-            f"`KFAC(net)` ends below the best AdamW on {ahead} of {len(of_steps)} jobs.",
+            f"`KFAC(net)` ends lower {', '.join(ahead)} of {len(of_steps)} jobs.",
             "",
-            "| job | | `KFAC(net)` | AdamW | its rate |",
-            "|---|---|---|---|---|",
+            f"| job | | `KFAC(net)` | {' | '.join(rivals)} |",
+            f"|---|---|{'---|' * (1 + len(rivals))}",
         ]
         for row in of_steps:
-            pair = [row["KFAC(net)"], row["AdamW"]]
-            shown = [f"**{loss:.3g}**" if loss == min(pair) else f"{loss:.3g}" for loss in pair]
-            lines.append(f"| {row['job']} | {known[row['job']].words} | {shown[0]} | {shown[1]} | {row['rate']:g} |")
+            losses = [row[method] for method in ("KFAC(net)", *rivals)]
+            shown = [f"**{loss:.3g}**" if loss == min(losses) else f"{loss:.3g}" for loss in losses]
+            lines.append(f"| {row['job']} | {known[row['job']].words} | {' | '.join(shown)} |")
         lines.append("")
-    lines += [f"`{results['command']}`; torch {results['torch']}.", ""]
+    lines += [*one_batch.section(of_one_batch), ""]
+    lines += [f"`{results['command']}` and `{of_one_batch['command']}`; torch {results['torch']}.", ""]
     return "\n".join(lines)
 
 
@@ -300,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write-docs", action="store_true")
     chosen = parser.parse_args(arguments)
     if chosen.write_docs:
-        DOCS.write_text(page(json.loads(chosen.out.read_text())))
+        DOCS.write_text(page(json.loads(chosen.out.read_text()), json.loads(one_batch.OUT.read_text())))
         return
     torch.set_num_threads(1)
     rows = measure(chosen.jobs, chosen.steps)

@@ -112,8 +112,15 @@ def shampoo(task: Task, model: nn.Module, lr: float | None, seed: int) -> Traini
 
 
 def muon(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    *optimizers, before = muon_and_adamw(model, number(lr))
+    return first_order(task, model, *optimizers, before=before)
+
+
+def muon_and_adamw(
+    model: nn.Module, lr: float
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, Callable[[], None]]:
     """Muon for hidden matrices, convolutions as [outputs, inputs * kernel], and AdamW for the rest: tables, the output
-    layer and vectors. One learning rate serves both (`match_rms_adamw`)."""
+    layer and vectors. One learning rate serves both (`match_rms_adamw`). The function comes before their steps."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     weights = [parameter for parameter in trainable(model) if parameter.dim() > 1 and parameter not in tables][:-1]
     matrices = [nn.Parameter(weight.detach().flatten(1)) for weight in weights]  # share the memory
@@ -125,12 +132,10 @@ def muon(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
             assert weight.grad is not None
             matrix.grad = weight.grad.flatten(1)
 
-    return first_order(
-        task,
-        model,
-        torch.optim.Muon(matrices, lr=number(lr), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=number(lr), weight_decay=0.0),
-        before=copy_gradients,
+    return (
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, weight_decay=0.0),
+        copy_gradients,
     )
 
 

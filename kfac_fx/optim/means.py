@@ -346,9 +346,9 @@ def moving(groups: Sequence[BlockGroup], accept: Tensor, still: Collection[str])
     return accept if all(each) else accept & torch.tensor(each, device=accept.device)  # the host waits for the copy
 
 
-def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor]) -> Tensor:
+def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor], most: Tensor | None = None) -> Tensor:
     """β₁ of every block of all groups, [blocks]; 0-dim if all have it from one parameter group. Blocks outside of all
-    parameter groups stand still, so theirs does not matter."""
+    parameter groups stand still, so theirs does not matter. most: the largest, 0-dim, if there is one."""
     anywhere = next(iter(momentum.values()))
     each = [
         next((momentum[name] for name in registration.owners if name in momentum), anywhere)
@@ -356,4 +356,5 @@ def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor]) ->
         for registration in group.registrations
     ]
     beta = each[0] if len(set(map(id, each))) == 1 else torch.stack(each)
+    beta = beta if most is None else torch.minimum(beta, most)
     return beta.to(max((group.dtype for group in groups), key=lambda dtype: dtype.itemsize))

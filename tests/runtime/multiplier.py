@@ -9,18 +9,24 @@ from torch import Tensor
 
 class Multiplier:
     def __init__(self) -> None:
-        self.value, self.peak = 1.0, 0.0
+        self.value, self.peak, self.steps = 1.0, 0.0, 0
 
     def grow(self, gradient: Tensor, last_update: Tensor, lr: float) -> None:
-        """By the cosine of two vectors, where a zero has none, and the part of lr in the largest one so far."""
-        self.peak = max(self.peak, lr)
+        """By the cosine of two vectors, where a zero has none, and the part of lr in the largest one so far.
+
+        It grows more slowly after 100 steps, and does not fall below 1 while lr is below its largest value.
+        """
+        self.peak, self.steps = max(self.peak, lr), self.steps + 1
         norms = float(gradient.norm() * last_update.norm())
         cosine = float(gradient @ last_update) / norms if norms else 0.0
-        self.value = min(30.0, max(0.1, self.value * math.exp(cosine * lr / self.peak)))
+        weight = min(1.0, 100 / self.steps) if cosine > 0 else 1.0
+        least = min(self.value, 1.0) if lr < self.peak else 0.1
+        self.value = min(30.0, max(least, self.value * math.exp(weight * cosine * lr / self.peak)))
 
     def first(self, rho: float) -> float:
-        """At the first check of a step with a length: the factor that takes the step to its bound, from 1 to 10."""
-        factor = min(10.0, max(1.0, 1 / rho)) if rho else 1.0
+        """At the first check of a step with a length: the factor that takes the step half as far as its bound, from 1
+        to 10."""
+        factor = min(10.0, max(1.0, 0.5 / rho)) if rho else 1.0
         self.value *= factor
         return factor
 

@@ -425,8 +425,8 @@ def test_several_momenta_in_a_block_are_refused_with_all_blocks() -> None:
     assert str(error.value) == (
         "momentum_type='eigen_moments' averages the gradient of a Fisher block in the block's eigenbasis, so all "
         "parameters of a block have one momentum. 2 blocks have several:\n"
-        "  linear(0.weight, 0.bias)  0.9 of 0.weight, 0.5 of 0.bias\n"
-        "  linear(2.weight, 2.bias)  0.9 of 2.weight, 0.5 of 2.bias\n"
+        "  linear(0.weight, 0.bias)  0.95 of 0.weight, 0.5 of 0.bias\n"
+        "  linear(2.weight, 2.bias)  0.95 of 2.weight, 0.5 of 2.bias\n"
         "Give the parameter groups of these parameters the same momentum."
     )
     opt.param_groups[1]["momentum"] = 0.9

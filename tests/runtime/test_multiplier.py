@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.rules.eigen_moments import RATE
+from kfac_fx.optim.rules.eigen_moments import RATE, most_momentum
 from tests.runtime.multiplier import Multiplier
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import Curved, fisher, step, theta
 
 EARLY = (0, 1, 2, 5, 10)  # the steps of checks, up to the interval
-OF_STATE = ("kfac/multiplier", "kfac/peak_lr", "last_update")
+OF_STATE = ("kfac/multiplier", "kfac/peak_lr", "last_update", "kfac/steps")
 
 
 def made(**options: Any) -> tuple[Any, KFAC]:
@@ -59,6 +59,7 @@ def test_it_grows_by_the_cosine_of_the_gradient_and_the_last_step(schedule: Any)
         step(net, opt, number)
         if number not in EARLY:
             expected.value, expected.peak = before, max(map(schedule, range(number)), default=0.0)
+            expected.steps = number
             expected.grow(gradient(net), update, schedule(number))
             assert multiplier(opt) == pytest.approx(expected.value, rel=1e-9) and multiplier(opt) != before
         update = at - theta(net)
@@ -87,16 +88,18 @@ def test_a_schedule_changes_exponents_alone() -> None:
     assert lr == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("bound", "least", "most"), [(1e30, 10.0, 10.0), (0.003, 1.5, 9.0), (1e-6, 1.0, 1.0)])
+@pytest.mark.parametrize(("bound", "least", "most"), [(1e30, 10.0, 10.0), (0.003, 1.2, 9.0), (1e-6, 1.0, 1.0)])
 @pytest.mark.parametrize("lr", [1.0, 0.25])
-def test_the_first_check_goes_as_far_as_the_bound_allows(bound: float, least: float, most: float, lr: float) -> None:
+def test_the_first_check_goes_half_as_far_as_the_bound_allows(
+    bound: float, least: float, most: float, lr: float
+) -> None:
     """At the whole lr, whatever the schedule begins with."""
     net, opt = made(norm_constraint=bound, lr=lr)
     at, (x, _) = theta(net), batch(0)
     loss = step(net, opt, 0).item()
     move = RATE * last_update(net, opt)
     rho = math.sqrt(float(move @ fisher(net.model, at, x) @ move) / (bound * max(1.0, loss)))
-    factor = min(10.0, max(1.0, 1 / rho))
+    factor = min(10.0, max(1.0, 0.5 / rho))
     assert multiplier(opt) == pytest.approx(factor) and least <= factor <= most
     ratio = max(1.0, lr * rho * factor)
     torch.testing.assert_close(at - theta(net), lr * factor / ratio * move)
@@ -127,6 +130,57 @@ def test_the_bounds_are_a_tenth_and_thirty() -> None:
             parameter.grad = sign * opt.state[parameter]["last_update"].clone()
         opt.step()
         assert least <= multiplier(opt) <= most
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["grows", "shrinks"])
+@pytest.mark.parametrize("steps", [50, 99, 399])
+def test_it_grows_more_slowly_after_a_hundred_steps_and_shrinks_as_fast(steps: int, sign: int) -> None:
+    net, opt = made()
+    for number in range(4):
+        step(net, opt, number)
+    opt.scalars["steps"].fill_(steps)
+    opt.scalars["multiplier"].fill_(2.0)
+    x, y = batch(4)
+    opt.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    for parameter in net.parameters():
+        parameter.grad = sign * opt.state[parameter]["last_update"].clone()
+    opt.step()
+    weight = 100 / (steps + 1) if sign > 0 and steps > 99 else 1.0
+    assert multiplier(opt) == pytest.approx(2 * math.exp(sign * weight)) and opt.scalars["steps"] == steps + 1
+
+
+@pytest.mark.parametrize("before", [3.0, 1.0, 0.5])
+@pytest.mark.parametrize("lr", [1.0, 0.9], ids=["at its peak", "falling"])
+def test_it_does_not_fall_below_one_while_a_schedule_shortens_steps(lr: float, before: float) -> None:
+    net, opt = made(lr=1.0)
+    for number in range(4):
+        step(net, opt, number)
+    opt.scalars["multiplier"].fill_(before)
+    opt.param_groups[0]["lr"] = lr
+    x, y = batch(4)
+    opt.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    for parameter in net.parameters():
+        parameter.grad = -opt.state[parameter]["last_update"].clone()
+    opt.step()
+    shrunk = before * math.exp(-lr)
+    assert multiplier(opt) == pytest.approx(shrunk if lr == 1 else max(shrunk, min(before, 1.0)))
+
+
+def test_the_mean_of_gradients_looks_back_over_a_tenth_of_the_steps() -> None:
+    """At most by the momentum that is given. The weight of the past in the mean tells."""
+    numbers = [1 / (1 - most_momentum(torch.tensor(float(steps))).item()) for steps in (1, 100, 150, 1000)]
+    assert numbers == pytest.approx([10, 10, 15, 100])
+    for steps, beta in ((5, 0.9), (150, 1 - 1 / 15.1), (1000, 0.95)):
+        net, opt = made(momentum=0.95)
+        for number in range(4):
+            step(net, opt, number)
+        opt.scalars["steps"].fill_(steps)
+        before = [stack.total_weight.clone() for stack in opt._step_state.memory.means.averages]  # type: ignore[attr-defined]
+        step(net, opt, 4)
+        for old, stack in zip(before, opt._step_state.memory.means.averages, strict=True):  # type: ignore[attr-defined]
+            torch.testing.assert_close(stack.total_weight, beta * old + 1)
 
 
 class Cliff(Curved):
@@ -233,7 +287,7 @@ def test_a_state_of_before_it_loads_and_goes_on_with_the_first_values() -> None:
     other, resumed = made(damping_adaptation_interval=4)
     other.load_state_dict(stored[0])
     with pytest.warns(
-        UserWarning, match="of an earlier version, and these begin anew: multiplier, peak_lr, last_update"
+        UserWarning, match="of an earlier version, and these begin anew: multiplier, peak_lr, steps, last_update"
     ):
         resumed.load_state_dict(stored[1])
     assert multiplier(resumed) == 1 and not last_update(other, resumed).any()

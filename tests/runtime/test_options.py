@@ -409,7 +409,7 @@ def test_the_momentum_type_follows_from_the_numbers_that_are_given(options: dict
     chosen = options_of(compile(model(), loss="categorical"), **options)
     assert chosen.rule.name == kind
     expected = {"lr": options.get("lr", 1.0), "weight_decay": 0.0}
-    momentum = {"eigen_moments": {"momentum": 0.9}, "regular": {"momentum": 0.9}, "adaptive": {}}[kind]
+    momentum = {"eigen_moments": {"momentum": 0.95}, "regular": {"momentum": 0.9}, "adaptive": {}}[kind]
     assert chosen.of_groups == {**expected, **momentum}
     assert Schedule(chosen).intervals == ((1, 10, 5) if kind == "regular" else (10, 20, 5))
 
@@ -434,7 +434,7 @@ def test_a_net_with_blocks_without_an_eigenbasis_takes_the_adaptive_type() -> No
 
 def test_every_rule_has_its_own_defaults() -> None:
     """Those of TF K-FAC for its rules."""
-    assert (EigenMoments().momentum, EigenMoments().second_moment_decay) == (0.9, 0.95)
+    assert (EigenMoments().momentum, EigenMoments().second_moment_decay) == (0.95, 0.95)
     assert {rule(damping=0.1).momentum for rule in (Regular, Adam, Adaptive, QModelFixedMomentum)} == {0.9}
     assert (Adaptive().damping, Adaptive().overhead, EigenMoments().overhead) == (1.0, 0.6, 0.2)
     assert (Adaptive().damping_adaptation_decay, QModel(damping=0.1).damping_adaptation_decay) == (0.9, 0.95)

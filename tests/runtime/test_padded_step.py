@@ -20,7 +20,7 @@ from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.means import EPSILON
 from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.optim.rules import eigen_moments
-from kfac_fx.optim.rules.eigen_moments import nesterov, step_in_bases
+from kfac_fx.optim.rules.eigen_moments import most_momentum, nesterov, step_in_bases
 from kfac_fx.recording.backends import CudaGraph
 
 STEPS = 9  # with checks after 0, 1, 2 and 5
@@ -127,6 +127,7 @@ def expected_update(training: Training, padded: PaddedStep, flat: FlatParameters
         rule.eigenvalue_exponent,
         nesterov=nesterov(training.state.checks.size),
         accept=ok,
+        most=most_momentum(training.state.scalars["steps"] + ok),
     )
     for tensor, value in zip(kept, before, strict=True):
         tensor.copy_(value)
@@ -147,12 +148,10 @@ def test_every_step_is_that_of_matrices_as_they_are(case: str, monkeypatch: pyte
         kinds.append("vector")
         return update
 
-    def step(
-        padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, nesterov: Any, grow: Any
-    ) -> Tensor:
+    def step(padded: PaddedStep, flat: FlatParameters, ok: Tensor, rate: Any, scalars: Any, *arguments: Any) -> Tensor:
         update = expected_update(training, padded, flat, ok)
         before = {name: parameter.clone() for name, parameter in flat.copies.items()}
-        moved = plain_step(padded, flat, ok, rate, scalars, nesterov, grow)
+        moved = plain_step(padded, flat, ok, rate, scalars, *arguments)
         assert moved
         for name, parameter in flat.copies.items():  # the step has changed the rate
             whole = update[name] + scalars["weight_decay"][name] * before[name]
@@ -185,7 +184,8 @@ def test_the_multiplier_grows_as_with_updates_that_are_kept(case: str, monkeypat
         result: Tensor = make(padded, flat, ok, *arguments)
         if ok:
             cosine = 0.0 if last is None else float(gradient @ last / (gradient.norm() * last.norm()))
-            expected = min(30.0, before * math.exp(cosine * lr / peak))
+            least = min(before, 1.0) if lr < peak else 0.1
+            expected = min(30.0, max(least, before * math.exp(cosine * lr / peak)))
             assert float(multiplier) == pytest.approx(expected, rel=1e-6)
             inside += cosine != 0 and expected < 30
             last = update

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kfac_fx
-from tests.whole.pairs import IMAGES, SEQUENCES, SIDE, STEPS, WIDTH, Chain, Make, N
+from benchmarks.pairs import IMAGES, SEQUENCES, SIDE, STEPS, WIDTH, Chain, Make, N
 
 FAMILIES: dict[str, tuple[Mapping[str, Make], tuple[int, ...]]] = {
     "sequences": (SEQUENCES, (N, STEPS, WIDTH)),

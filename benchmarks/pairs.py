@@ -47,7 +47,7 @@ def recurrent(kind: Any, **options: Any) -> Make:
 
 def packed(kind: Any) -> Make:
     def forward(x: Tensor, layer: nn.Module) -> Tensor:
-        lengths = torch.arange(x.shape[0]) % STEPS + 3
+        lengths = torch.arange(x.shape[0]) % (STEPS - 2) + 3
         sequences = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         output, _ = pad_packed_sequence(layer(sequences)[0], batch_first=True, total_length=STEPS)
         return output
