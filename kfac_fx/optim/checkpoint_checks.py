@@ -66,7 +66,7 @@ WHOLE_VALUES: Mapping[str, Values] = {
     "weight": Values(least=0, most=1.001),  # of an average, up to rounding
     "intervals": Values(least=1, most=MOST_COUNTED),
 }
-SINCE = ("multiplier", "peak_lr", "last_update")  # in no older states: a training goes on with the first values
+SINCE = ("multiplier", "peak_lr", "last_update", "steps")  # in no older states: a training goes on with the first values
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
 Rows = list[tuple[str, str]]  # the entries that are wrong, and what is wrong with them

@@ -346,9 +346,9 @@ def moving(groups: Sequence[BlockGroup], accept: Tensor, still: Collection[str])
     return accept if all(each) else accept & torch.tensor(each, device=accept.device)  # the host waits for the copy
 
 
-def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor]) -> Tensor:
-    """β₁ of every block of all groups, [blocks]; 0-dim if all have it from one parameter group. Blocks outside of all
-    parameter groups stand still, so theirs does not matter."""
+def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor], most: Tensor) -> Tensor:
+    """β₁ of every block of all groups, [blocks], at most `most`, 0-dim; 0-dim if all have it from one parameter group.
+    Blocks outside of all parameter groups stand still, so theirs does not matter."""
     anywhere = next(iter(momentum.values()))
     each = [
         next((momentum[name] for name in registration.owners if name in momentum), anywhere)
@@ -356,4 +356,4 @@ def momentum_of(groups: Sequence[BlockGroup], momentum: Mapping[str, Tensor]) ->
         for registration in group.registrations
     ]
     beta = each[0] if len(set(map(id, each))) == 1 else torch.stack(each)
-    return beta.to(max((group.dtype for group in groups), key=lambda dtype: dtype.itemsize))
+    return torch.minimum(beta, most).to(max((group.dtype for group in groups), key=lambda dtype: dtype.itemsize))

@@ -340,7 +340,12 @@ class PaddedStep:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def updates(
-        self, momentum: Mapping[str, Tensor], nesterov: Tensor, grow: Grow, rate: Callable[[], Tensor]
+        self,
+        momentum: Mapping[str, Tensor],
+        nesterov: Tensor,
+        most: Callable[[], Tensor],
+        grow: Grow,
+        rate: Callable[[], Tensor],
     ) -> Tensors:
         """rate Δ by the names of the registrations, after the gradient has entered both means.
 
@@ -349,6 +354,7 @@ class PaddedStep:
         Args:
             momentum: β₁ by parameter, 0-dim.
             nesterov: 0-dim; whether n is not m̂ alone.
+            most: computes the largest β₁, 0-dim, after `grow`.
             grow: takes `accept`, <g, Δ'>, |g|² and |Δ'|² with the last update Δ', before `rate` is asked.
         """
         means, of_blocks = self.means, []
@@ -358,7 +364,7 @@ class PaddedStep:
         squares = torch.stack([torch.linalg.vector_norm(h) for h in turned]).square().sum()
         grow(self.accept, torch.stack(products).sum() * self.length.sign(), squares, self.squared)
         self.length.copy_(rate())
-        scalars = means.advance(self.accept, momentum_of(means.groups, momentum), self.decay, nesterov)
+        scalars = means.advance(self.accept, momentum_of(means.groups, momentum, most()), self.decay, nesterov)
         for n, padded in enumerate(self.groups):
             of_blocks.append(
                 self.region(
@@ -381,13 +387,19 @@ class PaddedStep:
         return {name: update for padded in self.groups for name, update in padded.updates().items()}
 
     def vector(
-        self, flat: FlatParameters, ok: Tensor, momentum: Mapping[str, Tensor], nesterov: Tensor, grow: Grow
+        self,
+        flat: FlatParameters,
+        ok: Tensor,
+        momentum: Mapping[str, Tensor],
+        nesterov: Tensor,
+        most: Callable[[], Tensor],
+        grow: Grow,
     ) -> Tensor:
         """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
         with on_device(self.accept.device):
             self.prepare(flat, ok)
             self.packed = None  # it holds the gradients
-            updates = self.updates(momentum, nesterov, grow, lambda: torch.ones_like(self.length))
+            updates = self.updates(momentum, nesterov, most, grow, lambda: torch.ones_like(self.length))
             return flat.flat.joined(joined(updates, self.registrations, flat.gradients))
 
     def step(
@@ -397,13 +409,14 @@ class PaddedStep:
         rate: Callable[[], Tensor],
         scalars: Scalars,
         nesterov: Callable[[], Tensor],
+        most: Callable[[], Tensor],
         grow: Grow,
     ) -> Tensor:
         """Move the parameters by -rate lr (Δ + weight_decay θ). Returns whether they moved, 0-dim.
 
         Args:
             ok: 0-dim, whether the gradient is taken.
-            rate, nesterov: compute 0-dim tensors from others that lie where they are.
+            rate, nesterov, most: compute 0-dim tensors from others that lie where they are.
             scalars: lr, momentum and weight_decay of the parameters by name, 0-dim.
             grow: as of `updates`.
         """
@@ -413,7 +426,7 @@ class PaddedStep:
             tensors = [*flat.copies.values(), *(scalar for by_name in scalars.values() for scalar in by_name.values())]
             decisions = self.means.have_equal_weights(), flat.weight_decay is None, flat.lr.dim()
             self.graph(
-                lambda: self.move(flat, rate, scalars, nesterov(), grow),
+                lambda: self.move(flat, rate, scalars, nesterov(), most, grow),
                 (*decisions, *(tensor.data_ptr() for tensor in tensors)),
             )
         self.packed = None
@@ -426,12 +439,19 @@ class PaddedStep:
             padded.renew_bases()
 
     def move(
-        self, flat: FlatParameters, rate: Callable[[], Tensor], scalars: Scalars, nesterov: Tensor, grow: Grow
+        self,
+        flat: FlatParameters,
+        rate: Callable[[], Tensor],
+        scalars: Scalars,
+        nesterov: Tensor,
+        most: Callable[[], Tensor],
+        grow: Grow,
     ) -> None:
         """The operations of `step` that one graph holds. They read and write tensors that lie where they are."""
         one_lr = flat.lr.dim() == 0
         targets = split(flat.copies, self.registrations)
-        updates = self.updates(scalars["momentum"], nesterov, grow, lambda: -rate() * flat.lr if one_lr else -rate())
+        length = (lambda: -rate() * flat.lr) if one_lr else (lambda: -rate())
+        updates = self.updates(scalars["momentum"], nesterov, most, grow, length)
         if not one_lr:
             owners = {n: o for r in self.registrations for n, o in zip(r.parameters, r.owners, strict=True)}
             for names, (lr,) in by_scalars(owners, scalars["lr"]):

@@ -5,6 +5,7 @@ With F = Q Λ Qᵀ of a block (Qᵀ W is Q_Gᵀ W Q_A for a Kronecker product), 
     h = Qᵀ g
     m̂, v̂ = the means of h and h² over the steps so far, with weights 1, β, β², ... from the newest to the oldest
                                      β₁ of m̂: `momentum`; β₂ of v̂: `second_moment_decay`; the squares are elementwise
+    β₁ <= 1 - 1 / max(`SHORTEST`, t / 10) at step t: m̂ looks back over a tenth of the training, or over 10 steps
     a = n / (√v̂ + ε)                 Adam's step; n = β₁ m̂ + (1 - β₁) h or n = m̂
     d = n / ((√v̂ + ε)¹⁻ʷ Λ̃ʷ)         w: `eigenvalue_exponent`; Λ̃: the damped eigenvalues
     Δ = Q d |a| / |d|                the norms are those of the block
@@ -31,17 +32,22 @@ noise of batches, whose root takes most of the curvature out of a direction; Λ�
 
     θ <- θ - lr a m Δ / r       a = `RATE`
     m <- m exp(η c lr / lr₀)    c = <g, Δ'> / (|g| |Δ'|), with Δ' the update of the last step: the cosine of the angle
-                                between the gradient and the way back. lr₀ is the largest lr so far.
+                                between the gradient and the way back. lr₀ is the largest lr so far. η is `GROWTH`,
+                                times min(1, `YOUNG` / t) at step t where c > 0.
     r <- max(t, √(r t))         at a check; t = max(1, lr ρ),
                                 ρ = a m √(<Δ, F Δ> / (c max(1, h))), with c the `norm_constraint`
 
 While the loss still falls along the last step, that step was too short, and m grows; where steps swing about a minimum,
-c is negative and m shrinks (Baydin et al. 2018, "Online learning rate adaptation with hypergradient descent"). The
-factor lr / lr₀ leaves a schedule alone: an lr that falls does not make m grow instead. The first check multiplies m by
-1 / ρ, at least 1 and at most `FIRST`, so that the first step goes as far as the bound allows: a job without
-curvature to fear has its scale after one step, and a transformer, whose first steps must be short, has a large ρ. The
-cosine sees the loss along a step and not beyond it. So a check multiplies m by `OVERSHOT` if the loss of its own batch
-rose in the step, and by more than twice what the quadratic model says.
+c is negative and m shrinks (Baydin et al. 2018, "Online learning rate adaptation with hypergradient descent"). In long
+trainings of noisy batches the cosines say little, and their sum drifts. So m grows ever more slowly after `YOUNG`
+steps, when it has had the time to find its scale. The factor lr / lr₀ leaves a schedule alone: an lr that falls does
+not make m grow instead. While lr is below lr₀, m does not fall below 1 either, because the schedule shortens the steps.
+
+The first check multiplies m by `ADVANCE` / ρ, at least 1 and at most `FIRST`, so that the first step goes a part of
+the way that the bound allows: a job without curvature to fear has its scale after one step, and a transformer, whose
+first steps must be short, has a large ρ. The rest of the way is left, because the curvature of a deep network without
+skips rises in the first steps. The cosine sees the loss along a step and not beyond it. So a check multiplies m by
+`OVERSHOT` if the loss of its own batch rose in the step, and by more than twice what the quadratic model says.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. At a check it is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by
@@ -79,7 +85,7 @@ from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
-from kfac_fx.linalg.entries import NOT_NEGATIVE, Values
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, turned, update_bases
@@ -117,8 +123,10 @@ from kfac_fx.recording.statistics import Key
 RATE = 0.02
 GROWTH = 1.0  # η
 OVERSHOT = 0.3
-FIRST = 10.0  # the largest m that the first check gives
+YOUNG = 100.0  # steps, after which m grows more slowly
+ADVANCE, FIRST = 0.5, 10.0  # the first check takes m to this part of the bound, and at most to `FIRST`
 LEAST, MOST = 0.1, 30.0  # of m
+SHORTEST, LOOKS_BACK = 10.0, 0.1  # the mean of gradients: over as many steps, or this part of all
 LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
 
@@ -132,8 +140,9 @@ class EigenMoments(CheckedRule):
     is multiplied by 0.02 m / r, as the whole step is.
 
     Args:
-        momentum: β₁, the weight of the past in the averaged gradient. Parameter groups may have their own, one for all
-            parameters of a block.
+        momentum: β₁, the weight of the past in the averaged gradient; above 0.9 it is reached when a training has 10 /
+            (1 - β₁) steps, and grows towards it from 0.9. Parameter groups may have their own, one for all parameters
+            of a block.
         second_moment_decay: β₂, where 1 weighs all steps alike.
         eigenvalue_exponent: w, from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with Adam's length.
         relative_damping: every side of a block is damped by this part of its mean eigenvalue, λ_A = c tr A / dim A.
@@ -152,14 +161,15 @@ class EigenMoments(CheckedRule):
     has_bases: ClassVar[bool] = True
     factor_decay: ClassVar[float] = 0.98
     longest: ClassVar[StepIntervals] = StepIntervals(statistics=30, inverses=ANY, checks=10)
-    scalars: ClassVar[Mapping[str, float]] = {"multiplier": 1.0, "peak_lr": 0.0}
+    scalars: ClassVar[Mapping[str, float]] = {"multiplier": 1.0, "peak_lr": 0.0, "steps": 0.0}
     values: ClassVar[Mapping[str, Values]] = {
         "multiplier": Values(LEAST, FIRST * MOST),
         "peak_lr": NOT_NEGATIVE,
+        "steps": A_COUNT,
         **MEAN_VALUES,
     }
 
-    momentum: Annotated[float, a_decay] = 0.9
+    momentum: Annotated[float, a_decay] = 0.95
     second_moment_decay: Annotated[float, a_weight] = 0.95
     eigenvalue_exponent: Annotated[float, a_weight] = 0.5
     relative_damping: Annotated[float | None, positive] = None
@@ -225,7 +235,8 @@ class EigenMoments(CheckedRule):
         def rate() -> Tensor:
             return RATE * scalars["multiplier"] / size.divisor
 
-        ok = padded.step(step.flat, step.ok, rate, step.of_groups, lambda: nesterov(size), partial(self.grow, step))
+        most, grow = partial(most_momentum, scalars["steps"]), partial(self.grow, step)
+        ok = padded.step(step.flat, step.ok, rate, step.of_groups, lambda: nesterov(size), most, grow)
         return ok, None
 
     def direction(self, step: BlockStep) -> Update:
@@ -233,7 +244,8 @@ class EigenMoments(CheckedRule):
         flat, memory, beta = step.flat, step.memory, step.of_groups["momentum"]
         padded = memory.padded(flat)
         if padded is not None:
-            update = padded.vector(flat, step.ok, beta, nesterov(step.size), partial(self.grow, step))
+            most, grow = partial(most_momentum, step.scalars["steps"]), partial(self.grow, step)
+            update = padded.vector(flat, step.ok, beta, nesterov(step.size), most, grow)
             return Update(update, ok=padded.accept.clone())
         product, squared, squared_last = flat.products(flat.g, step.state["last_update"])
         ok = step.ok & (MOST_SUMMED * squared).isfinite()
@@ -247,6 +259,7 @@ class EigenMoments(CheckedRule):
             beta,
             self.second_moment_decay,
             self.eigenvalue_exponent,
+            most=most_momentum(step.scalars["steps"]),
             nesterov=nesterov(step.size),
             accept=ok,
             still=step.absent.keys(),
@@ -262,7 +275,8 @@ class EigenMoments(CheckedRule):
 
         product: <g, Δ'>. squared, squared_last: |g|² and |Δ'|².
         """
-        multiplier, peak = step.scalars["multiplier"], step.scalars["peak_lr"]
+        multiplier, peak, steps = (step.scalars[name] for name in ("multiplier", "peak_lr", "steps"))
+        steps.add_(ok)
         # From the scalars of the groups, which lie where they are: a CUDA graph may hold these operations.
         lr = step.flat.lr
         if lr.dim():
@@ -271,7 +285,9 @@ class EigenMoments(CheckedRule):
         torch.maximum(peak, lr, out=peak)
         tiny = torch.finfo(peak.dtype).tiny
         cosine = (product / (squared * squared_last).sqrt().clamp(min=tiny)).clamp(-1.0, 1.0)
-        grown = (multiplier * (GROWTH * cosine * lr / peak.clamp(min=tiny)).exp()).clamp(LEAST, MOST)
+        weight = GROWTH * torch.where(cosine > 0, YOUNG / steps.clamp(min=YOUNG), 1.0) * lr / peak.clamp(min=tiny)
+        least = torch.where(lr < peak, multiplier.clamp(max=1.0), LEAST)
+        grown = torch.maximum(multiplier * (weight * cosine).exp(), least).clamp(max=MOST)
         multiplier.copy_(torch.where(ok, grown, multiplier))
 
     def move(self, step: BlockStep, update: Update) -> Tensor:
@@ -373,9 +389,14 @@ class EigenMemory(Memory):
 
 
 def first_multiple(norm: Tensor, lr: Tensor) -> Tensor:
-    """By which the first check multiplies m: 1 / ρ, at least 1 and at most `FIRST`; 1 while lr is zero. norm: lr ρ. All
-    are 0-dim."""
-    return torch.where(norm > 0, lr / norm, 1.0).clamp(min=1.0, max=FIRST)
+    """By which the first check multiplies m: `ADVANCE` / ρ, at least 1 and at most `FIRST`; 1 while lr is zero. norm:
+    lr ρ. All are 0-dim."""
+    return torch.where(norm > 0, ADVANCE * lr / norm, 1.0).clamp(min=1.0, max=FIRST)
+
+
+def most_momentum(steps: Tensor) -> Tensor:
+    """The largest β₁ after as many steps, 0-dim: its mean looks back over a part of the training."""
+    return 1 - 1 / (LOOKS_BACK * steps).clamp(min=SHORTEST)
 
 
 def nesterov(size: StepSize) -> Tensor:
@@ -397,6 +418,7 @@ def step_in_bases(
     momentum: Mapping[str, Tensor],
     decay: float,
     exponent: float,
+    most: Tensor,
     nesterov: Tensor,
     accept: Tensor,
     still: Collection[str] = (),
@@ -410,6 +432,7 @@ def step_in_bases(
         momentum: β₁ by parameter, 0-dim. The parameters of a block have the same.
         decay: β₂.
         exponent: w.
+        most: 0-dim; a larger β₁ is this one.
         nesterov: 0-dim; whether n is not m̂ alone.
         accept: 0-dim; if it is false, the means stay as they are.
         still: the parameters without a gradient, which have zeros. Blocks of these alone keep their means.
@@ -417,7 +440,7 @@ def step_in_bases(
     """
     if not means.groups:
         return {}
-    accepted, beta = moving(means.groups, accept, still), momentum_of(means.groups, momentum)
+    accepted, beta = moving(means.groups, accept, still), momentum_of(means.groups, momentum, most)
     scalars = means.advance(accepted, beta, decay, nesterov)
     bases, eigenvalues = ([of(group) for group in means.groups] for of in (basis_of, eigenvalues_of))
     return (run or directions)(fisher, means, gradient, scalars, exponent, bases, eigenvalues)
