@@ -36,19 +36,19 @@ INTRODUCTION = """## How it was measured
 - Every method starts from the same network and sees the same batches. The seed sets both.
 - The learning rate of a method is tuned in {trials} runs on seed 0, on a logarithmic grid: the search follows the
   better side until the best rate has worse ones on both sides, and then tries the middle between the best rate and the
-  better of its neighbors. KFAC and KFAC adaptive try the learning rates 1 and 0.3 instead, and KFAC qmodel has none.
-  The chosen rate is run with three seeds.
+  better of its neighbors. KFAC has lr=1 and is not tuned; KFAC adaptive tries the learning rates 1 and 0.3, and KFAC
+  qmodel has none. The chosen rate is run with three seeds.
 - All learning rates have a warm-up of {warm_up:.0%} of the steps and a linear decay to 0. L-BFGS and the quadratic
   model find their own step size. No method decays weights.
 - The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
   their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
-- CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and
-  made two runs at once, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
-- The runs at chosen rates were made on one machine, whose processor has AVX-512, and the others of the searches on
-  others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
+- CPU time is that of the steps on one thread, without compilation and measurements. Other work ran on the machine's
+  second core, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
+- The runs of AdamW, SOAP and Muon at chosen rates and those of KFAC were made on one machine, whose processor has
+  AVX-512, the methods of a task one after another. The runs of the searches and of the other methods were made before,
+  on others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
-- Runs of KFAC were made before the default had a multiplier that finds its scale, with a momentum of 0.95.
 
 `benchmarks/results/convergence.jsonl` has a line for each of the {count} runs, with its command and its commit:
 
