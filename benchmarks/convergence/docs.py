@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,10 @@ The lowest training loss of tuned AdamW, SOAP and Muon and of `KFAC(net)` on {ta
 {seeds} seeds. The last two columns are the steps and the CPU time that KFAC takes to AdamW's lowest loss, as multiples
 of AdamW's. The best loss of the four is bold.
 """
+MEANS = """\
+{means}. A mean is the geometric mean over the tasks of AdamW's steps, or CPU time, to its lowest loss,
+divided by the method's to the same loss; a method that does not reach it on a task counts with its whole run.
+"""
 CAPTION = """\
 ![training loss of all methods on the deep network]({figures}/{figure}.png)
 
@@ -36,19 +41,19 @@ INTRODUCTION = """## How it was measured
 - Every method starts from the same network and sees the same batches. The seed sets both.
 - The learning rate of a method is tuned in {trials} runs on seed 0, on a logarithmic grid: the search follows the
   better side until the best rate has worse ones on both sides, and then tries the middle between the best rate and the
-  better of its neighbors. KFAC and KFAC adaptive try the learning rates 1 and 0.3 instead, and KFAC qmodel has none.
-  The chosen rate is run with three seeds.
+  better of its neighbors. KFAC has lr=1 and is not tuned; KFAC adaptive tries the learning rates 1 and 0.3, and KFAC
+  qmodel has none. The chosen rate is run with three seeds.
 - All learning rates have a warm-up of {warm_up:.0%} of the steps and a linear decay to 0. L-BFGS and the quadratic
   model find their own step size. No method decays weights.
 - The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
   their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
-- CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and
-  made two runs at once, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
-- The runs at chosen rates were made on one machine, whose processor has AVX-512, and the others of the searches on
-  others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
+- CPU time is that of the steps on one thread, without compilation and measurements. Other work ran on the machine's
+  second core, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
+- The runs of AdamW, SOAP and Muon at chosen rates and those of KFAC were made on one machine, whose processor has
+  AVX-512, the methods of a task one after another. The runs of the searches and of the other methods were made before,
+  on others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
-- Runs of KFAC were made before the default had a multiplier that finds its scale, with a momentum of 0.95.
 
 `benchmarks/results/convergence.jsonl` has a line for each of the {count} runs, with its command and its commit:
 
@@ -92,9 +97,28 @@ def opening(known: Mapping[str, Mapping[str, Entry]]) -> str:
     rows = [[task, *short_cells(of_task)] for task, of_task in known.items() if of_task]
     columns = ["task", *SHORT, "steps", "CPU time"]
     parts = [OPENING.format(tasks=len(rows), seeds=len(SEEDS)), table(columns, rows)]
+    if mean := means(known):
+        parts.append(MEANS.format(means=mean))
     if known[FIGURE]:
         parts.append(CAPTION.format(figures=FIGURES, figure=FIGURE, title=TASKS[FIGURE].title))
     return "\n".join(parts)
+
+
+def means(known: Mapping[str, Mapping[str, Entry]]) -> str:
+    """The geometric means of steps and CPU time over tasks that AdamW and all methods of `SHORT` have runs of."""
+    whole_tasks = [of_task for of_task in known.values() if set(SHORT) <= of_task.keys()]
+    texts = []
+    for name in SHORT[1:]:
+        ratios = []
+        for of_task in whole_tasks:
+            adamw, entry = of_task["AdamW"], of_task[name]
+            spent = entry.task.steps, entry.seconds
+            mine = [min(pair) for pair in zip(entry.reached(adamw.loss), spent, strict=True)]
+            ratios.append([its / own for its, own in zip(adamw.reached(adamw.loss), mine, strict=True)])
+        if ratios:
+            steps, seconds = map(statistics.geometric_mean, zip(*ratios, strict=True))
+            texts.append(f"{name} is {steps:.2f} times faster than AdamW in steps and {seconds:.2f} times in CPU time")
+    return "; ".join(texts)
 
 
 def short_cells(of_task: Mapping[str, Entry]) -> list[str]:

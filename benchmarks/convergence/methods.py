@@ -234,7 +234,7 @@ METHODS: dict[str, Method] = {
     ),
     "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
     "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, tasks=EQUATIONS),
-    "KFAC": Method(kfac, "`KFAC(net, lr)`, the default, which takes lr=1 if none is given", lrs=(1.0, 0.3)),
+    "KFAC": Method(kfac, "`KFAC(net)`, which takes lr=1: nothing is tuned", lrs=(1.0,)),
     "KFAC adaptive": Method(kfac_adaptive, "`KFAC(net, lr, momentum_type='adaptive')`", lrs=(1.0, 0.3)),
     "KFAC grafted": Method(
         kfac_grafted,
