@@ -367,7 +367,7 @@ class CaseRecorder:
             for registration in self.recorder.registrations
             if (reason := reason_apart(self.recorder.program, registration)) is not None
         }
-        self.compared: set[str] = set()  # for which kinds of sources it was seen which cases meet
+        self.compared: dict[str, set[Key]] = {}  # by kind of source the registrations that were looked at
         self.settled = False  # whether a backward has shown the numbers of rows
         self.grouped = False  # whether a backward has shown that examples of the user's are apart
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
@@ -431,7 +431,8 @@ class CaseRecorder:
 
             returned = losses_of.returned(output) if follows else []
             if grouped is None:
-                self.set_meeting_apart(values, rows_of_cases, "loss" if measurement is None else "measurement")
+                kind = "loss" if measurement is None else "measurement"
+                self.set_meeting_apart(values, rows_of_cases, kind, backward.registrations)
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
@@ -589,16 +590,20 @@ class CaseRecorder:
             self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)
         return self.complete
 
-    def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], kind: str) -> None:
-        """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells.
+    def set_meeting_apart(
+        self, values: Any, loss_rows: Callable[..., LossRows], kind: str, registrations: Iterable[Registration]
+    ) -> None:
+        """Let those of the registrations whose cases meet be apart, as the first batch of several examples without NaN
+        tells.
 
         kind: of the source: "loss", "measurement" or "outputs"."""
-        if kind in self.compared or self.recorder.emitted.examples(values) < 2:
+        unknown = {registration.parameters for registration in registrations} - self.compared.setdefault(kind, set())
+        if not unknown or self.recorder.emitted.examples(values) < 2:
             return
         parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
-        meeting = keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows)
+        meeting = keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows, unknown)
         if meeting is not None:
-            self.compared.add(kind)
+            self.compared[kind] |= unknown
             self.apart = dict.fromkeys(meeting, "cases meet between it and the loss") | self.apart
 
     def slots(

@@ -96,21 +96,29 @@ def collecting_taps(emitted: EmittedModel, key: Key) -> list[CollectingTap]:
 
 
 @contextmanager
-def collected(sinks: Mapping[CollectingTap, Callable[[Rows], None]]) -> Iterator[None]:
-    """Backwards inside hand the rows of every tap to its function."""
+def collected(sinks: Mapping[CollectingTap, Callable[[Rows], None]], reads_x: bool = True) -> Iterator[None]:
+    """Backwards inside hand the rows of every tap to its function.
+
+    reads_x: False lets `Rows.x` be anything, where that saves the time of patches.
+    """
     try:
         for tap, sink in sinks.items():
-            tap.sink = sink
+            tap.sink, tap.reads_x = sink, reads_x
         yield
     finally:
         for tap in sinks:
-            tap.sink = None
+            tap.sink, tap.reads_x = None, True
+
+
+def has_numbers(rows: Tensor) -> Tensor:
+    """[N], the cases with a number other than zero."""
+    return (rows != 0).any(dim=tuple(range(1, rows.dim())))
 
 
 def cases_reached(rows: Rows) -> Tensor:
     """[N], the cases with a gradient."""
-    has_gradient = (rows.d != 0).flatten(1).any(1)
-    return has_gradient if rows.ids else has_gradient & ((rows.expanded() != 0).flatten(1).any(1) | rows.bias)
+    reached = has_numbers(rows.d)
+    return reached if rows.ids or rows.bias else reached & has_numbers(rows.expanded())
 
 
 def keys_that_meet(
@@ -123,7 +131,8 @@ def keys_that_meet(
 ) -> frozenset[Key] | None:
     """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
-    It runs one forward, and two backwards for every bit of the number of examples. The host waits. Registrations with
+    It runs one forward, and two backwards for every bit of the number of examples, or four if cases seem to meet. The
+    host waits. Registrations with
     uses that do not depend on the batch are left out, because their gradients are of all examples.
 
     Args:
@@ -139,7 +148,6 @@ def keys_that_meet(
         and not registration.generic
         and not any(use.batch_independent for use in registration.uses)
     }
-    meeting: set[Key] = set()
     if not taps:
         return frozenset()
     with emitted.isolated():
@@ -150,25 +158,34 @@ def keys_that_meet(
             return None
         leaves = [probe for by_name in probes for probe in by_name.values()]
 
-        def cases_of(cotangents: Cotangents) -> dict[tuple[Key, int], Tensor]:
-            """[N] by registration and N, the cases that the cotangents reach."""
-            cases: dict[tuple[Key, int], Tensor] = {}
+        def meeting(among: Collection[Key], reads_x: bool) -> set[Key]:
+            """Those with gradient rows, or gradients, of a case for the losses of several examples."""
+            reached = cases_reached if reads_x else lambda rows: has_numbers(rows.d)
+            found: set[Key] = set()
 
-            def note(key: Key, rows: Rows) -> None:
-                mask = cases_reached(rows)
-                place = key, len(mask)
-                cases[place] = cases[place] | mask if place in cases else mask
+            def cases_of(cotangents: Cotangents) -> dict[tuple[Key, int], Tensor]:
+                """[N] by registration and N, the cases that the cotangents reach."""
+                cases: dict[tuple[Key, int], Tensor] = {}
 
-            with collected({tap: partial(note, key) for key, of_key in taps.items() for tap in of_key}):
-                pulled(of_loss.outputs, cotangents, leaves, keep=True)
-            return cases
+                def note(key: Key, rows: Rows) -> None:
+                    mask = reached(rows)
+                    place = key, len(mask)
+                    cases[place] = cases[place] | mask if place in cases else mask
 
-        for halves in of_loss.halves():
-            low, high = map(cases_of, halves)
-            meeting |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
-        for cotangents in of_loss.first_rows():
-            meeting |= {key for (key, _), cases in cases_of(cotangents).items() if int(cases.sum()) > 1}
-    return frozenset(meeting)
+                with collected({tap: partial(note, key) for key in among for tap in taps[key]}, reads_x):
+                    pulled(of_loss.outputs, cotangents, leaves, keep=True)
+                return cases
+
+            for halves in of_loss.halves():
+                low, high = map(cases_of, halves)
+                found |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
+            for cotangents in of_loss.first_rows():
+                found |= {key for (key, _), cases in cases_of(cotangents).items() if int(cases.sum()) > 1}
+            return found
+
+        # A case without gradient rows has no gradient, so most models need no second look, and no patches.
+        suspects = meeting(taps, reads_x=False)
+        return frozenset(meeting(suspects, reads_x=True) if suspects else ())
 
 
 def keys_that_meet_in_outputs(

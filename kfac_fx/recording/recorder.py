@@ -54,7 +54,7 @@ class Recorder:
         loop_reason: why exact passes send their sources back one by one; see `Pullback`.
         misfits: see `OutputLosses.misfits`.
         rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
-        meeting: the registrations whose cases meet, see `keys_that_meet`; None: not looked for yet.
+        meeting: the registrations whose cases meet, see `keys_that_meet`, among those that were looked at.
         verify: whether exact passes are to be verified.
         parts_differ: how the outputs of a part of a batch differ from those of the batch, in words; empty: they do not;
             None: not looked for yet.
@@ -76,7 +76,8 @@ class Recorder:
     loop_reason: str | None = field(default=None, init=False)
     misfits: list[str] = field(default_factory=list, init=False)
     rows_reason: str | None = field(default=None, init=False)
-    meeting: frozenset[Key] | None = field(default=None, init=False)
+    meeting: set[Key] = field(default_factory=set, init=False)
+    looked_at: set[Key] = field(default_factory=set, init=False)
     parts_differ: str | None = field(default=None, init=False)
     repeats: bool | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
@@ -274,7 +275,7 @@ class Recorder:
         self.sample_anew(generator)
         values, targets = self.part(values, targets, fraction)
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
-        meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
+        meeting = frozenset() if saved is None else self.meeting_cases(values, targets, only)
         with self.emitted.isolated(), full_precision():
             live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
             every = [name for name in self.program.parameters if name in live] if params_stats else []
@@ -337,11 +338,16 @@ class Recorder:
         """Whether the gradient of the loss that forward returns is sent back, instead of that of its distributions."""
         return mode == "empirical" and targets is None and not self.losses.are_likelihoods
 
-    def meeting_cases(self, values: Any, targets: Any) -> frozenset[Key]:
+    def meeting_cases(self, values: Any, targets: Any, only: Collection[str] | None = None) -> frozenset[Key]:
         """The registrations whose cases meet; looked for in the first batch of several examples without NaN. Blocks of
-        the gradients of cases are among them, if the loss has another number of rows than the batch has examples."""
+        the gradients of cases are among them, if the loss has another number of rows than the batch has examples.
+
+        only: the names of the parameters whose registrations are wanted; None: all.
+        """
         examples = self.emitted.examples(values)
-        if self.meeting is None and examples > 1:
+        unknown = {r.parameters: r for r in self.registrations if is_among(r, only)}
+        unknown = {key: registration for key, registration in unknown.items() if key not in self.looked_at}
+        if unknown and examples > 1:
             emitted = collecting(self.emitted)
             losses_of = replace(self.losses, emitted=emitted)
             uneven: list[Tensor] = []
@@ -353,11 +359,14 @@ class Recorder:
                 return LossRows(fisher, leaves, tensors)
 
             parameters, buffers = self.live_parameters(), self.copied_buffers()
-            self.meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows)
-            if self.meeting is not None and uneven:
-                of_cases = (r for r in self.registrations if not (r.generic or r.structure.kronecker))
-                self.meeting |= {registration.parameters for registration in of_cases}
-        return self.meeting or frozenset()
+            meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows, unknown)
+            if meeting is not None:
+                self.looked_at |= unknown.keys()
+                self.meeting |= meeting
+                if uneven:
+                    of_cases = (r for r in unknown.values() if not (r.generic or r.structure.kronecker))
+                    self.meeting |= {registration.parameters for registration in of_cases}
+        return frozenset(self.meeting)
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
         """Run the emitted model instead of the model's own forward; the user's backward fills the probes.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.losses import Categorical
+from kfac_fx.passes.layers import conv
 from kfac_fx.recording.meeting_cases import keys_that_meet
 from kfac_fx.recording.statistics import Key
 from tests.tables import pairs
@@ -134,6 +135,73 @@ def test_cases_that_meet_are_looked_for_in_one_batch_without_nan(monkeypatch: py
     for batch in (torch.full_like(x, torch.nan), x, x):
         estimator.update_covariances(batch)
     assert known == [False, True]
+
+
+@pytest.mark.parametrize("what", ["outputs", "exact", "loss"])
+def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[frozenset[Key]] = []
+
+    def noted(*args: Any) -> frozenset[Key] | None:
+        asked.append(frozenset(args[-1]))
+        return keys_that_meet(*args)
+
+    for module in ("recorder", "case_gradients"):
+        monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    first, norm, last = (key.parameters for key in net.registrations)
+    sums: dict[Key, Tensor] = {}
+
+    def consume(key: Key, of_batch: Any, *_: Any) -> None:
+        sums[key] = of_batch
+
+    for wanted in ([last], [last, norm], [last], [first, norm, last], [last]):
+        if what == "outputs":
+            net.record_outputs((x,), {}, consume, only=wanted)
+        elif what == "loss":
+            net.record_cases((x,), {}, consume, targets=y, only=wanted)
+        else:
+            net.record((x,), {}, mode="exact", only=[name for key in wanted for name in key])
+    assert asked == [{last}, {norm}, {first}]
+
+
+def test_no_patches_are_made_to_see_that_cases_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 2, 5, 5)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    net.recorder((x,), {})
+    made: list[int] = []
+    merged = conv.merged
+    monkeypatch.setattr(conv, "merged", lambda *args: (made.append(1), merged(*args))[1])
+    net.record((x,), {}, mode="exact")  # whose A of a convolution needs no patches either
+    assert not made
+    net.record_cases((x,), {}, lambda key, cases: None, targets=torch.randint(3, (6,)))
+    assert len(made) == 1
+
+
+class WithFirst(nn.Module):
+    """All logits depend on the first case."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 5, bias=bias), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        logits: Tensor = self.head(hidden + hidden[:1])
+        return logits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+def test_gradient_rows_of_a_row_of_zeros_do_not_meet(zero: bool, bias: bool) -> None:
+    x = torch.randn(6, 4)
+    x[:1] *= not zero
+    net = kfac_fx.compile(WithFirst(bias), (x,), loss="categorical")
+    net.record((x,), {}, mode="exact")
+    first = net.registrations[0].parameters
+    assert (first in net.recorder((x,), {}).meeting) is (bias or not zero)
 
 
 @pytest.mark.parametrize(
