@@ -41,11 +41,11 @@ class LeftOut:
     def __str__(self) -> str:
         worst, (left_out, rows) = max(self.rows.items(), key=lambda item: item[1][0] / item[1][1])
         return (
-            f"{self.cases:,} of {plural(self.all_cases, 'case')} of the loss have no target, and the input factors A of "
-            f"{plural(len(self.rows), 'block')} are means over all of their rows: {100 * left_out / rows:.0f}% of those "
-            f"of {', '.join(worst)} have no gradient. The gradients, and so G, are of the cases with a target.\nLeave cases "
-            "without a target out of the batch; if they are positions, name them with compile(..., padding_mask=), or "
-            "let the forward of a model that one graph holds compute the loss."
+            f"{self.cases:,} of {plural(self.all_cases, 'case')} of the loss have no target, and the input factors A "
+            f"of {plural(len(self.rows), 'block')} are means over all of their rows: {100 * left_out / rows:.0f}% of "
+            f"those of {', '.join(worst)} have no gradient. The gradients, and so G, are of the cases with a target.\n"
+            "Leave cases without a target out of the batch; if they are positions, name them with "
+            "compile(..., padding_mask=), or let the forward of a model that one graph holds compute the loss."
         )
 
 

@@ -85,8 +85,8 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
 
 
 def lone_grad_rows(registration: Registration, use: Use, layer: Layer) -> BothRows | None:
-    """As `both_rows`, but with the gradient rows on both sides, which takes no time of patches. None if a step makes one
-    side of the other."""
+    """As `both_rows`, but with the gradient rows on both sides, which takes no time of patches. None if a step changes
+    the rows."""
     if list(steps_of(registration, use)) or use.is_complex:
         return None
     form = layer.forms[use.form]
