@@ -2,7 +2,8 @@
 
     x [N, i] -> linear -> s [N, o] -> normalized over N -> outputs -> loss of N rows      row 0 of the loss reaches s[1]
 
-The gradient rows of a case are then sums over the loss rows of several cases. Where all cases are sent back at once,
+The gradient rows of a case are then sums over the loss rows of several cases. Or cases change places, as sequences do
+that are sorted by their lengths: a row then has the gradient of another case than its number says. Where all cases are sent back at once,
 the exact modes would keep products of two cases, and the gradient of a single example would contain those of others.
 
 Three ask `keys_that_meet` for the registrations of which this is true: an exact recording and a recording of single
@@ -45,9 +46,10 @@ class LossRows:
     tensors: Sequence[Tensor]
     pooled: Sequence[Tensor] = ()
 
-    def halves(self) -> Iterator[tuple[Cotangents, Cotangents]]:
-        """Random cotangents of the outputs, from one half of the rows and from the other. Any two rows are in different
-        halves once: the halves are those of the bits of their numbers."""
+    def halves(self) -> Iterator[tuple[Tensor, Cotangents, Cotangents]]:
+        """(which rows are in the second half, random cotangents of the outputs from the first half of the rows, and
+        from the second). Any two rows are in different halves once: the halves are those of the bits of their
+        numbers."""
         generator = torch.Generator().manual_seed(0)
         for tensor in (tensor for tensor in self.tensors if tensor.dim()):
             vector = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
@@ -55,7 +57,7 @@ class LossRows:
             for bit in range(max(0, len(tensor) - 1).bit_length()):
                 upper = (row >> bit) % 2 == 1
                 low, high = (pulled([tensor], [vector * half], self.leaves, keep=True) for half in (~upper, upper))
-                yield low, high
+                yield upper.flatten(), low, high
 
     def first_rows(self) -> Iterator[Cotangents]:
         """Random cotangents of the outputs, from the first row of each of the pooled tensors."""
@@ -128,6 +130,7 @@ def keys_that_meet(
     values: Any,
     loss_rows: Callable[[Any, tuple[Tensor, ...]], LossRows],
     only: Collection[Key] | None = None,
+    in_order: Collection[Key] = (),
 ) -> frozenset[Key] | None:
     """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
@@ -140,6 +143,8 @@ def keys_that_meet(
         parameters, buffers: of the run; zero parameters get other values, because they would hide what is before them.
         loss_rows: from (what the model returns, the Fisher's outputs).
         only: the registrations that are looked at; None: all.
+        in_order: among them, those that count also if the loss of an example reaches the case of another one, as where
+            sequences are sorted by their lengths and come back in their order.
     """
     taps = {
         registration.parameters: collecting_taps(emitted, registration.parameters)
@@ -176,11 +181,16 @@ def keys_that_meet(
                     pulled(of_loss.outputs, cotangents, leaves, keep=True)
                 return cases
 
-            for halves in of_loss.halves():
-                low, high = map(cases_of, halves)
+            for upper, *cotangents in of_loss.halves():
+                low, high = map(cases_of, cotangents)
                 found |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
-            for cotangents in of_loss.first_rows():
-                found |= {key for (key, _), cases in cases_of(cotangents).items() if int(cases.sum()) > 1}
+                for cases, others in ((low, upper), (high, ~upper)):
+                    found |= {
+                        key for (key, number), mask in cases.items()
+                        if key in in_order and number == len(others) and bool((mask & others).any())
+                    }  # fmt: skip
+            for of_first in of_loss.first_rows():
+                found |= {key for (key, _), cases in cases_of(of_first).items() if int(cases.sum()) > 1}
             return found
 
         # A case without gradient rows has no gradient, so most models need no second look, and no patches.

@@ -364,7 +364,9 @@ class Recorder:
                 return LossRows(fisher, leaves, tensors)
 
             parameters, buffers = self.live_parameters(), self.copied_buffers()
-            meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows, unknown)
+            # The numbers of cases matter where the gradients of several uses add up.
+            several = {key for key, registration in unknown.items() if len(registration.uses) > 1}
+            meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows, unknown, several)
             if meeting is not None:
                 self.looked_at |= unknown.keys()
                 self.meeting |= meeting

@@ -142,7 +142,7 @@ def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, mo
     asked: list[frozenset[Key]] = []
 
     def noted(*args: Any) -> frozenset[Key] | None:
-        asked.append(frozenset(args[-1]))
+        asked.append(frozenset(args[5]))
         return keys_that_meet(*args)
 
     for module in ("recorder", "case_gradients"):
@@ -272,4 +272,52 @@ def test_gradients_of_single_examples_are_apart_where_cases_meet(name: str, meas
             grads = torch.autograd.grad(loss, [layer.weight, layer.bias], retain_graph=True)
             wanted = torch.cat([grads[0], grads[1].unsqueeze(-1)], dim=-1)
             torch.testing.assert_close(by_case[n].squeeze(0), wanted, **TOLERANCE)
-    assert ("cases meet between it and the loss" in " ".join(str(net.report).split())) is meet
+    assert ("cases meet or change places between it and the loss" in " ".join(str(net.report).split())) is meet
+
+
+class InOtherOrder(nn.Module):
+    """`how` takes the cases out of their order and back, or mixes them. The loss is of all positions in a row."""
+
+    def __init__(self, how: str, flat: bool) -> None:
+        super().__init__()
+        self.how, self.flat = how, flat
+        self.first, self.series, self.head = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.how == "packed":
+            packed = nn.utils.rnn.pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
+            hidden, _ = nn.utils.rnn.pad_packed_sequence(self.series(packed)[0], True, total_length=x.shape[1])
+        elif self.how == "sorted":
+            order = lengths.argsort(stable=True)
+            hidden = self.series(hidden[order])[0][order.argsort()]
+        elif self.how == "flipped":
+            hidden = self.series(hidden.flip(0))[0].flip(0)
+        else:
+            hidden = self.series(hidden - hidden.mean(0))[0]
+        logits: Tensor = self.head(hidden)
+        return logits.flatten(0, 1) if self.flat else logits
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("how", "flat"), [("packed", False), ("packed", True), ("sorted", True), ("flipped", True), ("centered", True)]
+)
+def test_scores_are_of_the_right_examples_where_cases_change_places(how: str, flat: bool) -> None:
+    x, y, model = torch.randn(6, 4, 3), torch.randint(3, (6, 4)), InOtherOrder(how, flat)
+    sorted_lengths, others = torch.tensor([4, 4, 3, 2, 2, 1]), torch.tensor([2, 4, 1, 3, 4, 2])
+    targets = y.flatten() if flat else y
+    net = kfac_fx.compile(model, (x, sorted_lengths), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [kfac_fx.Batch(x, others, targets=targets)], mode="empirical")
+    identity = spectrum.at(scale=0.0, damping=1.0)
+    for lengths in (sorted_lengths, others) if how in ("packed", "sorted") else (others,):
+        batch = kfac_fx.Batch(x, lengths, targets=targets)
+        logits = model(x, lengths).view(24, 3)
+        losses = nn.functional.cross_entropy(logits, y.flatten(), reduction="none").view(6, 4).sum(1)
+        learned = list(model.parameters())
+        each = [torch.autograd.grad(loss, learned, retain_graph=True, allow_unused=True) for loss in losses]
+        gradients = torch.stack(
+            [torch.cat([part.flatten() for part in of_case if part is not None]) for of_case in each]
+        )
+        torch.testing.assert_close(identity.precondition(batch).scores(batch), gradients @ gradients.T)
+        torch.testing.assert_close(identity.self_scores(batch), gradients.square().sum(1))
