@@ -3,8 +3,9 @@
     x [N, i] -> linear -> s [N, o] -> normalized over N -> outputs -> loss of N rows      row 0 of the loss reaches s[1]
 
 The gradient rows of a case are then sums over the loss rows of several cases. Or cases change places, as sequences do
-that are sorted by their lengths: a row then has the gradient of another case than its number says. Where all cases are sent back at once,
-the exact modes would keep products of two cases, and the gradient of a single example would contain those of others.
+that are sorted by their lengths: a row then has the gradient of another case than its number says. Where all cases are
+sent back at once, the exact modes would keep products of two cases, and the gradient of a single example would contain
+those of others.
 
 Three ask `keys_that_meet` for the registrations of which this is true: an exact recording and a recording of single
 examples, for cases that meet before the loss, and the proof, for cases that meet before the outputs.
