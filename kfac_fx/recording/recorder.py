@@ -364,15 +364,15 @@ class Recorder:
                 return LossRows(fisher, leaves, tensors)
 
             parameters, buffers = self.live_parameters(), self.copied_buffers()
-            # The numbers of cases matter where the gradients of several uses add up.
-            several = {key for key, registration in unknown.items() if len(registration.uses) > 1}
+            # The numbers of cases matter where the gradients of several uses add up case by case.
+            of_cases = {key for key, r in unknown.items() if not (r.generic or r.structure.kronecker)}
+            several = {key for key in of_cases if len(unknown[key].uses) > 1}
             meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows, unknown, several)
             if meeting is not None:
                 self.looked_at |= unknown.keys()
                 self.meeting |= meeting
                 if uneven:
-                    of_cases = (r for r in unknown.values() if not (r.generic or r.structure.kronecker))
-                    self.meeting |= {registration.parameters for registration in of_cases}
+                    self.meeting |= of_cases
         return frozenset(self.meeting)
 
     def tell_left_out(
