@@ -302,7 +302,7 @@ def page(results: Mapping[str, Any]) -> str:
             "",
             "CPU seconds on one thread in float32, medians of interleaved rounds. *Prepare* is all that comes before "
             "the data: kfac_fx captures the model and proves the capture on a batch, once for a model; the others wrap "
-            f"the model. Of the other {len(ratios)} phases kfac_fx takes less time in {faster}.",
+            f"the model. kfac_fx takes less time in {faster} of the other {len(ratios)} phases.",
             "",
             *markdown(spent),
             "",
@@ -322,8 +322,8 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 WHY_SLOWER = (
-    "Those of the regression take milliseconds on a network of 151 parameters: the check that single cases do not meet, "
-    "the code of a recording and the comparison with the model's own outputs cost about as much on a network of any "
+    "Those of the regression take milliseconds on a network of 151 parameters: the check that cases do not meet, the "
+    "code of a recording and the comparison with the model's own outputs cost about as much on a network of any "
     "size. The others have one block of 650 by 650, which kfac_fx sums up from the gradients of all classes of all "
     "cases and decomposes, because other dampings are then free; laplace-torch and dattri form the matrix alone, and "
     "solve with it once."

@@ -414,7 +414,7 @@ def posterior_of_laplace(options: Posterior, problem: Problem) -> Run:
 
 
 def dense_posterior(options: Posterior, problem: Problem) -> Found:
-    """Of one matrix over all chosen parameters, by their Jacobians."""
+    """The numbers of one matrix over all chosen parameters, from Jacobians."""
     model, names = problem.model, options.names(problem.model)
     theta = {name: model.get_parameter(name).detach() for name in names}
 
