@@ -195,7 +195,7 @@ def times(example: Example, problem: Problem, rounds: int) -> dict[str, dict[str
         for who, kind in kinds.items():
             found[who].append(seconds(kind(problem)))
     return {
-        phase: {who: statistics.median(each[phase] for each in found[who]) for who in kinds}
+        phase: {who: statistics.median(spent[phase] for spent in found[who]) for who in kinds}
         for phase in found["ours"][0]
     }
 

@@ -386,7 +386,7 @@ class Recorder:
         if self.looked_for_left_out or not kept:
             return
         self.looked_for_left_out = kept[0].device.type != "cpu"
-        if all(bool(each.all()) for each in kept):
+        if all(bool(of_loss.all()) for of_loss in kept):
             return
         self.looked_for_left_out = True
         emitted = collecting(self.emitted)
@@ -398,7 +398,7 @@ class Recorder:
         parameters, buffers = self.live_parameters(), self.copied_buffers()
         rows = rows_left_out(emitted, parameters, buffers, values, losses_of, registrations)
         if rows:
-            with_target, cases = sum(int(each.sum()) for each in kept), sum(each.numel() for each in kept)
+            with_target, cases = sum(int(of_loss.sum()) for of_loss in kept), sum(of_loss.numel() for of_loss in kept)
             warn_user(UserWarning(str(LeftOut(cases - with_target, cases, rows))))
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
