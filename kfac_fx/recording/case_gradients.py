@@ -45,12 +45,14 @@ from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.graphs.labels import symbolic_sizes
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
     LossRows,
+    by_example,
     cases_reached,
     collected,
     collecting,
@@ -64,6 +66,7 @@ from kfac_fx.recording.taps import CollectingTap, TappedCall, watched
 
 COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
+SORTING = {"sort", "argsort", "msort"}
 IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -367,7 +370,7 @@ class CaseRecorder:
             for registration in self.recorder.registrations
             if (reason := reason_apart(self.recorder.program, registration)) is not None
         }
-        self.compared: set[str] = set()  # for which kinds of sources it was seen which cases meet
+        self.compared: dict[str, set[Key]] = {}  # by kind of source the registrations that were looked at
         self.settled = False  # whether a backward has shown the numbers of rows
         self.grouped = False  # whether a backward has shown that examples of the user's are apart
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
@@ -423,15 +426,12 @@ class CaseRecorder:
                 constants, losses = losses_of.of_constants(output, fisher, values, "" if follows else mode, targets)
                 more = [other.detach().requires_grad_() for other in others] if follows else []
                 tensors = [*(loss.inputs for _, loss in losses), *more]
-                return LossRows(
-                    (*fisher, *others) if follows else fisher,
-                    [*constants, *more],
-                    [t for t in tensors if t.dim() and len(t) == examples],
-                )
+                return LossRows((*fisher, *others) if follows else fisher, [*constants, *more], tensors)
 
             returned = losses_of.returned(output) if follows else []
             if grouped is None:
-                self.set_meeting_apart(values, rows_of_cases, "loss" if measurement is None else "measurement")
+                kind = "loss" if measurement is None else "measurement"
+                self.set_meeting_apart(values, rows_of_cases, kind, backward.registrations)
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
@@ -558,6 +558,11 @@ class CaseRecorder:
         yield CaseSource([*tensors, *others], [*vectors, *of_others], leaves, owners)
 
     @cached_property
+    def reorders(self) -> bool:
+        """Whether the graph sorts, so that the places of cases may be those of a batch, as in packed sequences."""
+        return any(op_name(node) in SORTING for node in self.recorder.program.graph.nodes)
+
+    @cached_property
     def order_of_cut(self) -> list[int]:
         """The order in which the graph computes the Fisher's outputs and the other nodes of the cut; empty for a
         divided model, where it is that of these."""
@@ -589,17 +594,38 @@ class CaseRecorder:
             self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)
         return self.complete
 
-    def set_meeting_apart(self, values: Any, loss_rows: Callable[..., LossRows], kind: str) -> None:
-        """Let registrations whose cases meet be apart, as the first batch of several examples without NaN tells.
+    def set_meeting_apart(
+        self, values: Any, loss_rows: Callable[..., LossRows], kind: str, registrations: Iterable[Registration]
+    ) -> None:
+        """Let those of the registrations whose cases meet or change places be apart, as the first batch of several
+        examples without NaN tells; of a model that sorts, every batch.
 
         kind: of the source: "loss", "measurement" or "outputs"."""
-        if kind in self.compared or self.recorder.emitted.examples(values) < 2:
+        unknown = {registration.parameters for registration in registrations} - self.compared.setdefault(kind, set())
+        examples = self.recorder.emitted.examples(values)
+        if not unknown or examples < 2:
             return
         parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
-        meeting = keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows)
-        if meeting is not None:
-            self.compared.add(kind)
-            self.apart = dict.fromkeys(meeting, "cases meet between it and the loss") | self.apart
+        meeting: frozenset[Key] | None = frozenset(unknown)
+        several = True  # whether a loss has several rows for an example, whose order is not known yet
+        for interleaved in (False, True):
+
+            def by_examples(output: Any, outputs: tuple[Tensor, ...], interleaved: bool = interleaved) -> LossRows:
+                nonlocal several
+                rows = loss_rows(output, outputs)
+                whole = [tensor for tensor in rows.tensors if tensor.dim() and len(tensor) % examples == 0]
+                several = any(len(tensor) > examples for tensor in whole)
+                return replace(rows, tensors=[by_example(tensor, examples, interleaved) for tensor in whole])
+
+            if meeting and several:
+                emitted = self.recorder.emitted
+                meeting = keys_that_meet(emitted, parameters, buffers, values, by_examples, meeting, meeting)
+        if meeting is None:
+            return
+        self.apart = dict.fromkeys(meeting, "cases meet or change places between it and the loss") | self.apart
+        if not self.reorders:
+            self.compared[kind] |= unknown
+        self.compared[kind] |= meeting
 
     def slots(
         self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward

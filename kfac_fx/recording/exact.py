@@ -155,7 +155,10 @@ class ExactPass:
         if self.meeting:
             names = ", ".join(name for key in sorted(self.meeting)[:2] for name in key)
             more = f" and {len(self.meeting) - 2} more" if len(self.meeting) > 2 else ""
-            return f"cases meet between {names}{more} and the loss, as in batch normalization or a contrastive loss"
+            return (
+                f"cases meet or change places between {names}{more} and the loss, as in batch normalization or a "
+                "contrastive loss"
+            )
         return None
 
     def statistics(self) -> dict[Key, Statistics]:

@@ -2,8 +2,10 @@
 
     x [N, i] -> linear -> s [N, o] -> normalized over N -> outputs -> loss of N rows      row 0 of the loss reaches s[1]
 
-The gradient rows of a case are then sums over the loss rows of several cases. Where all cases are sent back at once,
-the exact modes would keep products of two cases, and the gradient of a single example would contain those of others.
+The gradient rows of a case are then sums over the loss rows of several cases. Or cases change places, as sequences do
+that are sorted by their lengths: a row then has the gradient of another case than its number says. Where all cases are
+sent back at once, the exact modes would keep products of two cases, and the gradient of a single example would contain
+those of others.
 
 Three ask `keys_that_meet` for the registrations of which this is true: an exact recording and a recording of single
 examples, for cases that meet before the loss, and the proof, for cases that meet before the outputs.
@@ -45,9 +47,10 @@ class LossRows:
     tensors: Sequence[Tensor]
     pooled: Sequence[Tensor] = ()
 
-    def halves(self) -> Iterator[tuple[Cotangents, Cotangents]]:
-        """Random cotangents of the outputs, from one half of the rows and from the other. Any two rows are in different
-        halves once: the halves are those of the bits of their numbers."""
+    def halves(self) -> Iterator[tuple[Tensor, Cotangents, Cotangents]]:
+        """(which rows are in the second half, random cotangents of the outputs from the first half of the rows, and
+        from the second). Any two rows are in different halves once: the halves are those of the bits of their
+        numbers."""
         generator = torch.Generator().manual_seed(0)
         for tensor in (tensor for tensor in self.tensors if tensor.dim()):
             vector = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
@@ -55,7 +58,7 @@ class LossRows:
             for bit in range(max(0, len(tensor) - 1).bit_length()):
                 upper = (row >> bit) % 2 == 1
                 low, high = (pulled([tensor], [vector * half], self.leaves, keep=True) for half in (~upper, upper))
-                yield low, high
+                yield upper.flatten(), low, high
 
     def first_rows(self) -> Iterator[Cotangents]:
         """Random cotangents of the outputs, from the first row of each of the pooled tensors."""
@@ -96,21 +99,29 @@ def collecting_taps(emitted: EmittedModel, key: Key) -> list[CollectingTap]:
 
 
 @contextmanager
-def collected(sinks: Mapping[CollectingTap, Callable[[Rows], None]]) -> Iterator[None]:
-    """Backwards inside hand the rows of every tap to its function."""
+def collected(sinks: Mapping[CollectingTap, Callable[[Rows], None]], reads_x: bool = True) -> Iterator[None]:
+    """Backwards inside hand the rows of every tap to its function.
+
+    reads_x: False lets `Rows.x` be anything, where that saves the time of patches.
+    """
     try:
         for tap, sink in sinks.items():
-            tap.sink = sink
+            tap.sink, tap.reads_x = sink, reads_x
         yield
     finally:
         for tap in sinks:
-            tap.sink = None
+            tap.sink, tap.reads_x = None, True
+
+
+def has_numbers(rows: Tensor) -> Tensor:
+    """[N], the cases with a number other than zero."""
+    return (rows != 0).any(dim=tuple(range(1, rows.dim())))
 
 
 def cases_reached(rows: Rows) -> Tensor:
     """[N], the cases with a gradient."""
-    has_gradient = (rows.d != 0).flatten(1).any(1)
-    return has_gradient if rows.ids else has_gradient & ((rows.expanded() != 0).flatten(1).any(1) | rows.bias)
+    reached = has_numbers(rows.d)
+    return reached if rows.ids or rows.bias else reached & has_numbers(rows.expanded())
 
 
 def keys_that_meet(
@@ -120,10 +131,12 @@ def keys_that_meet(
     values: Any,
     loss_rows: Callable[[Any, tuple[Tensor, ...]], LossRows],
     only: Collection[Key] | None = None,
+    in_order: Collection[Key] = (),
 ) -> frozenset[Key] | None:
     """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
-    It runs one forward, and two backwards for every bit of the number of examples. The host waits. Registrations with
+    It runs one forward, and two backwards for every bit of the number of examples, or four if cases seem to meet. The
+    host waits. Registrations with
     uses that do not depend on the batch are left out, because their gradients are of all examples.
 
     Args:
@@ -131,6 +144,8 @@ def keys_that_meet(
         parameters, buffers: of the run; zero parameters get other values, because they would hide what is before them.
         loss_rows: from (what the model returns, the Fisher's outputs).
         only: the registrations that are looked at; None: all.
+        in_order: among them, those that count also if the loss of an example reaches the case of another one, as where
+            sequences are sorted by their lengths and come back in their order.
     """
     taps = {
         registration.parameters: collecting_taps(emitted, registration.parameters)
@@ -139,7 +154,6 @@ def keys_that_meet(
         and not registration.generic
         and not any(use.batch_independent for use in registration.uses)
     }
-    meeting: set[Key] = set()
     if not taps:
         return frozenset()
     with emitted.isolated():
@@ -150,25 +164,39 @@ def keys_that_meet(
             return None
         leaves = [probe for by_name in probes for probe in by_name.values()]
 
-        def cases_of(cotangents: Cotangents) -> dict[tuple[Key, int], Tensor]:
-            """[N] by registration and N, the cases that the cotangents reach."""
-            cases: dict[tuple[Key, int], Tensor] = {}
+        def meeting(among: Collection[Key], reads_x: bool) -> set[Key]:
+            """Those with gradient rows, or gradients, of a case for the losses of several examples."""
+            reached = cases_reached if reads_x else lambda rows: has_numbers(rows.d)
+            found: set[Key] = set()
 
-            def note(key: Key, rows: Rows) -> None:
-                mask = cases_reached(rows)
-                place = key, len(mask)
-                cases[place] = cases[place] | mask if place in cases else mask
+            def cases_of(cotangents: Cotangents) -> dict[tuple[Key, int], Tensor]:
+                """[N] by registration and N, the cases that the cotangents reach."""
+                cases: dict[tuple[Key, int], Tensor] = {}
 
-            with collected({tap: partial(note, key) for key, of_key in taps.items() for tap in of_key}):
-                pulled(of_loss.outputs, cotangents, leaves, keep=True)
-            return cases
+                def note(key: Key, rows: Rows) -> None:
+                    mask = reached(rows)
+                    place = key, len(mask)
+                    cases[place] = cases[place] | mask if place in cases else mask
 
-        for halves in of_loss.halves():
-            low, high = map(cases_of, halves)
-            meeting |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
-        for cotangents in of_loss.first_rows():
-            meeting |= {key for (key, _), cases in cases_of(cotangents).items() if int(cases.sum()) > 1}
-    return frozenset(meeting)
+                with collected({tap: partial(note, key) for key in among for tap in taps[key]}, reads_x):
+                    pulled(of_loss.outputs, cotangents, leaves, keep=True)
+                return cases
+
+            for upper, *cotangents in of_loss.halves():
+                low, high = map(cases_of, cotangents)
+                found |= {place[0] for place in low.keys() & high.keys() if bool((low[place] & high[place]).any())}
+                for cases, others in ((low, upper), (high, ~upper)):
+                    found |= {
+                        key for (key, number), mask in cases.items()
+                        if key in in_order and number == len(others) and bool((mask & others).any())
+                    }  # fmt: skip
+            for of_first in of_loss.first_rows():
+                found |= {key for (key, _), cases in cases_of(of_first).items() if int(cases.sum()) > 1}
+            return found
+
+        # A case without gradient rows has no gradient, so most models need no second look, and no patches.
+        suspects = meeting(taps, reads_x=False)
+        return frozenset(meeting(suspects, reads_x=True) if suspects else ())
 
 
 def keys_that_meet_in_outputs(

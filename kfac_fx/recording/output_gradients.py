@@ -96,7 +96,7 @@ def record_outputs(
 
         leaves, constants, chosen = by_example(run.output)
         if grouped is None:
-            of.set_meeting_apart(values, rows_of_cases, "outputs")
+            of.set_meeting_apart(values, rows_of_cases, "outputs", run.backward.registrations)
         every = torch.eye(chosen.shape[1], dtype=chosen.dtype, device=chosen.device)  # one row for each output
 
         def cotangents(example: int | None = None) -> Cotangents:

@@ -20,7 +20,7 @@ from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
-from kfac_fx.losses.declared import LossSpec, RegisteredLosses
+from kfac_fx.losses.declared import LossSpec, RegisteredLosses, WeightedLosses
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
@@ -28,9 +28,11 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
+from kfac_fx.recording.left_out import LeftOut, rows_left_out
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from kfac_fx.recording.output_losses import OutputLosses, probably_mean
 from kfac_fx.recording.statistics import Key, Moments, PendingMoments, flat, with_twins, without_twins
@@ -54,10 +56,11 @@ class Recorder:
         loop_reason: why exact passes send their sources back one by one; see `Pullback`.
         misfits: see `OutputLosses.misfits`.
         rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
-        meeting: the registrations whose cases meet, see `keys_that_meet`; None: not looked for yet.
+        meeting: the registrations whose cases meet, see `keys_that_meet`, among those that were looked at.
         verify: whether exact passes are to be verified.
         parts_differ: how the outputs of a part of a batch differ from those of the batch, in words; empty: they do not;
             None: not looked for yet.
+        looked_for_left_out: whether rows of cases without a target were looked for in factors, as `tell_left_out` does.
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
@@ -76,7 +79,9 @@ class Recorder:
     loop_reason: str | None = field(default=None, init=False)
     misfits: list[str] = field(default_factory=list, init=False)
     rows_reason: str | None = field(default=None, init=False)
-    meeting: frozenset[Key] | None = field(default=None, init=False)
+    meeting: set[Key] = field(default_factory=set, init=False)
+    looked_at: set[Key] = field(default_factory=set, init=False)
+    looked_for_left_out: bool = field(default=False, init=False)
     parts_differ: str | None = field(default=None, init=False)
     repeats: bool | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
@@ -274,7 +279,7 @@ class Recorder:
         self.sample_anew(generator)
         values, targets = self.part(values, targets, fraction)
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
-        meeting = frozenset() if saved is None else self.meeting_cases(values, targets)
+        meeting = frozenset() if saved is None else self.meeting_cases(values, targets, only)
         with self.emitted.isolated(), full_precision():
             live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
             every = [name for name in self.program.parameters if name in live] if params_stats else []
@@ -295,6 +300,7 @@ class Recorder:
             returned = losses_of.returned(output) if self.follows_returned(mode, targets) else []
             constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
             cases, sums = losses_of.summed(losses)
+            self.tell_left_out(losses, values, targets, "" if returned else mode, only)
             if saved is not None:
                 exact = ExactPass(
                     mode,
@@ -337,11 +343,16 @@ class Recorder:
         """Whether the gradient of the loss that forward returns is sent back, instead of that of its distributions."""
         return mode == "empirical" and targets is None and not self.losses.are_likelihoods
 
-    def meeting_cases(self, values: Any, targets: Any) -> frozenset[Key]:
+    def meeting_cases(self, values: Any, targets: Any, only: Collection[str] | None = None) -> frozenset[Key]:
         """The registrations whose cases meet; looked for in the first batch of several examples without NaN. Blocks of
-        the gradients of cases are among them, if the loss has another number of rows than the batch has examples."""
+        the gradients of cases are among them, if the loss has another number of rows than the batch has examples.
+
+        only: the names of the parameters whose registrations are wanted; None: all.
+        """
         examples = self.emitted.examples(values)
-        if self.meeting is None and examples > 1:
+        unknown = {r.parameters: r for r in self.registrations if is_among(r, only)}
+        unknown = {key: registration for key, registration in unknown.items() if key not in self.looked_at}
+        if unknown and examples > 1:
             emitted = collecting(self.emitted)
             losses_of = replace(self.losses, emitted=emitted)
             uneven: list[Tensor] = []
@@ -353,11 +364,42 @@ class Recorder:
                 return LossRows(fisher, leaves, tensors)
 
             parameters, buffers = self.live_parameters(), self.copied_buffers()
-            self.meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows)
-            if self.meeting is not None and uneven:
-                of_cases = (r for r in self.registrations if not (r.generic or r.structure.kronecker))
-                self.meeting |= {registration.parameters for registration in of_cases}
-        return self.meeting or frozenset()
+            # The numbers of cases matter where the gradients of several uses add up case by case.
+            of_cases = {key for key, r in unknown.items() if not (r.generic or r.structure.kronecker)}
+            several = {key for key in of_cases if len(unknown[key].uses) > 1}
+            meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows, unknown, several)
+            if meeting is not None:
+                self.looked_at |= unknown.keys()
+                self.meeting |= meeting
+                if uneven:
+                    self.meeting |= of_cases
+        return frozenset(self.meeting)
+
+    def tell_left_out(
+        self, losses: WeightedLosses, values: Any, targets: Any, mode: str, only: Collection[str] | None
+    ) -> None:
+        """Warn if rows of cases without a target are in input factors, as the first batch with such cases tells.
+
+        On a CPU every batch may be the first; elsewhere it is the first recording, because the host waits.
+        """
+        kept = [loss.kept for _, loss in losses if loss.kept is not None]
+        if self.looked_for_left_out or not kept:
+            return
+        self.looked_for_left_out = kept[0].device.type != "cpu"
+        if all(bool(of_loss.all()) for of_loss in kept):
+            return
+        self.looked_for_left_out = True
+        emitted = collecting(self.emitted)
+
+        def losses_of(output: Any, fisher: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], WeightedLosses]:
+            return replace(self.losses, emitted=emitted).of_constants(output, fisher, values, mode, targets)
+
+        registrations = [registration for registration in self.registrations if is_among(registration, only)]
+        parameters, buffers = self.live_parameters(), self.copied_buffers()
+        rows = rows_left_out(emitted, parameters, buffers, values, losses_of, registrations)
+        if rows:
+            with_target, cases = sum(int(of_loss.sum()) for of_loss in kept), sum(of_loss.numel() for of_loss in kept)
+            warn_user(UserWarning(str(LeftOut(cases - with_target, cases, rows))))
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
         """Run the emitted model instead of the model's own forward; the user's backward fills the probes.

@@ -84,6 +84,23 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     return both
 
 
+def lone_grad_rows(registration: Registration, use: Use, layer: Layer) -> BothRows | None:
+    """As `both_rows`, but with the gradient rows on both sides, which takes no time of patches. None if a step changes
+    the rows."""
+    if list(steps_of(registration, use)) or use.is_complex:
+        return None
+    form = layer.forms[use.form]
+    make_grad_rows, literals, names = form.grad_rows, literal_attrs(use), tuple(tensor_attrs(use))
+    batch_dim = (use.batch_dim or 0) if form.leading else 0
+
+    def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
+        attrs = {**literals, **dict(zip(names, tensors, strict=True))}
+        grad_rows = make_grad_rows(cases_first(output_grad, batch_dim), attrs)
+        return grad_rows, grad_rows
+
+    return both
+
+
 def steps_of(registration: Registration, use: Use) -> Iterator[UseStep]:
     """The functions that turn the rows of the layer into those of the registration's matrix, in their order."""
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
@@ -634,15 +651,25 @@ class CollectingTap(Tap):
     tap runs without a compiler, and its sink without vmap. Before `sink` is set, rows are not made.
 
     Attributes:
+        reads_x: whether `sink` reads `Rows.x`, which takes the time of patches.
         calls: gets its calls in a forward that is `watched`; None in others.
     """
 
     sink: Callable[[Rows], None] | None = None
+    reads_x: bool = True
     calls: list[TappedCall] | None = None
 
     def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
         super().__init__(registration, use, layer)
         self.use = use
+
+    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
+        whole, short = both_rows(registration, use, layer), lone_grad_rows(registration, use, layer)
+
+        def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
+            return (whole if self.reads_x or short is None else short)(output_grad, input, *tensors)
+
+        return both
 
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         tapped = super().forward(output, input, probes, *tensors)

@@ -95,6 +95,7 @@ def test_documents_that_are_packed_into_rows_are_examples() -> None:
     assert_examples(net, Batch(ids, PLACE, targets=y), [losses[numbers == number].sum() for number in range(5)])
 
 
+@pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")  # of A, in which these rows are
 def test_rows_of_no_example_are_in_none() -> None:
     """The rest of a row is padding: the number of its example is -1, and its targets are ignored."""
     ids, y = torch.randint(7, PLACE.shape), torch.randint(7, PLACE.shape)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.losses import Categorical
+from kfac_fx.passes.layers import conv
 from kfac_fx.recording.meeting_cases import keys_that_meet
 from kfac_fx.recording.statistics import Key
 from tests.tables import pairs
@@ -136,6 +137,73 @@ def test_cases_that_meet_are_looked_for_in_one_batch_without_nan(monkeypatch: py
     assert known == [False, True]
 
 
+@pytest.mark.parametrize("what", ["outputs", "exact", "loss"])
+def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[frozenset[Key]] = []
+
+    def noted(*args: Any) -> frozenset[Key] | None:
+        asked.append(frozenset(args[5]))
+        return keys_that_meet(*args)
+
+    for module in ("recorder", "case_gradients"):
+        monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    first, norm, last = (key.parameters for key in net.registrations)
+    sums: dict[Key, Tensor] = {}
+
+    def consume(key: Key, of_batch: Any, *_: Any) -> None:
+        sums[key] = of_batch
+
+    for wanted in ([last], [last, norm], [last], [first, norm, last], [last]):
+        if what == "outputs":
+            net.record_outputs((x,), {}, consume, only=wanted)
+        elif what == "loss":
+            net.record_cases((x,), {}, consume, targets=y, only=wanted)
+        else:
+            net.record((x,), {}, mode="exact", only=[name for key in wanted for name in key])
+    assert asked == [{last}, {norm}, {first}]
+
+
+def test_no_patches_are_made_to_see_that_cases_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 2, 5, 5)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    net.recorder((x,), {})
+    made: list[int] = []
+    merged = conv.merged
+    monkeypatch.setattr(conv, "merged", lambda *args: (made.append(1), merged(*args))[1])
+    net.record((x,), {}, mode="exact")  # whose A of a convolution needs no patches either
+    assert not made
+    net.record_cases((x,), {}, lambda key, cases: None, targets=torch.randint(3, (6,)))
+    assert len(made) == 1
+
+
+class WithFirst(nn.Module):
+    """All logits depend on the first case."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 5, bias=bias), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        logits: Tensor = self.head(hidden + hidden[:1])
+        return logits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+def test_gradient_rows_of_a_row_of_zeros_do_not_meet(zero: bool, bias: bool) -> None:
+    x = torch.randn(6, 4)
+    x[:1] *= not zero
+    net = kfac_fx.compile(WithFirst(bias), (x,), loss="categorical")
+    net.record((x,), {}, mode="exact")
+    first = net.registrations[0].parameters
+    assert (first in net.recorder((x,), {}).meeting) is (bias or not zero)
+
+
 @pytest.mark.parametrize(
     ("build", "logits_of", "meet"),
     [pytest.param(*model, id=name) for name, model in MODELS.items() if "loss" not in name],
@@ -204,4 +272,52 @@ def test_gradients_of_single_examples_are_apart_where_cases_meet(name: str, meas
             grads = torch.autograd.grad(loss, [layer.weight, layer.bias], retain_graph=True)
             wanted = torch.cat([grads[0], grads[1].unsqueeze(-1)], dim=-1)
             torch.testing.assert_close(by_case[n].squeeze(0), wanted, **TOLERANCE)
-    assert ("cases meet between it and the loss" in " ".join(str(net.report).split())) is meet
+    assert ("cases meet or change places between it and the loss" in " ".join(str(net.report).split())) is meet
+
+
+class InOtherOrder(nn.Module):
+    """`how` takes the cases out of their order and back, or mixes them. The loss is of all positions in a row."""
+
+    def __init__(self, how: str, flat: bool) -> None:
+        super().__init__()
+        self.how, self.flat = how, flat
+        self.first, self.series, self.head = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.how == "packed":
+            packed = nn.utils.rnn.pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
+            hidden, _ = nn.utils.rnn.pad_packed_sequence(self.series(packed)[0], True, total_length=x.shape[1])
+        elif self.how == "sorted":
+            order = lengths.argsort(stable=True)
+            hidden = self.series(hidden[order])[0][order.argsort()]
+        elif self.how == "flipped":
+            hidden = self.series(hidden.flip(0))[0].flip(0)
+        else:
+            hidden = self.series(hidden - hidden.mean(0))[0]
+        logits: Tensor = self.head(hidden)
+        return logits.flatten(0, 1) if self.flat else logits
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("how", "flat"), [("packed", False), ("packed", True), ("sorted", True), ("flipped", True), ("centered", True)]
+)
+def test_scores_are_of_the_right_examples_where_cases_change_places(how: str, flat: bool) -> None:
+    x, y, model = torch.randn(6, 4, 3), torch.randint(3, (6, 4)), InOtherOrder(how, flat)
+    sorted_lengths, others = torch.tensor([4, 4, 3, 2, 2, 1]), torch.tensor([2, 4, 1, 3, 4, 2])
+    targets = y.flatten() if flat else y
+    net = kfac_fx.compile(model, (x, sorted_lengths), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [kfac_fx.Batch(x, others, targets=targets)], mode="empirical")
+    identity = spectrum.at(scale=0.0, damping=1.0)
+    for lengths in (sorted_lengths, others) if how in ("packed", "sorted") else (others,):
+        batch = kfac_fx.Batch(x, lengths, targets=targets)
+        logits = model(x, lengths).view(24, 3)
+        losses = nn.functional.cross_entropy(logits, y.flatten(), reduction="none").view(6, 4).sum(1)
+        learned = list(model.parameters())
+        each = [torch.autograd.grad(loss, learned, retain_graph=True, allow_unused=True) for loss in losses]
+        gradients = torch.stack(
+            [torch.cat([part.flatten() for part in of_case if part is not None]) for of_case in each]
+        )
+        torch.testing.assert_close(identity.precondition(batch).scores(batch), gradients @ gradients.T)
+        torch.testing.assert_close(identity.self_scores(batch), gradients.square().sum(1))

@@ -700,6 +700,7 @@ INSIDE: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")  # of A, in which the masked cases are
 @pytest.mark.parametrize(("loss", "text"), INSIDE.values(), ids=INSIDE)
 @pytest.mark.parametrize("mode", ["gradients", "empirical"])
 def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode: str) -> None:

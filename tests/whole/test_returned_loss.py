@@ -17,7 +17,10 @@ from torch.func import functional_call, jacrev
 import kfac_fx
 from kfac_fx import Batch, FisherEstimator, LossError
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:.*have no target:UserWarning"),  # of A, see test_left_out.py
+]
 N, T, C = 5, 3, 3
 WEIGHT = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Any]

@@ -1,0 +1,122 @@
+"""Cases without a target, whose rows are in input factors: they are told, and only they."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import FisherEstimator
+from tests.whole.divided import Branching
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.first(x)))
+        return logits
+
+
+class Attending(Net):
+    """Every position reads those before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        logits: Tensor = self.head((hidden @ hidden.mT).masked_fill(~seen, -1e9).softmax(-1) @ hidden)
+        return logits
+
+
+class WithLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x).flatten(0, -2), y.flatten())
+
+
+def targets(*shape: int, kept: int) -> Tensor:
+    y = torch.randint(3, shape)
+    y.view(-1)[kept:] = -100
+    return y
+
+
+def told(net: kfac_fx.CompiledModule, mode: str, *batches: tuple[Any, ...]) -> list[str]:
+    """batches: (arguments, targets)."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        estimator = FisherEstimator(net, estimation_mode=mode)
+        for *args, of_batch in batches:
+            estimator.update_covariances(*args, targets=of_batch, fold=False)
+        estimator.fold()
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact"])
+@pytest.mark.parametrize("shape", [(12,), (12, 5)])
+@pytest.mark.parametrize("build", [Net, Branching])
+def test_targets_from_outside_leave_rows_in_input_factors(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], mode: str
+) -> None:
+    x, net = torch.randn(*shape, 4), kfac_fx.compile(build(), (torch.randn(*shape, 4),), loss="categorical")
+    whole, part = targets(*shape, kept=1000), targets(*shape, kept=9)
+    cases = whole.numel()
+    (message,) = told(net, mode, (x, whole), (x, part), (x, part))
+    blocks = len(net.registrations)
+    assert message.startswith(
+        f"{cases - 9} of {cases} cases of the loss have no target, and the input factors A of {blocks} blocks are "
+        f"means over all of their rows: {100 * (cases - 9) / cases:.0f}% of those of "
+    )
+    assert "Leave cases without a target out of the batch; if they are positions, name them with compile(" in message
+
+
+@pytest.mark.parametrize("build", [Net, Branching])
+@pytest.mark.parametrize("shape", [(12,), (12, 5)])
+def test_losses_in_forward_leave_rows_in_where_no_mask_fits(
+    shape: tuple[int, ...], build: Callable[[], nn.Module]
+) -> None:
+    x, y = torch.randn(*shape, 4), targets(*shape, kept=9)
+    net = kfac_fx.compile(WithLoss(build()), (x, y))
+    messages = told(net, "exact", (x, y, None))
+    estimator = FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(x, y)
+    rows = torch.cat([x.flatten(0, -2)[:9], torch.ones(9, 1)], 1)
+    wanted = rows.T @ rows / 9
+    first = estimator.blocks[net.registrations[0].parameters].factors["A"].value[0]
+    assert bool(messages) is not torch.allclose(first, wanted, atol=1e-6)
+
+
+def test_rows_that_cases_with_a_target_read_are_no_such_rows() -> None:
+    x, net = torch.randn(7, 5, 4), kfac_fx.compile(Attending(), (torch.randn(7, 5, 4),), loss="categorical")
+    prompt = torch.randint(3, (7, 5))
+    prompt[:, :3] = -100
+    (message,) = told(net, "exact", (x, prompt))  # the head's rows have no gradient, the others have
+    assert "of 1 block are" in message and "60% of those of head.weight, head.bias" in message
+    behind = torch.randint(3, (7, 5))
+    behind[:, 3:] = -100
+    (message,) = told(kfac_fx.compile(Attending(), (x,), loss="categorical"), "exact", (x, behind))
+    assert "of 2 blocks are" in message and "40% of those of" in message
+
+
+@pytest.mark.parametrize("approximation", ["full", "diagonal"])
+def test_blocks_without_input_factors_have_no_such_rows(approximation: str) -> None:
+    x = torch.randn(12, 4)
+    net = kfac_fx.compile(Net(), (x,), loss="categorical", approximations={"*": approximation})
+    assert told(net, "exact", (x, targets(12, kept=9))) == []
+
+
+def test_masked_rows_are_no_such_rows() -> None:
+    x, y = torch.randn(12, 5, 4), targets(12, 5, kept=9)
+    x[..., 0] = torch.where(y < 0, 0, x[..., 0].abs() + 1)
+    net = kfac_fx.compile(Net(), (x,), loss="categorical", padding_mask=lambda x: x[..., 0] != 0)
+    assert told(net, "exact", (x, y)) == []
