@@ -194,6 +194,25 @@ def test_a_nested_argument_is_refused_with_a_module_that_trains() -> None:
     assert trained(net, kfac_fx.KFAC(net), loss, 30) < reached
 
 
+def test_a_model_that_is_divided_says_which_submodules_take_nested_tensors() -> None:
+    """They stay Python, and the others have blocks. Saved nested tensors have no memory of their own."""
+
+    class Branching(Padding):
+        def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+            logits = super().forward(values, offsets)
+            return logits if logits.sum() < 1e9 else 2 * logits
+
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Branching(), jagged(LENGTHS), loss="categorical")
+    assert {registration.parameters[0] for registration in net.registrations if not registration.generic} == {
+        "norm.weight",
+        "last.weight",
+    }
+    assert "first: it takes a nested tensor" in str(net.report)
+    for mode in ("gradients", "exact"):
+        assert net.record(jagged(OTHERS), {}, mode=mode).cases == len(OTHERS)
+
+
 def test_a_nested_output_is_refused_with_what_to_return() -> None:
     class Nested(Base):
         def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
