@@ -45,8 +45,8 @@ def failures(family: str, chains: Iterable[Sequence[str]]) -> dict[Sequence[str]
             continue
         generic = [f"{r.parameters[0]}: {r.reason}" for r in net.registrations if r.generic]
         parts = [part.path for part in net.program.submodules]
-        if generic or parts:
-            failed[chain] = f"generic {generic}, parts {parts}"
+        if generic or parts or net.program.unused:
+            failed[chain] = f"generic {generic}, parts {parts}, unused {net.program.unused}"
     return failed
 
 
