@@ -5,8 +5,8 @@ only. Results are appended to `benchmarks/results/zoo.jsonl` as they come, and w
 model that is there already is skipped unless it is asked for `--again`, or by the `--status` or the `--commit` of its
 last result. `--merge` adds the results of other files; `--write-docs` turns the results into `docs/zoo.md`.
 
-The models need timm, torchvision, transformers, diffusers and peft; those of "papers" need torch alone. Nothing is
-downloaded, all weights are random.
+The models need timm, torchvision, transformers, diffusers and peft; those of "papers" need torch alone. All weights are
+random, so no file is downloaded.
 """
 
 from __future__ import annotations

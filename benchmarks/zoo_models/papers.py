@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 def load() -> None:
-    """Nothing but torch is needed."""
+    """These models need torch alone."""
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
