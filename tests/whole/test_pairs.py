@@ -18,6 +18,8 @@ FAMILIES: dict[str, tuple[Mapping[str, Make], tuple[int, ...]]] = {
 }
 # torch's own gradient of the norm is wrong there, as the difference quotients of the last test show. The proof sees it.
 WRONG_IN_TORCH = {("InstanceNorm2d", "attention"), ("InstanceNorm2d", "LSTM over pixels")}
+# The backward of torch 2.13 ends the process there, with plain modules: no test can wait for it.
+CRASHES_IN_TORCH = {("channels last", "GroupNorm")}
 QUICK = 6  # the chains of each family that a quick test compiles
 Names = tuple[str, ...]
 
@@ -65,14 +67,16 @@ def test_chains_of_ordinary_modules_compile(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "first"), [(family, name) for family in FAMILIES for name in FAMILIES[family][0]])
 def test_every_pair_of_ordinary_modules_compiles(family: str, first: str) -> None:
-    assert failures(family, [(first, second) for second in FAMILIES[family][0]]).keys() <= WRONG_IN_TORCH
+    pairs = {(first, second) for second in FAMILIES[family][0]} - CRASHES_IN_TORCH
+    assert failures(family, sorted(pairs)).keys() <= WRONG_IN_TORCH
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_triples_of_ordinary_modules_compile(family: str, seed: int) -> None:
-    chains = [chain for chain in drawn(family, 3, 40, seed) if not WRONG_IN_TORCH & {chain[:2], chain[1:]}]
+    left_out = WRONG_IN_TORCH | CRASHES_IN_TORCH
+    chains = [chain for chain in drawn(family, 3, 40, seed) if not left_out & {chain[:2], chain[1:]}]
     assert not failures(family, chains)
 
 
