@@ -5,7 +5,8 @@ only. Results are appended to `benchmarks/results/zoo.jsonl` as they come, and w
 model that is there already is skipped unless it is asked for `--again`, or by the `--status` or the `--commit` of its
 last result. `--merge` adds the results of other files; `--write-docs` turns the results into `docs/zoo.md`.
 
-The models need timm, torchvision, transformers, diffusers and peft; nothing is downloaded, all weights are random.
+The models need timm, torchvision, transformers, diffusers and peft; those of "papers" need torch alone. All weights are
+random, so no file is downloaded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from benchmarks import zoo_measure
 from benchmarks.zoo_docs import DOCS, write
 from benchmarks.zoo_models.entry import Entry
 
-LIBRARIES = ("timm", "torchvision", "transformers", "diffusers", "peft")
+PACKAGES = ("timm", "torchvision", "transformers", "diffusers", "peft")
+LIBRARIES = (*PACKAGES, "papers")
 OUT = Path(__file__).parent / "results" / "zoo.jsonl"
 COLORS = {"works": "green", "wrong": "bold red"}
 
@@ -51,7 +53,7 @@ def entries(libraries: Sequence[str], pattern: str) -> list[Entry]:
 def versions() -> dict[str, str]:
     commit = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False).stdout.strip()
     found = {"kfac_fx": commit or "unknown", "python": platform.python_version()}
-    for name in ("torch", *LIBRARIES):
+    for name in ("torch", *PACKAGES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -30,8 +30,10 @@ INTRODUCTION = """# The zoo
 
 This page shows how `kfac_fx.compile` handles models that people use. Every model is the real code of its library with
 random weights. The models of transformers, diffusers and peft have tiny configurations; those of timm and torchvision
-have their full width, on small images (a few with fewer layers). Every model is in training mode. It is captured with a
-batch of {captured} and checked with a batch of {other}.
+have their full width, on small images (a few with fewer layers). The models of "papers" are of kinds that the libraries
+do not have: graph networks with sparse matrices, neural operators, flows, generators, detectors, equilibrium, early
+exits, a step inside of forward. They are written here, shorter than the public originals. Every model is in training
+mode. It is captured with a batch of {captured} and checked with a batch of {other}.
 
 - **works**: the model was captured, and four checks hold for the other batch size. The captured graph has the outputs
   and gradients of the original (relative differences of at most {relative:g}). The rows of every structured

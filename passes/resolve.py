@@ -12,14 +12,15 @@ Rules, in this order; order in the graph or among the layers never decides which
    stay and the composite goes. Two that still claim one use are an error: a use that is registered twice counts twice;
 7. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
    treatment where there is one: biases are split off a shared weight, a tied output layer is an embedding with its
-   roles swapped; otherwise the registration is ambiguous and the user must choose;
+   roles swapped; a matrix that is also scaled or added as it is, as in `w - lr * gradient`, is generic; otherwise the
+   registration is ambiguous and the user must choose;
 8. a parameter that no match claims is generic where a loss depends on it, and unused where none does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -45,11 +46,12 @@ def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
     notes: list[Note] = []
     matches, reasons = split_shared(without_functions(claims(program, notes), notes))
+    matches, mixed = without_mixed(matches)
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
     registrations = [registration(program, uses, reasons) for uses in groups]
     taken = {name for registered in registrations for name in registered.parameters}
-    generics, unused = leftovers(program, taken)
+    generics, unused = leftovers(program, taken, mixed)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     registrations.sort(key=lambda registered: order[registered.uses[0].output])
     return program.but(
@@ -255,15 +257,28 @@ def split_shared(matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], st
         for role, bound in use.parameters.items():
             result.append(replace(use, parameters={role: bound}))
             reasons[frozenset({bound.parameter})] = f"{', '.join(culprits)} is shared by uses with other parameters"
+    return result, reasons
+
+
+def without_mixed(matches: Sequence[Use]) -> tuple[list[Use], dict[str, str]]:
+    """The uses over one matrix for each parameter set; and the parameters that are matrices in some of their uses and
+    scale or shift in others, with the reason why they are generic. Raises AmbiguousRegistrationError with all others.
+    """
     merged: list[Use] = []
+    mixed: dict[str, str] = {}
     clashes: list[tuple[list[str], str]] = []
-    for uses in grouped(result):
+    for uses in grouped(matches):
         alike = align(uses)
-        if alike is None:
-            places = " and ".join(dict.fromkeys(f"{use.layer} ({where(use.output)})" for use in uses))
-            clashes.append((sorted(uses[0].parameter_set), places))
-        else:
+        if alike is not None:
             merged += alike
+            continue
+        places = " and ".join(dict.fromkeys(f"{use.layer} ({where(use.output)})" for use in uses))
+        if any(as_per_case(use) is not None for use in uses) and any(as_per_case(use) is None for use in uses):
+            mixed |= dict.fromkeys(
+                uses[0].parameter_set, f"a matrix in one use, and scaled or added in another: {places}"
+            )
+        else:
+            clashes.append((sorted(uses[0].parameter_set), places))
     if clashes:
         many = "1 parameter is" if len(clashes) == 1 else f"{len(clashes)} parameters are"
         choice = ", ".join(f'"{names[0]}": "{GENERIC}"' for names, _ in clashes)
@@ -272,7 +287,7 @@ def split_shared(matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], st
             f"{table((', '.join(names), places) for names, places in clashes)}\n"
             f"Use separate parameters, or let them be generic: compile(..., approximations={{{choice}}})."
         )
-    return merged, reasons
+    return merged, mixed
 
 
 def grouped(matches: Iterable[Use]) -> list[list[Use]]:
@@ -353,8 +368,13 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
 MOVES = VIEWS | PARTS | {"expand", "reshape_as"}
 
 
-def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
-    """Generic registrations for what is used but unclaimed, and the names of what is not used at all."""
+def leftovers(
+    program: Program, taken: set[str], reasons: Mapping[str, str]
+) -> tuple[list[Registration], tuple[str, ...]]:
+    """Generic registrations for what is used but unclaimed, and the names of what is not used at all.
+
+    reasons: why parameters with uses are unclaimed, where that is known.
+    """
     edges: dict[str, list[Edge]] = defaultdict(list)
     for edge, names in entries(program).items():
         for name in names:
@@ -373,7 +393,11 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
-        unknown = function_entered(edges[name], owner) or f"no layer has the form of {enters(edges[name])}"
+        unknown = (
+            reasons.get(name)
+            or function_entered(edges[name], owner)
+            or f"no layer has the form of {enters(edges[name])}"
+        )
         generics.append(program.generic(name, wanted.get(name, unknown), approximation.name))
     if unmatched:
         raise LinkError(

@@ -8,15 +8,21 @@ another version of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.functional_tensor import mb_unwrap_functional_tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.multiprocessing import reductions
+from torch.nested._internal import nested_tensor
+from torch.nested._internal import ops as nested_operations
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils import _pytree, checkpoint
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -153,6 +159,84 @@ assert_size = torch._check
 def size_hint(size: torch.SymInt) -> int:
     """The size of the example input behind a symbolic size. `int(size)` would add a guard."""
     return int(size.node.hint)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Where torch keeps nested tensors of the layout torch.jagged: their class, its module, that of their operations,
+    and that of the question by which the functions that make them refuse to be traced. torch exports functions that
+    make nested tensors, and none that tells torch.export to write them by their values."""
+
+    kind: Any = nested_tensor.NestedTensor
+    module: Any = nested_tensor
+    operations: Any = nested_operations
+    tracer: Any = fx._symbolic_trace
+
+    def values(self, documents: Any) -> Tensor:
+        """The rows of all documents. The public function gives a view of them, which no tracer traces."""
+        values: Tensor = documents._values
+        return values
+
+    def offsets(self, documents: Any) -> Tensor:
+        offsets: Tensor = documents.offsets()
+        return offsets
+
+    def dimension(self, documents: Any) -> int:
+        """The dimension of the lengths."""
+        dimension: int = documents._ragged_idx
+        return dimension
+
+    def longest(self, documents: Any) -> int | None:
+        """The length of the longest document, if it was given; else torch pads to the number of all rows."""
+        longest: int | None = documents._maybe_max_seqlen
+        return longest
+
+
+NESTED = Nested()
+
+
+class Lengths(NestedIntNode):
+    """A size that stands for the lengths of documents. torch's own has no product with a symbolic size, as a stride."""
+
+    def mul(self, other: Any) -> Lengths:
+        return Lengths(self.t_id, self.coeff * (other.constant_int() if other.is_constant() else other.hint))
+
+
+def nested_int(number: int) -> torch.SymInt:
+    """A size that stands for the lengths of documents. Two are equal if their numbers are."""
+    return torch.SymInt(Lengths(number, 1))
+
+
+@dataclass(frozen=True)
+class DispatchState:
+    """The keys by which this thread dispatches operations, torch.export's among them. No public name changes them."""
+
+    included: Any
+    excluded: Any
+
+    @staticmethod
+    def now() -> DispatchState:
+        return DispatchState(torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+    def without_tracer(self) -> AbstractContextManager[Any]:
+        """Inside, torch.export does not meet operations; it does where another state is entered."""
+        key = torch._C.DispatchKey.PreDispatch
+        guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
+            self.included.remove(key), self.excluded.add(key)
+        )
+        return guard
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, operations are dispatched so, and classes of tensors have a say first."""
+        with torch._C._ForceDispatchKeyGuard(self.included, self.excluded), torch._C._EnableTorchFunction():
+            yield
+
+
+def without_functional(tensor: Tensor) -> Tensor:
+    """The tensor inside of the wrapper by which torch.export notes writes; it has one for as long as it is traced."""
+    plain: Tensor = mb_unwrap_functional_tensor(tensor)
+    return plain
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

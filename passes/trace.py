@@ -63,6 +63,7 @@ from .torch_private import (
 from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_trace
 from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
+from .tracing.nested import nested_values
 from .tracing.random_streams import python_random
 from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
@@ -196,7 +197,7 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts():
+            with torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts(), nested_values():
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except UntraceableError:
             raise

@@ -57,7 +57,7 @@ from kfac_fx.passes.torch_private import (
     transforms,
 )
 from kfac_fx.passes.trace import Capture, trace_model
-from kfac_fx.recording.backends import COMPILE_BACKENDS, compiled_model
+from kfac_fx.recording.backends import COMPILE_BACKENDS, CompiledForward
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
@@ -179,7 +179,7 @@ class CompiledModule(nn.Module):
         self.in_place = in_place
         plain: Callable[..., Any] = self.call_beneath if in_place else outer
         if self.backend != "eager":
-            plain = compiled_model(own_call(outer) if in_place else outer, self.backend)
+            plain = CompiledForward(own_call(outer) if in_place else outer, self.backend, model)
         self._plain = plain
         self.__dict__["forward"] = MethodType(with_signature_of(model, CompiledModule.forward), self)
         if in_place:
@@ -231,6 +231,8 @@ class CompiledModule(nn.Module):
             "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
         )
         of_forwards = [NO_NAME] * self.knows_no_loss + [unrecorded] * bool(self._unrecorded)
+        if isinstance(self._plain, CompiledForward) and self._plain.reason is not None:
+            of_forwards.append(f"the forward in training is not compiled: {self._plain.reason}")
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
         return [*of_captures, *of_forwards, *of_optimizer()]
 

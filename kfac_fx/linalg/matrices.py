@@ -26,20 +26,21 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
-SPARSE_PARTS = {
+PARTS_OF_LAYOUTS = {
     torch.sparse_coo: ("indices", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("offsets", "values"),
 }
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors with strides that a sparse tensor consists of. A dense copy may not fit into memory."""
+    """The tensors with strides that a sparse or nested tensor consists of. A dense copy may not fit into memory."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-    return [getattr(tensor, name)() for name in SPARSE_PARTS.get(tensor.layout, ())] or [tensor]
+    return [getattr(tensor, name)() for name in PARTS_OF_LAYOUTS.get(tensor.layout, ())] or [tensor]
 
 
 def pulled(

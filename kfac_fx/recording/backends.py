@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
-from types import FunctionType, MethodType
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_fx.passes.errors import first_line, out_of_memory
-from kfac_fx.passes.torch_private import COMPILER
+from kfac_fx.passes.torch_private import COMPILER, GRAD
 
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
@@ -23,9 +25,53 @@ def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..
     return function if backend == "eager" else torch.compile(with_own_code(function), fullgraph=True, **how(backend))
 
 
-def compiled_model(model: nn.Module | Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The training forward under torch.compile, with graph breaks; recordings have none."""
-    return torch.compile(model, **how(backend))
+class CompiledForward:
+    """The training forward under torch.compile, with graph breaks; recordings have none.
+
+    torch.compile has no derivatives of what torch.autograd.grad returns inside of it, and says so in the backward only.
+    So the first forward of each mode runs as it is, and all of them do if it takes such derivatives.
+
+    model: whose forward it is. reason: why none is compiled; None if they are.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str, model: nn.Module) -> None:
+        self.function, self.backend, self.model = function, backend, model
+        self.compiled: Callable[..., Any] = torch.compile(function, **how(backend))
+        self.reason: str | None = None
+        self.modes: set[bool] = set()  # of the forwards that were looked at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self.model.training
+        if self.reason is not None or mode in self.modes or not torch.is_grad_enabled():
+            return (self.compiled if self.reason is None else self.function)(*args, **kwargs)
+        self.modes.add(mode)
+        with noting_derivatives() as seen:
+            outputs = self.function(*args, **kwargs)
+        if seen:
+            self.reason = (
+                f"it takes derivatives with torch.autograd.grad(..., create_graph=True), which {self.backend} cannot "
+                "differentiate; torch.func.grad it can"
+            )
+        return outputs
+
+
+@contextmanager
+def noting_derivatives() -> Iterator[list[str]]:
+    """Yields a list with a line for every call of torch.autograd.grad that creates a graph."""
+    seen: list[str] = []
+
+    def look(frame: FrameType, event: Any, argument: Any) -> None:
+        if event == "call" and frame.f_code is GRAD and frame.f_locals.get("create_graph"):
+            seen.append(frame.f_code.co_name)
+        if before is not None:
+            before(frame, event, argument)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)
 
 
 def how(backend: str) -> dict[str, Any]:

@@ -56,12 +56,30 @@ def with_objects(leaves: list[Any], left_out: Mapping[int, str]) -> list[Any]:
 
 
 def refuse_nested(model: str, leaves: list[Any]) -> None:
-    """Raises UntraceableError for nested tensors."""
+    """Raises UntraceableError for nested tensors among the arguments."""
+    nested = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_nested]
+    if any(leaf.layout is not torch.jagged for leaf in nested):
+        raise UntraceableError(
+            f"{model} takes a nested tensor of the layout torch.strided, whose sizes are no tensors.\n"
+            "Make nested tensors with layout=torch.jagged, which have values and offsets."
+        )
+    if nested:
+        raise UntraceableError(
+            f"{model} takes a nested tensor, and a captured graph takes plain ones: its values and offsets.\n"
+            "Compile a module that makes the nested tensor itself, with this forward, and call it as "
+            "net(x.values(), x.offsets()):\n"
+            "    def forward(self, values, offsets):\n"
+            "        x = torch.nested.nested_tensor_from_jagged(values, offsets)\n"
+            "        return self.model(x).values()"
+        )
+
+
+def refuse_nested_outputs(model: str, leaves: list[Any]) -> None:
+    """Raises UntraceableError for nested tensors among the outputs."""
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         raise UntraceableError(
-            f"{model} takes a nested tensor. A captured graph would keep the lengths of this example.\n"
-            "Pass nested.to_padded_tensor(0.0) and a mask, and name the mask: compile(..., padding_mask=...). If no "
-            "layer looks at several positions, pass nested.values(), whose rows are the cases."
+            f"{model} returns a nested tensor, and a captured graph returns plain ones.\n"
+            "Return its values, x.values(): one row for every position of every document, one document behind another."
         )
 
 
@@ -265,6 +283,7 @@ class FlatModel(nn.Module):
         self.returned.drawn += drawn
         self.returned.assigned += assigned
         returned, self.returned.spec = results.tree_flatten(result)
+        refuse_nested_outputs(type(self.model).__name__, returned)
         outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
         return outputs

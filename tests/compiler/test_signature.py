@@ -171,13 +171,6 @@ def refusal(model: nn.Module, *inputs: Any) -> list[str]:
     return str(failure.value).splitlines()
 
 
-def test_a_nested_tensor_is_refused_with_what_to_hand_over() -> None:
-    given = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-    first, advice = refusal(nn.Linear(3, 2), given)
-    assert first == "Linear takes a nested tensor. A captured graph would keep the lengths of this example."
-    assert "padding_mask" in advice
-
-
 def test_a_model_without_tensors_has_no_cases() -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:

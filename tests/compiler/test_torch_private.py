@@ -575,6 +575,63 @@ def test_no_other_module_reads_a_private_attribute_of_torch() -> None:
     assert strange == []
 
 
+def jagged() -> Tensor:
+    documents = [torch.randn(length, 2) for length in (3, 1)]
+    return torch.nested.nested_tensor(documents, layout=torch.jagged)
+
+
+def test_nested_tensors_have_values_offsets_a_dimension_and_a_length() -> None:
+    x = jagged()
+    assert type(x) is private.NESTED.kind
+    assert torch.equal(private.NESTED.values(x), x.values())
+    assert private.NESTED.offsets(x).tolist() == [0, 3, 4] and private.NESTED.longest(x) == 3
+    assert (private.NESTED.dimension(x), private.NESTED.dimension(x.unsqueeze(1))) == (1, 2)
+    without = torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())
+    assert private.NESTED.longest(without) is None and without.to_padded_tensor(0.0).shape == (2, 4, 2)
+    again = private.NESTED.kind(
+        x.values(), x.offsets(), _ragged_idx=1, _metadata_cache={"max_seqlen": torch.empty(3, 0)}
+    )
+    assert private.NESTED.longest(again) == 3
+
+
+def test_nested_tensors_are_made_and_attend_by_these_functions() -> None:
+    assert vars(private.NESTED.kind).keys() >= {"__torch_function__", "__torch_dispatch__", "values"}
+    names = ("get_tensor_symint", "nested_view_from_values_offsets", "nested_view_from_values_offsets_lengths")
+    assert all(callable(getattr(private.NESTED.module, name)) for name in names)
+    assert callable(private.NESTED.operations.jagged_scaled_dot_product_attention)
+    assert private.NESTED.tracer.is_fx_tracing() is False
+
+
+def test_a_size_of_lengths_is_equal_to_itself_and_has_products_with_symbolic_sizes() -> None:
+    one, other = private.nested_int(-1), private.nested_int(-2)
+    assert one == one and one != other and one * 2 == private.nested_int(-1) * 2
+    products = []
+
+    def forward(x: Tensor) -> Tensor:
+        products.append(one * x.shape[0])  # type: ignore[arg-type]
+        return x + 1
+
+    exported(forward, torch.ones(3))
+    assert products[0] == one * 3
+
+
+def test_operations_are_dispatched_without_the_tracer() -> None:
+    """Those of the first kind are not in the graph, and those in the state of the tracer are."""
+    plain: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        state = private.DispatchState.now()
+        with state.without_tracer():
+            x.sin()
+            with state.entered():
+                result = x.cos()
+        plain.append(private.without_functional(x) is private.without_functional(x))
+        return result
+
+    names = targets(exported(forward, torch.ones(3)).graph)
+    assert "cos" in names and "sin" not in names and plain == [True]
+
+
 @pytest.mark.parametrize("kind", ["backward", "grad"])
 def test_a_hook_knows_its_backward_and_is_called_behind_it(kind: str) -> None:
     numbers: list[int] = []

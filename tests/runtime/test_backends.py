@@ -97,6 +97,44 @@ def test_a_compiled_step_of_the_default_equals_an_eager_one(backend: str) -> Non
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)
 
 
+class Forces(nn.Module):
+    """Minus the derivative of an energy by the positions; plain values in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.last(torch.exp(-(self.first(x) ** 2)))
+        return -torch.autograd.grad(energy.sum(), x, create_graph=self.training)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("in_place", "looked"), [(False, True), (True, False)])
+def test_a_forward_that_takes_derivatives_is_not_compiled_and_the_report_says_so(in_place: bool, looked: bool) -> None:
+    """Also behind a forward in evaluation, whose derivatives need no graph."""
+    ends, x = [], torch.randn(6, 5)
+    for backend in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        model = Forces()
+        net = compiled(model, (x,), loss="mse", backend=backend, in_place=in_place)
+        called = model if in_place else net
+        optimizer = KFAC(net, seed=0)
+        if looked:
+            net.eval()
+            called(x)
+            net.train()
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(called(x), -x).backward()
+            optimizer.step()
+        ends.append([parameter.detach().clone() for parameter in net.parameters()])
+        told = "the forward in training is not compiled: it takes derivatives" in " ".join(str(net.report).split())
+        assert told is (backend != "eager")
+    torch.testing.assert_close(*ends)
+
+
 def test_any_number_of_nets_is_compiled_in_one_process() -> None:
     """torch.compile counts graphs by code objects, and gives up at the ninth; ours have code of their own."""
 

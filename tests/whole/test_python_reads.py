@@ -186,12 +186,21 @@ def test_a_read_that_nothing_can_capture_is_an_error_later_on() -> None:
 
 
 def test_uses_that_do_not_go_together_are_left_to_python() -> None:
-    net = compiled(Reading(lambda own, h: h[..., :4] * own.first.weight[0] @ own.mix, mix=(4, 5)), S)
-    reasons = {
-        registration.parameters: registration.reason for registration in net.registrations if registration.generic
-    }
+    net = compiled(Reading(lambda own, h: F.linear(h, own.first.weight.view(4, 5)) @ own.mix, mix=(4, 5)), S)
+    reasons = generic_reasons(net)
     assert set(reasons) == {("first.weight",), ("first.bias",), ("mix",)}
     assert all(" is read at test_python_reads.py" in str(reason) for reason in reasons.values())
+
+
+def test_a_piece_that_is_a_row_of_a_matrix_and_scales_is_generic_alone() -> None:
+    net = compiled(Reading(lambda own, h: h[..., :4] * own.first.weight[0] @ own.mix, mix=(4, 5)), S)
+    ((parameters, reason),) = generic_reasons(net).items()
+    assert parameters == ("first.weight[0:1]",)
+    assert str(reason).startswith("a matrix in one use, and scaled or added in another: linear")
+
+
+def generic_reasons(net: Any) -> dict[tuple[str, ...], str | None]:
+    return {registration.parameters: registration.reason for registration in net.registrations if registration.generic}
 
 
 @pytest.mark.parametrize(
