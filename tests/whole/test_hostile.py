@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.hostile import DTYPES, RAW, RULES, SILENT, SITUATIONS, grade
+from benchmarks.hostile.grading import RAW, SILENT
+from benchmarks.hostile.numbers import DTYPES, RULES, SITUATIONS, grade
 
 ALL = [(rule, situation, dtype) for rule in RULES for situation in SITUATIONS for dtype in DTYPES]
 DRAWN = random.Random(3).sample(ALL, 10)
