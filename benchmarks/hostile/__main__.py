@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of processes that end
 
 import torch
 

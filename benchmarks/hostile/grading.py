@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,6 +77,12 @@ def first_line(text: object) -> str:
     return next(iter(str(text).splitlines()), "")
 
 
+def shown(text: str) -> str:
+    """Without the names of temporary folders and ports, which are others in every run."""
+    folders = re.compile(re.escape(tempfile.gettempdir()) + r"/tmp\w+")
+    return re.sub(r"\[127\.0\.0\.1\]:\d+", "[...]", folders.sub("...", text))[:LONGEST]
+
+
 def is_on_purpose(error: BaseException) -> bool:
     if isinstance(error, AssertionError) or not isinstance(error, ON_PURPOSE):
         return False
@@ -89,11 +97,11 @@ def graded(run: Callable[[], Outcome]) -> tuple[str, str]:
         try:
             outcome = run()
         except Torchs as error:
-            return RIGHT, f"torch raises the same: {first_line(error)}"[:LONGEST]
+            return RIGHT, shown(f"torch raises the same: {first_line(error)}")
         except Exception as error:
             grade = REFUSED if is_on_purpose(error) else RAW
-            return grade, f"{type(error).__name__}: {first_line(error)}"[:LONGEST]
-    text = "; ".join(filter(None, (outcome.text, *told[:1])))[:LONGEST]
+            return grade, shown(f"{type(error).__name__}: {first_line(error)}")
+    text = shown("; ".join(filter(None, (outcome.text, *told[:1]))))
     if outcome.right and not told:
         return RIGHT, text
     return (WARNED if told else SILENT), text

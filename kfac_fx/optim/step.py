@@ -134,6 +134,7 @@ def look_at(
             state.standstill.moved(state.skipped),
             torch.stack(gradients).any(),
             torch.stack([*rates.values()]).any(),
+            state.standstill.diverged(state.skipped),
             causes,
         )
     )
