@@ -35,6 +35,7 @@ from kfac_fx.linalg.entries import (
 )
 from kfac_fx.linalg.processes import shard
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.bases import of_another_kind
 from kfac_fx.optim.checkpoint import (
     LATE,
     NAME,
@@ -145,21 +146,17 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     given, declared = of_rules(state, groups, entries)
     of_whole, declared_whole = of_optimizer(state, entries)
     given, declared = {**given, **of_whole}, {**declared, **declared_whole}
-    of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks})
+    bases_as, bases = of_another_kind(state.estimator, entries.blocks)
+    of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks}, bases)
     rows = [*group_faults(groups, saved_groups), *((name, "is there twice") for name in entries.twice)]
     rows += faults(given, declared)
     rows += further_faults(state, groups, entries, {name for name, _ in rows})
     if f"{WHOLE}generator" in dict(rows):
         hint += "\nRandom states of one kind of device do not fit another: load on the kind that saved."
-    if any("/basis/" in name and "shape" in words for name, words in of_blocks):
-        hint += (
-            "\nA CPU keeps the bases of wide layers in blocks. A GPU, and earlier versions, keep whole ones: go on "
-            "with the kind of device and the version that saved, or load the state of the model alone."
-        )
     refuse([*rows, *of_blocks], hint.strip(), owner="optimizer")
     like = {**state.estimator.state_dict(), **{name: tensor for name, (tensor, _) in declared.items()}}
     coarse = [name for name, entry in {**entries.blocks, **given}.items() if coarser(entry, like[name])]
-    for text in told(state, groups, saved_groups, entries, added, coarse):
+    for text in (*told(state, groups, saved_groups, entries, added, coarse), *told_of_bases(bases_as)):
         warn_user(UserWarning(f"{text}."))
     streams = {device: entry.detach().cpu() for device, entry in entries.late.items()}
     return Checkpoint(
@@ -167,6 +164,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
         {name: entry.detach() for name, entry in entries.blocks.items()},
         {name: entry.detach() for name, entry in entries.whole.items()},
         RandomState(streams.pop("cpu"), streams) if streams else None,
+        bases_as,
     )
 
 
@@ -470,3 +468,15 @@ def told(
         were = "1 entry of the state was" if len(coarse) == 1 else f"{len(coarse)} entries of the state were"
         texts.append(f"{were} saved in a lower precision, such as {coarse[0]}")
     return texts
+
+
+def told_of_bases(bases_as: str | None) -> list[str]:
+    """bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device."""
+    if bases_as is None:
+        return []
+    kept = "in blocks, as a CPU does" if bases_as == "cpu" else "whole, as a GPU does, and as earlier versions did"
+    costs = "turns gradients less closely" if bases_as == "cpu" else "costs more on a CPU"
+    return [
+        f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change to "
+        "bases of this device, load the state of the model alone"
+    ]
