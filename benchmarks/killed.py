@@ -242,7 +242,10 @@ def run(kills: int) -> dict[str, dict[str, int]]:
         rows[kind] = kill_writers(kind, kills // 4, rng)
     for kind in ("fits", "scores"):
         rows[kind] = kill_resumed(kind, kills // 4, rng)
-    return {name: {key: counts[key] for key in ("kills", "in a save", "lost", "other bits")} for name, counts in rows.items()}
+    return {
+        name: {key: counts[key] for key in ("kills", "in a save", "lost", "other bits")}
+        for name, counts in rows.items()
+    }
 
 
 def main() -> None:

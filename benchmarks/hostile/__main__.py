@@ -23,11 +23,13 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of processe
 
 import torch
 
-from benchmarks.hostile import folders, given_up, names, numbers, processes, states
+from benchmarks import killed
+from benchmarks.hostile import corrupted, folders, given_up, names, numbers, processes, states
 from benchmarks.hostile.grading import GRADES, Input, graded
 from benchmarks.program import versions
 
 OUT = Path(__file__).parents[1] / "results" / "hostile.json"
+DOCS = Path(__file__).parents[2] / "docs" / "hostile.md"
 KINDS = {
     "given-up batches": given_up,
     "states": states,
@@ -75,13 +77,82 @@ def run(kinds: Sequence[str], find: str, again: bool, out: Path) -> None:
     print(", ".join(f"{number} {name}" for name, number in tally.most_common()))
 
 
-def counted(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row a kind: its inputs and its grades."""
-    table = []
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+PAGE = """# Hostile inputs
+
+Users do legal but odd things to optimizers. Here are {number} of them, drawn by code in six kinds, with what a user
+sees of each:
+
+- *right*: the result is that of an independent way to it (a training without the batch, an uninterrupted training, one
+  process, plain names), mostly to the last bit; or the loss fell, where there is no other way. There was no message.
+- *warned*: a warning named what happened.
+- *refused*: an error of the library said what is wrong, and left everything as it was.
+- *silent*: another result without a message.
+- *raw*: an error of something else.
+
+An error that plain torch raises for the same input is right.
+
+{grades}
+
+| Kind | Inputs |
+|---|---|
+| given-up batches | every model with every rule, and two of {ways} ways to give a batch up in between |
+| states | entries that are corrupted in {corruptions} ways; states that go into {changes} other trainings, \
+are carried in {carried} ways, or are loaded at {moments} moments |
+| folders | spectra, fits, queries and scores: {damages} damages, {places} places, other nets, and several writers |
+| names and shapes | names that code cannot have or that torch uses itself; {shapes} shapes and layouts of parameters |
+| numbers | {situations} situations, alone and in pairs, with every rule in four dtypes |
+| processes | two processes, of which one does something else in {scenarios} ways, or is killed |
+
+`python -m benchmarks.hostile` grades them, `--find WORDS` some of them again, and `--write-docs` makes this page of
+`benchmarks/results/hostile.json`, which has a line for each.
+
+## Kills
+
+`python -m benchmarks.killed` ends processes with kill -9 at random moments: trainings that write a
+[checkpoint](trainers.md#checkpoints) after every step, and writers of folders. *Lost* are states that are older than
+one that was there before, or cannot be read; *mixed* are those with other bits than an uninterrupted process has.
+
+{kills}
+"""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def page(results: dict[str, Any], kills: dict[str, Any]) -> str:
+    """docs/hostile.md."""
+    rows, counts = results["inputs"], []
     for kind in KINDS:
         of_kind = Counter(row["grade"] for row in rows if row["kind"] == kind)
-        table.append([kind, str(of_kind.total()), *(str(of_kind[grade]) for grade in GRADES)])
-    return table
+        counts.append([kind, of_kind.total(), *(of_kind[grade] for grade in GRADES)])
+    counts.append(["all", *(sum(row[n] for row in counts) for n in range(1, len(GRADES) + 2))])
+    of_kills = [
+        [name, *(of[key] for key in ("kills", "in a save", "lost", "other bits"))] for name, of in kills.items()
+    ]
+    return PAGE.format(
+        number=len(rows),
+        grades=table(["Kind", "Inputs", *GRADES], counts),
+        ways=len(given_up.WAYS),
+        corruptions=len(corrupted.WAYS),
+        changes=len(states.CHANGES),
+        carried=len(states.CARRIED),
+        moments=len(states.MOMENTS),
+        damages=len(folders.DAMAGES),
+        places=len(folders.PLACES),
+        shapes=len(names.SHAPES),
+        situations=len(numbers.SITUATIONS),
+        scenarios=len(processes.SCENARIOS),
+        kills=table(["Process", "kills", "of these while it wrote a file", "lost", "mixed"], of_kills),
+    )
+
+
+def written_page() -> str:
+    """The page of the results that are there."""
+    return page(read(OUT), json.loads(killed.OUT.read_text())["rows"])
 
 
 def main() -> None:
@@ -93,7 +164,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.write_docs:
-        print(counted(read(arguments.out)["inputs"]))
+        DOCS.write_text(written_page())
         return
     run(arguments.kind or list(KINDS), arguments.find, bool(arguments.kind), arguments.out)
 

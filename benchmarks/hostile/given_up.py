@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from collections.abc import Callable, Iterator
@@ -25,10 +26,8 @@ def fail(gradient: Tensor) -> None:
 
 def raises(training: Training, loss: Tensor, at: Tensor) -> None:
     hook = at.register_hook(fail)
-    try:
+    with contextlib.suppress(Failure):
         training.backward(loss)
-    except Failure:
-        pass
     hook.remove()
     training.opt.zero_grad()
 
@@ -71,10 +70,8 @@ def evaluated(training: Training, loss: Tensor) -> None:
 
 def interrupted(training: Training, loss: Tensor) -> None:
     """A forward with another shape that the model does not take, as a last batch may be."""
-    try:
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):
         training.called(training.batch(0)[0][:, :-1])
-    except (RuntimeError, ValueError, IndexError):
-        pass
 
 
 WAYS: dict[str, Callable[[Training, Tensor], object]] = {

@@ -238,5 +238,7 @@ def inputs() -> Iterator[Input]:
             chosen.append((pair, rule, dtype))
     for situations, rule, dtype in chosen:
         yield Input(
-            "numbers", f"{' and '.join(situations)}: {rule}, {dtype}", lambda s=situations, r=rule, d=dtype: run(r, s, d)
+            "numbers",
+            f"{' and '.join(situations)}: {rule}, {dtype}",
+            lambda s=situations, r=rule, d=dtype: run(r, s, d),
         )

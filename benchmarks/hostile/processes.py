@@ -30,7 +30,14 @@ WORLD, CASES, STEPS = 2, 12, 4
 HALF = CASES // WORLD
 PATIENCE = timedelta(seconds=8)
 LONGEST = 60.0  # seconds of an input
-MODELS = ("two layers", "a weight that is used twice", "a scale and a spare", "weight norm", "a frozen base", "an embedding")
+MODELS = (
+    "two layers",
+    "a weight that is used twice",
+    "a scale and a spare",
+    "weight norm",
+    "a frozen base",
+    "an embedding",
+)
 
 
 @dataclass
@@ -189,7 +196,7 @@ SCENARIOS: dict[str, Scenario] = {
     "another seed in the second": Scenario(options=only_second(seed=9)),
     "another placement in the second": Scenario(options=only_second(placement="round_robin"), alike=False),
     "another rule in the second": Scenario(changed=lambda s: replace(s, rule="adam"), alike=False),
-    "another model in the second": Scenario(changed=lambda s: replace(s, model="one layer without a bias"), alike=False),
+    "another model in the second": Scenario(changed=lambda s: replace(s, model="experts"), alike=False),
     "a frozen parameter in the second": Scenario(changed=lambda s: replace(s, frozen=True), alike=False),
     "parameters of the second in another order": Scenario(changed=lambda s: replace(s, groups="another order")),
     "two groups in the second": Scenario(changed=lambda s: replace(s, groups="two groups"), alike=False),

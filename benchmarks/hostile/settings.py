@@ -74,7 +74,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "an orthogonal weight": lambda: nn.Sequential(spectral(), nn.Tanh(), nn.Linear(5, CLASSES)),
     "a scale and a spare": lambda: Of(
         lambda m, x: m.b(torch.tanh(m.a(x * m.scale))) + torch.cumsum(m.spare.sin(), 0),
-        a=nn.Linear(INPUTS, 5), b=nn.Linear(5, CLASSES), scale=nn.Parameter(torch.ones(INPUTS)), spare=parameter(CLASSES),
+        a=nn.Linear(INPUTS, 5), b=nn.Linear(5, CLASSES),
+        scale=nn.Parameter(torch.ones(INPUTS)), spare=parameter(CLASSES),
     ),
     "a frozen base": lambda: Of(
         lambda m, x: m.c(torch.tanh(m.a(x) + m.up(m.down(x)))),
@@ -99,7 +100,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         a=nn.Embedding(4, 3), b=nn.Linear(9, CLASSES),
     ),
     "a recurrent layer": lambda: Of(
-        lambda m, x: m.b(m.a(x.unflatten(1, (3, 2)))[0][:, -1]), a=nn.GRU(2, 4, batch_first=True), b=nn.Linear(4, CLASSES)
+        lambda m, x: m.b(m.a(x.unflatten(1, (3, 2)))[0][:, -1]),
+        a=nn.GRU(2, 4, batch_first=True), b=nn.Linear(4, CLASSES),
     ),
     "attention": lambda: Of(
         lambda m, x: m.b(m.a(*[x.unflatten(1, (3, 2))] * 3, need_weights=False)[0].flatten(1)),
@@ -282,9 +284,7 @@ class Training:
     def checkpoint(self) -> dict[str, Any]:
         """As users write it."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return copy.deepcopy(
-            {"model": self.net.state_dict(), "optimizer": self.opt.state_dict(), "scaler": scaler}
-        )
+        return copy.deepcopy({"model": self.net.state_dict(), "optimizer": self.opt.state_dict(), "scaler": scaler})
 
     def resume(self, checkpoint: Mapping[str, Any]) -> Training:
         self.net.load_state_dict(checkpoint["model"])

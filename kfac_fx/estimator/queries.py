@@ -21,7 +21,15 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.batches import as_batch, digest_of, draws_order, samplers_of
-from kfac_fx.estimator.files import checked_tensors, damaged, is_there, metadata_of, path_of, read_tensors, write_tensors
+from kfac_fx.estimator.files import (
+    checked_tensors,
+    damaged,
+    is_there,
+    metadata_of,
+    path_of,
+    read_tensors,
+    write_tensors,
+)
 from kfac_fx.estimator.manifests import (
     FORMAT,
     WITHOUT_DIGESTS,

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.batches import digest_of_data
-from kfac_fx.estimator.files import damaged, is_there, path_of, plain_name, read_tensors, remove_others, write_tensors, writing
+from kfac_fx.estimator.files import (
+    damaged,
+    is_there,
+    path_of,
+    plain_name,
+    read_tensors,
+    remove_others,
+    write_tensors,
+    writing,
+)
 from kfac_fx.estimator.manifests import (
     FORMAT,
     NAME,

@@ -655,7 +655,10 @@ class BlockDiagonalFisher(Operator):
 
         others: tensors like entries that will have another shape than now.
         """
-        mine, by_start = {**self.state_dict(), **others}, {f"{key_text(key)}/": block for key, block in self.blocks.items()}
+        mine, by_start = (
+            {**self.state_dict(), **others},
+            {f"{key_text(key)}/": block for key, block in self.blocks.items()},
+        )
         declared: dict[str, Values] = {"damping": NOT_NEGATIVE}
         for start, block in by_start.items():
             values = {**self.of_extras, **block.group.declared()}

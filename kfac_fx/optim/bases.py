@@ -124,8 +124,9 @@ def has_bases_in_blocks(groups: Iterable[BlockGroup]) -> bool:
 
 
 def of_another_kind(fisher: BlockDiagonalFisher, state: Mapping[str, object]) -> tuple[str | None, Tensors]:
-    """(the kind of device as of which a state has the bases of wide sides, bases like those that have another shape than
-    now, by their names in the state). The kind is that of `fisher` now if all bases fit, and if they are of no kind."""
+    """(the kind of device as of which a state has the bases of wide sides, bases like those that have another shape
+    than now, by their names in the state). The kind is that of `fisher` now if all bases fit, and if they are of no
+    kind."""
     present = {
         f"{key_text(key)}/basis/{side}": (block.group, side)
         for key, block in fisher.blocks.items()

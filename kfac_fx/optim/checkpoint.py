@@ -200,7 +200,8 @@ def restore(
     if checkpoint.bases_as != state.estimator.bases_as:
         state.estimator.keep_bases_as(checkpoint.bases_as)
     state.estimator.load_checked({"damping": values["estimator.damping"], **checkpoint.blocks})
-    state.forwards.generator.set_state(values["generator"].cpu())
+    if "generator" in values:
+        state.forwards.generator.set_state(values["generator"].cpu())
     state.late = checkpoint.late
     state.vectors.grouped = None
     state.memory.reset()

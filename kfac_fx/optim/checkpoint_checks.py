@@ -68,6 +68,8 @@ WHOLE_VALUES: Mapping[str, Values] = {
     "intervals": Values(least=1, most=MOST_COUNTED),
 }
 SINCE = ("multiplier", "peak_lr", "last_update")  # in no older states: a training goes on with the first values
+GENERATOR = f"{WHOLE}generator"
+STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
 Rows = list[tuple[str, str]]  # the entries that are wrong, and what is wrong with them
@@ -143,20 +145,22 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     refuse_other_choices(state, entries.whole)
     refuse_other_paths(state, entries.blocks)
     added = follow_versions(state, groups, entries)
+    other_stream = leave_stream_of_another_kind(state, entries)
     given, declared = of_rules(state, groups, entries)
-    of_whole, declared_whole = of_optimizer(state, entries)
+    of_whole, declared_whole = of_optimizer(state, entries, other_stream)
     given, declared = {**given, **of_whole}, {**declared, **declared_whole}
     bases_as, bases = of_another_kind(state.estimator, entries.blocks)
     of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks}, bases)
     rows = [*group_faults(groups, saved_groups), *((name, "is there twice") for name in entries.twice)]
     rows += faults(given, declared)
     rows += further_faults(state, groups, entries, {name for name, _ in rows})
-    if f"{WHOLE}generator" in dict(rows):
+    if GENERATOR in dict(rows):
         hint += "\nRandom states of one kind of device do not fit another: load on the kind that saved."
     refuse([*rows, *of_blocks], hint.strip(), owner="optimizer")
     like = {**state.estimator.state_dict(), **{name: tensor for name, (tensor, _) in declared.items()}}
     coarse = [name for name, entry in {**entries.blocks, **given}.items() if coarser(entry, like[name])]
-    for text in (*told(state, groups, saved_groups, entries, added, coarse), *told_of_bases(bases_as)):
+    texts = told(state, groups, saved_groups, entries, added, coarse)
+    for text in (*texts, *told_of_another_kind(bases_as, other_stream)):
         warn_user(UserWarning(f"{text}."))
     streams = {device: entry.detach().cpu() for device, entry in entries.late.items()}
     return Checkpoint(
@@ -252,6 +256,17 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
     return names
 
 
+def leave_stream_of_another_kind(state: StepState, entries: Entries) -> bool:
+    """Leave out the random stream of the sampled targets if it is that of another kind of device. Whether it is."""
+    stream, here = entries.whole.get(GENERATOR), state.forwards.generator.get_state()
+    if not isinstance(stream, Tensor) or stream.dtype is not torch.uint8 or stream.dim() != 1:
+        return False
+    if len(stream) == len(here) or len(stream) not in STREAM_SIZES:
+        return False
+    del entries.whole[GENERATOR]
+    return True
+
+
 def rule_is_late(state: StepState) -> bool:
     """Whether the next step measures the loss after a step."""
     rule = state.options.rule.damping_rule
@@ -288,11 +303,16 @@ def of_rules(state: StepState, groups: Sequence[Group], entries: Entries) -> tup
     return given, declared
 
 
-def of_optimizer(state: StepState, entries: Entries) -> tuple[Given, Declared]:
-    """The entries of the whole optimizer, and their declarations."""
+def of_optimizer(state: StepState, entries: Entries, other_stream: bool) -> tuple[Given, Declared]:
+    """The entries of the whole optimizer, and their declarations.
+
+    other_stream: whether the random stream of the sampled targets was left out.
+    """
     rule, needed, given = state.options.rule, whole(state), dict(entries.whole)
     needed = {name: tensor for name, tensor in needed.items() if not name.startswith(f"{LATE}/")}
-    needed |= {f"{LATE}/{device}": torch.zeros_like(needed[f"{WHOLE}generator"]) for device in entries.late}
+    needed |= {f"{LATE}/{device}": torch.zeros_like(needed[GENERATOR]) for device in entries.late}
+    if other_stream:
+        del needed[GENERATOR]
     given |= {f"{LATE}/{device}": entry for device, entry in entries.late.items()}
     if OPTIONS not in given or is_of_other_options(given[OPTIONS], needed[OPTIONS]):
         given.pop(OPTIONS, None)
@@ -355,7 +375,8 @@ def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, 
             other = by_checksum.get(int(saved), "a parameter that is not here")
             rows.append((f"{NAME} of {name}", f"is that of {other}: the parameters are in another order"))
     streams = {f"{LATE}/{device}": (entry, device) for device, entry in entries.late.items()}
-    streams[f"{WHOLE}generator"] = given.get(f"{WHOLE}generator"), str(state.forwards.generator.device)
+    if GENERATOR in given:
+        streams[GENERATOR] = given[GENERATOR], str(state.forwards.generator.device)
     for name, (entry, device) in streams.items():
         if name not in wrong and (fault_of_stream := generator_fault(entry, device)):
             rows.append((name, fault_of_stream))
@@ -470,13 +491,24 @@ def told(
     return texts
 
 
-def told_of_bases(bases_as: str | None) -> list[str]:
-    """bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device."""
-    if bases_as is None:
-        return []
-    kept = "in blocks, as a CPU does" if bases_as == "cpu" else "whole, as a GPU does, and as earlier versions did"
-    costs = "turns gradients less closely" if bases_as == "cpu" else "costs more on a CPU"
-    return [
-        f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change to "
-        "bases of this device, load the state of the model alone"
-    ]
+def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
+    """What a user may not expect of the state of another kind of device.
+
+    Args:
+        bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device.
+        other_stream: whether the random stream of the sampled targets was left out.
+    """
+    texts = []
+    if other_stream:
+        texts.append(
+            "the state is of another kind of device, whose random numbers this one does not have: the stream of the "
+            "sampled targets begins anew"
+        )
+    if bases_as is not None:
+        kept = "in blocks, as a CPU does" if bases_as == "cpu" else "whole, as a GPU does, and as earlier versions did"
+        costs = "turns gradients less closely" if bases_as == "cpu" else "costs more on a CPU"
+        texts.append(
+            f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change "
+            "to bases of this device, load the state of the model alone"
+        )
+    return texts

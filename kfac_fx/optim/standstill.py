@@ -202,7 +202,8 @@ def size_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
 
 def norm_of(tensor: Tensor) -> Tensor:
     """In float32 at least, 0-dim."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).norm()
+    norm: Tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).norm()
+    return norm
 
 
 def are_sizes(sizes: Tensor) -> Tensor:

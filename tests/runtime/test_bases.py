@@ -305,7 +305,9 @@ def test_a_state_of_another_kind_of_device_goes_on_to_the_same_bits(
     with pytest.warns(UserWarning, match=TOLD[saved]):
         again.load_state_dict(resumed.state_dict())
     assert gone_on(again, 2) == losses[7:]
-    widths = {tensor.shape[-1] for group in again.estimator.groups for n, tensor in group.extras.items() if "basis/" in n}
+    widths = {
+        tensor.shape[-1] for group in again.estimator.groups for n, tensor in group.extras.items() if "basis/" in n
+    }
     assert (140 in widths) is (saved == "whole")
     own, _ = trained(1, **options)
     again.load_state_dict(own.state_dict())

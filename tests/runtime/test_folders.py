@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import kfac_fx
 from benchmarks.hostile.folders import Small, X, Y, kinds, small_net, small_spectrum

@@ -256,6 +256,18 @@ def test_a_basis_in_blocks_is_orthogonal_block_by_block() -> None:
             assert fault(wrong.to(dtype), like, ORTHOGONAL) == "is no orthogonal matrix"
 
 
+def test_the_random_stream_of_another_kind_of_device_begins_anew() -> None:
+    net, opt, state, _ = trained_state("regular")
+    cuda = torch.zeros(16, dtype=torch.uint8)
+    opt.generator.manual_seed(5)
+    before = opt.generator.get_state()
+    with pytest.warns(UserWarning, match="of another kind of device.*the stream of the sampled targets begins anew"):
+        opt.load_state_dict(corrupted(state, {("state", 0, "kfac/generator"): cuda}))
+    assert torch.equal(opt.generator.get_state(), before)
+    step(net, opt, 1)
+    refused(opt, corrupted(state, {("state", 0, "kfac/generator"): cuda[:15]}), r"kfac/generator  has shape \[15\]")
+
+
 def test_a_factor_is_symmetric() -> None:
     _, opt, state, _ = trained_state("regular")
     name = "layers.0.weight,layers.0.bias/A/moment"

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from benchmarks.killed import SETTINGS, kill_resumed, kill_trainings, kill_writers, run
 from benchmarks.hostile.settings import Setting
+from benchmarks.killed import SETTINGS, kill_resumed, kill_trainings, kill_writers, run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

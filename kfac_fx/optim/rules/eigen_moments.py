@@ -82,7 +82,14 @@ from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
 from kfac_fx.linalg.entries import NOT_NEGATIVE, Values
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, eigenvalues_of, has_bases_in_blocks, refuse_without_basis, turned, update_bases
+from kfac_fx.optim.bases import (
+    basis_of,
+    eigenvalues_of,
+    has_bases_in_blocks,
+    refuse_without_basis,
+    turned,
+    update_bases,
+)
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.means import (
