@@ -5,8 +5,8 @@
 
 A training writes a checkpoint after every step, under another name that is then changed (docs/trainers.md). Another
 process kills it at a random moment, looks whether the checkpoint is that of an uninterrupted training at its step, to
-the last bit, and lets the next one go on from there. What a folder holds after a kill is compared with what was there
-before and with what was being written; fits and scores go on, and end with the bits of those that were not killed.
+the last bit, and lets the next one go on from there. The contents of a folder after a kill are compared with those
+of before and with those that were being written; fits and scores go on, and end with the bits of those that were not killed.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def kill_trainings(setting: Setting, kills: int, rng: random.Random) -> Counter[
 
 
 def kill_writers(kind: str, kills: int, rng: random.Random) -> Counter[str]:
-    """Of two contents that are written in turn, one is there."""
+    """Two contents are written in turn, and one of them is there."""
     net = small_net()
     both = [small_spectrum(net, times) for times in (1.0, 2.0)]
     queries = [spectrum.precondition((X[:1], Y[:1])) for spectrum in both]

@@ -59,6 +59,8 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def run(kinds: Sequence[str], find: str, again: bool, out: Path) -> None:
     rows: list[dict[str, Any]] = read(out)["inputs"]
+    present = {(given.kind, given.name) for given in inputs(list(KINDS))}
+    rows = [row for row in rows if (row["kind"], row["name"]) in present]
     if again:
         rows = [row for row in rows if row["kind"] not in kinds]
     known = {(row["kind"], row["name"]) for row in rows}

@@ -1,6 +1,6 @@
 """Folders of spectra, queries and scores that are damaged, lie in odd places, are of other nets, or are written twice.
 
-What is read is what was written, to the last bit, or an error says why not.
+A reader gets the numbers that were written, to the last bit, or an error says why not.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ CARRIED: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "tensors of another storage each": each_tensor(Tensor.clone),
     "tensors that were turned": each_tensor(lambda t: t.mT.contiguous().mT if t.dim() > 1 else t),
     "tensors of inference mode": lambda c: torch.inference_mode()(each_tensor(Tensor.clone))(c),
-    "arrays": each_tensor(lambda t: torch.from_numpy(t.numpy().copy())),
+    "arrays": each_tensor(lambda t: t if t.dtype is torch.bfloat16 else torch.from_numpy(t.numpy().copy())),
     "shared memory": each_tensor(lambda t: t.clone().share_memory_()),
     "an ordered dictionary": of_optimizer(lambda s: OrderedDict(s)),
     "groups in a tuple": of_optimizer(lambda s: {**s, "param_groups": tuple(s["param_groups"])}),

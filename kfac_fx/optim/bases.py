@@ -43,7 +43,7 @@ from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
-KINDS = ("cpu", "accelerator")  # of devices, which keep wide bases in different ways
+DEVICE_KINDS = ("cpu", "accelerator")  # of devices, which keep wide bases in different ways
 WIDEST = {"cpu": 768}  # basis, by kind of device; accelerators have whole ones
 BASIS_VALUES = {"basis": ORTHOGONAL, "eigenvalues": Values(least=1)}  # of the extras in a state
 # From a group and the operators of Q'ᵀ Q: pairs of a tensor that lies in the basis, and of its value in the new one.
@@ -102,7 +102,7 @@ def basis_of(group: BlockGroup, outputs: bool = True) -> list[Tensor]:
 
 
 def kind_of(device: torch.device) -> str:
-    """One of `KINDS`."""
+    """One of `DEVICE_KINDS`."""
     return "cpu" if device.type == "cpu" else "accelerator"
 
 
@@ -133,7 +133,7 @@ def of_another_kind(fisher: BlockDiagonalFisher, state: Mapping[str, object]) ->
         for side in block.group.decomposed
         if f"basis/{side}" in block.group.extras and block.group.here
     }
-    for kind in (fisher.bases_as, None, *KINDS):
+    for kind in (fisher.bases_as, None, *DEVICE_KINDS):
         like: Tensors = {}
         for name, (group, side) in present.items():
             basis = group.extras[f"basis/{side}"]

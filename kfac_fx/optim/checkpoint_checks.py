@@ -8,6 +8,7 @@ for those of the whole optimizer, in `Rule.values` for those of a rule, in `Bloc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -296,7 +297,7 @@ def of_rules(state: StepState, groups: Sequence[Group], entries: Entries) -> tup
             given |= {f"{key} of {name}": entry for key, entry in of_parameter.items()}
             for key, first in new_state(state, parameter, first_order).items():
                 allowed = values_of(key, ADAM_VALUES if first_order else values, usual_values(first))
-                declared[f"{key} of {name}"] = first.to(kept_dtype(first, of_parameter.get(key))), allowed
+                declared[f"{key} of {name}"] = first.to(kept_dtype(state, first, of_parameter.get(key))), allowed
         if place in entries.names:
             given[f"{NAME} of {name}"] = entries.names[place]
             declared[f"{NAME} of {name}"] = torch.tensor(0), FINITE
@@ -324,11 +325,13 @@ def of_optimizer(state: StepState, entries: Entries, other_stream: bool) -> tupl
     return given, {n: (tensor, values.get(n.removeprefix(WHOLE), FINITE)) for n, tensor in needed.items()}
 
 
-def kept_dtype(first: Tensor, entry: object) -> torch.dtype:
+def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
     """The dtype of an entry of a rule: vectors of parameters of several precisions have the widest of them."""
     if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
         return first.dtype
-    return torch.promote_types(first.dtype, entry.dtype)
+    widest = functools.reduce(torch.promote_types, (p.dtype for p in state.vectors.names), first.dtype)
+    wider = torch.promote_types(first.dtype, entry.dtype)
+    return wider if torch.promote_types(wider, widest) is widest else first.dtype
 
 
 def usual_values(first: Tensor) -> Values:
@@ -443,7 +446,7 @@ def staged(state: StepState, groups: Sequence[Group], entries: Entries) -> dict[
         if values and state.vectors.division.keeps(state.vectors.names[parameter]):
             new = new_state(state, parameter, first_order)
             rules[place] = {
-                key: value.detach().to(parameter.device, kept_dtype(new[key], value), copy=True)
+                key: value.detach().to(parameter.device, kept_dtype(state, new[key], value), copy=True)
                 for key, value in values.items()
             }
     return rules
@@ -492,7 +495,7 @@ def told(
 
 
 def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
-    """What a user may not expect of the state of another kind of device.
+    """Each thing that a user may not expect of the state of another kind of device.
 
     Args:
         bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device.

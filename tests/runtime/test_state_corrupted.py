@@ -26,7 +26,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.fisher.block import key_text
 from kfac_fx.linalg.entries import ORTHOGONAL, fault
 from kfac_fx.rules import Regular, Values
-from tests.runtime.slow_kfac import mlp
+from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, values
 
 STEPS = 3
@@ -299,6 +299,27 @@ def test_numbers_in_another_precision_are_taken_in_that_of_the_optimizer() -> No
     with pytest.warns(UserWarning, match="5 entries of the state were saved in a lower precision, such as vel"):
         opt.load_state_dict(corrupted(state, halves))
     assert opt.state[net.get_parameter("scale")]["velocity"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("rule", ["regular", "qmodel_fixedmu", "eigen_moments"])
+def test_numbers_in_a_precision_that_no_parameter_has_are_rounded(rule: str) -> None:
+    """A dot product of a vector in float64 with one in float32 would be an error of torch."""
+    net, opt = made(mlp().float(), **CASES[rule]())
+
+    def train() -> dict[str, Tensor]:
+        opt.zero_grad()
+        x, y = batch(0)
+        F.cross_entropy(net(x.float()), y).backward()
+        opt.step()
+        return values(net)
+
+    train()
+    state, weights = copy.deepcopy(opt.state_dict()), values(net)
+    expected = train()
+    wide = {p: v.double() for p, v in walk(state) if isinstance(v, Tensor) and v.is_floating_point()}
+    opt.load_state_dict(corrupted(state, wide))
+    net.load_state_dict(weights)
+    assert_same(expected, train())
 
 
 def test_parameters_without_a_state_are_told() -> None:
