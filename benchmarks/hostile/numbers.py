@@ -230,9 +230,9 @@ def inputs() -> Iterator[Input]:
     """A part of all, and pairs of situations."""
     rng = random.Random(45)
     singles = [((name,), rule, dtype) for rule in RULES for name in SITUATIONS for dtype in DTYPES if has(rule, [name])]
-    chosen: list[tuple[tuple[str, ...], str, str]] = rng.sample(singles, 230)
+    chosen: list[tuple[tuple[str, ...], str, str]] = rng.sample(singles, 70)
     names = [name for name in SITUATIONS if name != "usual"]
-    while len(chosen) < 300:
+    while len(chosen) < 100:
         pair, rule, dtype = tuple(rng.sample(names, 2)), rng.choice(list(RULES)), rng.choice(list(DTYPES))
         if has(rule, pair) and (pair, rule, dtype) not in chosen:
             chosen.append((pair, rule, dtype))
