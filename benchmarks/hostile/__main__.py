@@ -25,11 +25,12 @@ import torch
 
 from benchmarks import killed
 from benchmarks.hostile import corrupted, folders, given_up, names, numbers, processes, states
-from benchmarks.hostile.grading import GRADES, Input, graded
+from benchmarks.hostile.grading import GRADES, RAW, SILENT, Input, graded
 from benchmarks.program import versions
 
 OUT = Path(__file__).parents[1] / "results" / "hostile.json"
 DOCS = Path(__file__).parents[2] / "docs" / "hostile.md"
+BAD = (SILENT, RAW)
 KINDS = {
     "given-up batches": given_up,
     "states": states,
@@ -87,7 +88,8 @@ Users do legal but odd things to optimizers. Here are {number} of them, drawn by
 sees of each:
 
 - *right*: the result is that of an independent way to it (a training without the batch, an uninterrupted training, one
-  process, plain names), mostly to the last bit; or the loss fell, where there is no other way. There was no message.
+  process, plain names), mostly to the last bit; or the loss fell, where there is no other way; or both of two
+  processes ended with an error of the library. There was no other message.
 - *warned*: a warning named what happened.
 - *refused*: an error of the library said what is wrong, and left everything as it was.
 - *silent*: another result without a message.
@@ -96,6 +98,8 @@ sees of each:
 An error that plain torch raises for the same input is right.
 
 {grades}
+
+{silent}
 
 | Kind | Inputs |
 |---|---|
@@ -138,6 +142,8 @@ def page(results: dict[str, Any], kills: dict[str, Any]) -> str:
     return PAGE.format(
         number=len(rows),
         grades=table(["Kind", "Inputs", *GRADES], counts),
+        silent="\n".join(f"- {row['grade']}: {row['name']}: {row['text']}" for row in rows if row["grade"] in BAD)
+        or "None is silent or raw.",
         ways=len(given_up.WAYS),
         corruptions=len(corrupted.WAYS),
         changes=len(states.CHANGES),
