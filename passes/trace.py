@@ -302,6 +302,12 @@ class _Tracer(ThreadTracer):
         super().__init__()
         self.record_stack_traces = True  # for errors and the report, which name the user's line
         self.modes = modes()
+        self.constants: set[str] = set()  # the names that torch.fx gives to the constants of the graph
+
+    def get_fresh_qualname(self, prefix: str) -> str:
+        name = super().get_fresh_qualname(prefix)
+        self.constants.add(name)
+        return name
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, CHECKED_INPUTS)
@@ -347,12 +353,13 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
     observer = Observer()
     with untouched(model), custom_functions() as custom:
         averages = cumulative_averages(model)
+        tracer = _Tracer()
         with untouched(model) as assigned:
             try:
                 with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
                     with observer.observing():
-                        graph = _Tracer().trace(model, concrete_args=defaults)
+                        graph = tracer.trace(model, concrete_args=defaults)
             except Exception as error:
                 if fatal(error):
                     raise
@@ -362,6 +369,8 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
             root = holder({target: attribute(model, target) for target in sorted(targets)})
     refuse_custom(model, custom, exported=False)
     refuse_drawn(type(model).__name__, drawn)
+    # torch.fx keeps the constants of the graph, such as torch.arange(3), as attributes of the model while it traces.
+    assigned = [name for name in assigned if name not in tracer.constants]
     if assigned_buffers := sorted({name for name, _ in model.named_buffers(remove_duplicate=False)} & set(assigned)):
         raise UntraceableError(
             f"{type(model).__name__} assigns a new tensor to its buffer {assigned_buffers[0]}, which torch.fx does not "

@@ -6,6 +6,7 @@ as the names of equal layers do, are `layers.0..11.weight`.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import textwrap
@@ -110,10 +111,11 @@ def table_lines(
 def column_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """The widths of the columns of a table with the fewest lines of at most `width` characters."""
     columns = [list(dict.fromkeys(cells)) for cells in zip(*rows, strict=True)]
-    wanted = [max(1, *map(len, cells)) for cells in columns]
     room = width - len(GAP) * (len(columns) - 1)
+    wanted = [max(1, *map(len, cells)) for cells in columns]
     if sum(wanted) <= room:
         return wanted
+    wanted = [min(most, room) for most in wanted]
     places = [{cell: n for n, cell in enumerate(cells)} for cells in columns]
     kinds = Counter(tuple(place[cell] for place, cell in zip(places, cells, strict=True)) for cells in rows)
 
@@ -123,7 +125,7 @@ def column_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
         )
 
     least = [max(len(word.rstrip()) for cell in cells for word in words(cell)) for cells in columns]
-    for narrowest in (max(least), *range(max(least) - 1, 0, -1)):  # words are cut if they have to be
+    for narrowest in range(min(max(least), room), 0, -1):  # words are cut if they have to be
         choices = [breaks(*column, narrowest) for column in zip(columns, least, wanted, strict=True)]
         fitting = [chosen for chosen in product(*choices) if sum(most for most, _ in chosen) <= room]
         if fitting:
@@ -136,8 +138,13 @@ def breaks(cells: Sequence[str], least: int, wanted: int, narrowest: int) -> lis
     first. least: the width of the longest word; narrowest: that the column may have whatever its words are."""
     options: dict[tuple[int, ...], int] = {}
     for width in range(max(1, min(least, wanted, narrowest)), wanted + 1):
-        options.setdefault(tuple(len(cell_lines(cell, width)) for cell in cells), width)
+        options.setdefault(tuple(height_of(cell, width) for cell in cells), width)
     return [(width, lines) for lines, width in options.items()][:MOST_BREAKS]
+
+
+@functools.lru_cache(maxsize=2**14)
+def height_of(cell: str, width: int) -> int:
+    return len(cell_lines(cell, width))
 
 
 # Where no line ends: inside of numbers such as `0..11`, of shapes such as `G 28 x 28`, and of counts such as `(6 x)`.

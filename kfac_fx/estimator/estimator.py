@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 from zlib import crc32
 
@@ -504,8 +505,10 @@ class FisherEstimator(BlockDiagonalFisher):
         generator = {} if self._generator is None else {"generator": self._generator.get_state()}
         return super().state_dict() | generator
 
-    def state_faults(self, state: Mapping[str, object]) -> tuple[list[tuple[str, str]], str]:
-        rows, hint = super().state_faults(state)
+    def state_faults(
+        self, state: Mapping[str, object], others: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> tuple[list[tuple[str, str]], str]:
+        rows, hint = super().state_faults(state, others)
         if self._generator is not None and "generator" not in dict(rows):
             wrong = generator_fault(cast(Tensor, state["generator"]), self._generator.device)
             rows += [] if wrong is None else [("generator", wrong)]

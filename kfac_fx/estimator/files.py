@@ -9,23 +9,33 @@ folder that is written again keeps its old files until its new manifest is there
 operation of the file system; the files that it does not name are removed afterwards. A process that is killed at any
 moment leaves the old folder or the new one.
 
+**Writers.** A writer of a whole folder locks it, where the system has locks of folders. The second of two writers waits
+until the first is done, so neither removes files that the manifest of the other one names.
+
 Links, pipes and devices are refused without being opened. No format here can hold code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # a system without such locks
+    fcntl = None  # type: ignore[assignment]
 
 MOST = 2**24  # bytes of a manifest
 HEADER = 2**20  # bytes of the header of a file of tensors
@@ -35,6 +45,19 @@ SEAL = re.compile(rb'"seal": ?"([0-9a-f]{64})"')
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 CHUNK = 2**20
 KINDS = {stat.S_ISLNK: "a link", stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe"}
+
+
+def path_of(folder: object) -> Path:
+    """The path of a folder that the user names.
+
+    Raises TypeError for what is no path, and ValueError for a text that can be none.
+    """
+    if not isinstance(folder, (str, os.PathLike)) or isinstance(os.fspath(folder), bytes):
+        raise TypeError(f"a folder is a text or a pathlib.Path, and got a {type(folder).__name__}: write folder='name'")
+    if "\0" in os.fspath(folder):
+        raise ValueError(f"no folder can have the name {os.fspath(folder)!r}: it has a null character")
+    return Path(folder)
+
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
@@ -172,9 +195,25 @@ def seal(path: Path, head: int) -> str:
     return total.hexdigest()
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make a folder, and wait until nobody else writes it. Inside, it belongs to this thread of this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # of file systems without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def beside(path: Path) -> Path:
-    """The name under which a file is written before it is renamed. Whatever has this name is removed."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    """The name under which this thread writes a file before it is renamed. Whatever has this name is removed."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
     part.unlink(missing_ok=True)
     return part
 

@@ -25,7 +25,7 @@ from kfac_fx.compiled.names import check_variables
 from kfac_fx.compiled.report import factor_dtype
 from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, as_read, digest_of, with_batch
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.estimator.files import damaged, plain_name, read_tensors, write_tensors
+from kfac_fx.estimator.files import damaged, path_of, plain_name, read_tensors, write_tensors
 from kfac_fx.estimator.manifests import (
     NAME,
     WITHOUT_DIGESTS,
@@ -175,7 +175,7 @@ def fit_spectrum(
             settings = replicas.told(settings | {"processes": replicas.number})[0]
         here = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
         here |= {"made of": made_of(net)}
-        kept = FitFolder.of(Path(folder), here, save_every, replicas)
+        kept = FitFolder.of(path_of(folder), here, save_every, replicas)
     batches = chain([batch], iterator) if once else batches
     systems: list[System] = []
     for names in chosen:

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.batches import as_batch, digest_of, draws_order, samplers_of
-from kfac_fx.estimator.files import checked_tensors, damaged, is_there, metadata_of, read_tensors, write_tensors
+from kfac_fx.estimator.files import (
+    checked_tensors,
+    damaged,
+    is_there,
+    metadata_of,
+    path_of,
+    read_tensors,
+    write_tensors,
+)
 from kfac_fx.estimator.manifests import (
     FORMAT,
     WITHOUT_DIGESTS,
@@ -151,7 +159,7 @@ class Queries:
         kept: ScoresFolder | None = None
         if folder is not None:
             manifest = ScoresFolder.of_queries(self, measurement)
-            kept = together(partial(ScoresFolder.of, Path(folder), self, manifest, rank == 0))
+            kept = together(partial(ScoresFolder.of, path_of(folder), self, manifest, rank == 0))
         number, device = len(batches) if isinstance(batches, Sized) else 0, self.like(next(iter(self.matrices))).device
         shown = iter(tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries"))
         scores: list[Tensor] = []

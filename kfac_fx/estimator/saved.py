@@ -20,7 +20,16 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.batches import digest_of_data
-from kfac_fx.estimator.files import damaged, is_there, plain_name, read_tensors, remove_others, write_tensors
+from kfac_fx.estimator.files import (
+    damaged,
+    is_there,
+    path_of,
+    plain_name,
+    read_tensors,
+    remove_others,
+    write_tensors,
+    writing,
+)
 from kfac_fx.estimator.manifests import (
     FORMAT,
     NAME,
@@ -49,7 +58,7 @@ from kfac_fx.recording.statistics import Key
 
 VALUES, OPERATOR = "values", "operator "
 OURS = re.compile(
-    r"(block-\d{5}(-[0-9a-f]{12})?|progress-[0-9a-f]{12})\.safetensors|.*\.\d+\.part|manifest\.json\.part"
+    r"(block-\d{5}(-[0-9a-f]{12})?|progress-[0-9a-f]{12})\.safetensors|.*\.\d+(-\d+)?\.part|manifest\.json\.part"
 )
 UNCOMPARED = ("made of", "progress")  # entries that other checks compare
 
@@ -242,17 +251,17 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
 
     Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one.
     """
-    folder, net = Path(folder), spectrum.net
+    folder, net = path_of(folder), spectrum.net
     registrations = sorted(spectrum.registrations, key=lambda block: list(net.registrations).index(block))
     manifest = manifest_of(net, registrations, spectrum.mode, case=spectrum.case)
     manifest["made of"] = made_of(net) | ({} if spectrum.data is None else {"data": spectrum.data})
     if spectrum.replicas is not None and spectrum.replicas.rank:
         return
+    numbers = {key: number for number, key in enumerate(manifest["blocks"])}
     if is_written(folder):
         refuse_other(folder, compared(read_spectrum_manifest(folder)), compared(manifest))
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = {key: number for number, key in enumerate(manifest["blocks"])}
-    commit(folder, with_files(manifest, write_blocks(folder, numbers, spectrum.systems)))
+    with writing(folder):
+        commit(folder, with_files(manifest, write_blocks(folder, numbers, spectrum.systems)))
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -286,7 +295,7 @@ def load_spectrum(
     Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
     FileNotFoundError for missing files.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     optional(a_process_group, "process_group", process_group)
     manifest = read_spectrum_manifest(folder)
     registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
@@ -326,18 +335,18 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
 
     Raises ValueError if the folder holds something else than queries, or the queries are of no compiled module.
     """
-    folder, net = Path(folder), queries.net
+    folder, net = path_of(folder), queries.net
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
+    blocks, origin = {}, made_of(net)
     if is_written(folder):
         read_queries_manifest(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    blocks = {}
-    for number, (key, tensors) in enumerate(queries.plain().items()):
-        name, digest = write_tensors(folder / f"block-{number:05}-{{}}.safetensors", tensors)
-        blocks[key] = {"file": name, "digest": digest}
-    manifest = {"format": FORMAT, "model": name_of(net), "queries": len(queries), "blocks": blocks}
-    commit(folder, {**manifest, "made of": made_of(net)})
+    with writing(folder):
+        for number, (key, tensors) in enumerate(queries.plain().items()):
+            name, digest = write_tensors(folder / f"block-{number:05}-{{}}.safetensors", tensors)
+            blocks[key] = {"file": name, "digest": digest}
+        manifest = {"format": FORMAT, "model": name_of(net), "queries": len(queries), "blocks": blocks}
+        commit(folder, {**manifest, "made of": origin})
 
 
 def read_queries_manifest(folder: Path) -> Manifest:
@@ -361,7 +370,7 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
     Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
     FileNotFoundError for missing files.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     manifest = read_queries_manifest(folder)
     parameters = dict(net.model.named_parameters())
     by_text = {key_text(block.parameters): block for block in net.registrations}

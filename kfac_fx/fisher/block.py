@@ -298,6 +298,7 @@ class BlockDiagonalFisher(Operator):
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
         self.owners: BlockOwners | None = None  # None: this process keeps all blocks
         self.relative_damping: float | None = None  # of every group
+        self.bases_as: str | None = None  # likewise
         self.new_extras: Callable[[Sequence[BlockGroup]], list[dict[str, Tensor]]] | None = None
         """Makes `BlockGroup.extras` of groups in their order."""
         self.of_extras: Mapping[str, Values] = {}  # the values that extras may have, by name
@@ -391,6 +392,7 @@ class BlockDiagonalFisher(Operator):
         groups = self._new_groups(registrations, parameters, None if here else META)
         for group in groups:
             group.owner, group.here, group.relative_damping = owner, here, self.relative_damping
+            group.bases_as = self.bases_as
         return groups
 
     def _new_groups(
@@ -411,6 +413,18 @@ class BlockDiagonalFisher(Operator):
         if self.new_extras is not None:
             for group, extras in zip(groups, self.new_extras(groups), strict=True):
                 group.extras = extras
+
+    def keep_bases_as(self, kind: str | None) -> None:
+        """Keep the bases of wide sides as this kind of device does; None: as the device of each group does. Those that
+        get another shape are zero until they are loaded."""
+        self.bases_as = kind
+        for group in self.groups:
+            group.bases_as = kind
+        assert self.new_extras is not None, "bug in kfac_fx: bases of an estimator without any"
+        for group, extras in zip(self.groups, self.new_extras(self.groups), strict=True):
+            group.extras |= {
+                name: tensor for name, tensor in extras.items() if tensor.shape != group.extras[name].shape
+            }
 
     @property
     def groups(self) -> list[BlockGroup]:
@@ -633,10 +647,18 @@ class BlockDiagonalFisher(Operator):
             raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
         refuse(*self.state_faults(state), owner="estimator")
 
-    def state_faults(self, state: Mapping[str, object]) -> tuple[list[tuple[str, str]], str]:
+    def state_faults(
+        self, state: Mapping[str, object], others: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> tuple[list[tuple[str, str]], str]:
         """All entries of a state that are wrong, each with what is wrong, and what to do about it. Waits for the
-        device."""
-        mine, by_start = self.state_dict(), {f"{key_text(key)}/": block for key, block in self.blocks.items()}
+        device.
+
+        others: tensors like entries that will have another shape than now.
+        """
+        mine, by_start = (
+            {**self.state_dict(), **others},
+            {f"{key_text(key)}/": block for key, block in self.blocks.items()},
+        )
         declared: dict[str, Values] = {"damping": NOT_NEGATIVE}
         for start, block in by_start.items():
             values = {**self.of_extras, **block.group.declared()}

@@ -214,6 +214,7 @@ class BlockGroup:
         inverted: whether there are roots.
         extras: tensors [L, ...] that an optimizer keeps with the blocks, by name.
         relative_damping: c of λ_A = c tr A / dim A, and of every other side, instead of λ; None: λ is split.
+        bases_as: the kind of device as of which an optimizer keeps the bases of wide sides; None: that of the group.
         owner: the process that keeps the factors; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
         divided: whether a process that keeps them has a part of the entries (`kfac_fx.fisher.placement`).
@@ -223,6 +224,7 @@ class BlockGroup:
     here = True
     divided = False
     relative_damping: float | None = None
+    bases_as: str | None = None
 
     def __init__(
         self,

@@ -203,19 +203,34 @@ class Replicas:
 
     def check_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Raises RuntimeError if the processes have different gradients. Waits for the device."""
-        if self.number == 1 or not gradients:
+        self.check_norms(
+            gradients,
+            "gradients",
+            "Average the gradients, as torch.nn.parallel.DistributedDataParallel(net) does, or train the processes "
+            "independently with KFAC(..., process_group=g), where g = torch.distributed.new_group([rank], "
+            "use_local_synchronization=True).",
+        )
+
+    def check_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """Raises RuntimeError if the processes have different parameters. Waits for the device."""
+        self.check_norms(
+            parameters,
+            "parameters",
+            "All processes take the same steps, so they would stay apart. Begin with those of one process, as "
+            "torch.nn.parallel.DistributedDataParallel(net) does, or load one checkpoint in all of them.",
+        )
+
+    def check_norms(self, tensors: Sequence[Tensor], kind: str, remedy: str) -> None:
+        if self.number == 1 or not tensors:
             return
-        norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+        norm = torch.stack([tensor.double().norm().to(tensors[0].device) for tensor in tensors]).norm()
         ends = torch.stack([norm, -norm])
-        with self.exchanging("the norms of gradients"):
+        with self.exchanging(f"the norms of {kind}"):
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         most, least = ends[0].item(), -ends[1].item()
         if most - least > NORM_TOLERANCE * most:
             raise RuntimeError(
-                f"the gradients of {self.number} processes differ: their norms are {least:.4g} to {most:.4g}. Average "
-                "the gradients, as torch.nn.parallel.DistributedDataParallel(net) does, or train the processes "
-                "independently with KFAC(..., process_group=g), where g = torch.distributed.new_group([rank], "
-                "use_local_synchronization=True)."
+                f"the {kind} of {self.number} processes differ: their norms are {least:.4g} to {most:.4g}. {remedy}"
             )
 
 

@@ -13,18 +13,19 @@ bases themselves are computed in the precision of the factors.
 A side that is wider than `WIDEST` has a basis in diagonal blocks of equal width on a CPU: eigenvectors of the diagonal
 blocks of its factor. To turn a matrix [o, i] by a whole basis takes o i (o + i) multiplications, and to decompose a
 factor ten times d³, so wide layers would otherwise cost many training steps. The blocks lie one below the other, [d, w]
-of the d rows. The report names them.
+of the d rows. The report names them. An optimizer that loads the state of another kind of device keeps bases as the
+state has them (`of_another_kind`): the second moments in it are of directions in these bases.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.block import BlockDiagonalFisher
+from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.entries import ORTHOGONAL, Values
 from kfac_fx.linalg.matrices import (
@@ -42,7 +43,8 @@ from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
-WIDEST = {"cpu": 768}  # basis, by kind of device; others have whole ones
+DEVICE_KINDS = ("cpu", "accelerator")  # of devices, which keep wide bases in different ways
+WIDEST = {"cpu": 768}  # basis, by kind of device; accelerators have whole ones
 BASIS_VALUES = {"basis": ORTHOGONAL, "eigenvalues": Values(least=1)}  # of the extras in a state
 # From a group and the operators of Q'ᵀ Q: pairs of a tensor that lies in the basis, and of its value in the new one.
 Carried = Callable[[BlockGroup, Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
@@ -99,15 +101,51 @@ def basis_of(group: BlockGroup, outputs: bool = True) -> list[Tensor]:
     return operators
 
 
-def block_width(group: BlockGroup, side: Side) -> int:
+def kind_of(device: torch.device) -> str:
+    """One of `DEVICE_KINDS`."""
+    return "cpu" if device.type == "cpu" else "accelerator"
+
+
+def block_width(group: BlockGroup, side: Side, kind: str | None = None) -> int:
     """The width of the diagonal blocks of the basis of a dense side: its own without such blocks.
 
     A bias is one more column of a layer, and does not count.
+
+    kind: of device; None: as the group keeps its bases.
     """
-    width, widest = group.size(side), WIDEST.get(group.device.type)
+    width, widest = group.size(side), WIDEST.get(kind or group.bases_as or kind_of(group.device))
     if widest is None or width <= widest + 1 or group.right is None:
         return width
     return -(-width // -(-(width - 1) // widest))
+
+
+def has_bases_in_blocks(groups: Iterable[BlockGroup]) -> bool:
+    return any(is_in_blocks(group.extras[f"basis/{side}"]) for group in groups for side in group.decomposed)
+
+
+def of_another_kind(fisher: BlockDiagonalFisher, state: Mapping[str, object]) -> tuple[str | None, Tensors]:
+    """(the kind of device as of which a state has the bases of wide sides, bases like those that have another shape
+    than now, by their names in the state). The kind is that of `fisher` now if all bases fit, and if they are of no
+    kind."""
+    present = {
+        f"{key_text(key)}/basis/{side}": (block.group, side)
+        for key, block in fisher.blocks.items()
+        for side in block.group.decomposed
+        if f"basis/{side}" in block.group.extras and block.group.here
+    }
+    for kind in (fisher.bases_as, None, *DEVICE_KINDS):
+        like: Tensors = {}
+        for name, (group, side) in present.items():
+            basis = group.extras[f"basis/{side}"]
+            width = block_width(group, side, kind or kind_of(group.device))
+            if width != basis.shape[-1]:
+                like[name] = basis.new_empty(*basis.shape[1:-1], width)
+            entry = state.get(name)
+            if not isinstance(entry, Tensor) or entry.shape != (*basis.shape[1:-1], width):
+                break
+        else:
+            return kind, like
+    return fisher.bases_as, {}
 
 
 def described(groups: Iterable[BlockGroup]) -> list[str]:

@@ -152,6 +152,7 @@ class Checkpoint:
     blocks: Tensors
     whole: Tensors  # without late states of random streams
     late: RandomState | None
+    bases_as: str | None  # `BlockDiagonalFisher.bases_as` of the blocks
 
 
 def with_empty_groups(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -196,8 +197,11 @@ def restore(
         schedule.checked(step, apart, state.checks.size.calm)
     first = zip(sorted(state.estimator.blocks), values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
+    if checkpoint.bases_as != state.estimator.bases_as:
+        state.estimator.keep_bases_as(checkpoint.bases_as)
     state.estimator.load_checked({"damping": values["estimator.damping"], **checkpoint.blocks})
-    state.forwards.generator.set_state(values["generator"].cpu())
+    if "generator" in values:
+        state.forwards.generator.set_state(values["generator"].cpu())
     state.late = checkpoint.late
     state.vectors.grouped = None
     state.memory.reset()

@@ -8,6 +8,7 @@ for those of the whole optimizer, in `Rule.values` for those of a rule, in `Bloc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from kfac_fx.linalg.entries import (
 )
 from kfac_fx.linalg.processes import shard
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.bases import of_another_kind
 from kfac_fx.optim.checkpoint import (
     LATE,
     NAME,
@@ -66,12 +68,10 @@ WHOLE_VALUES: Mapping[str, Values] = {
     "weight": Values(least=0, most=1.001),  # of an average, up to rounding
     "intervals": Values(least=1, most=MOST_COUNTED),
 }
-SINCE = (
-    "multiplier",
-    "peak_lr",
-    "last_update",
-    "steps",
-)  # in no older states: a training goes on with the first values
+# In no older states: a training goes on with the first values.
+SINCE = ("multiplier", "peak_lr", "last_update", "steps")
+GENERATOR = f"{WHOLE}generator"
+STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
 Rows = list[tuple[str, str]]  # the entries that are wrong, and what is wrong with them
@@ -147,24 +147,22 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     refuse_other_choices(state, entries.whole)
     refuse_other_paths(state, entries.blocks)
     added = follow_versions(state, groups, entries)
+    other_stream = leave_stream_of_another_kind(state, entries)
     given, declared = of_rules(state, groups, entries)
-    of_whole, declared_whole = of_optimizer(state, entries)
+    of_whole, declared_whole = of_optimizer(state, entries, other_stream)
     given, declared = {**given, **of_whole}, {**declared, **declared_whole}
-    of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks})
+    bases_as, bases = of_another_kind(state.estimator, entries.blocks)
+    of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks}, bases)
     rows = [*group_faults(groups, saved_groups), *((name, "is there twice") for name in entries.twice)]
     rows += faults(given, declared)
     rows += further_faults(state, groups, entries, {name for name, _ in rows})
-    if f"{WHOLE}generator" in dict(rows):
+    if GENERATOR in dict(rows):
         hint += "\nRandom states of one kind of device do not fit another: load on the kind that saved."
-    if any("/basis/" in name and "shape" in words for name, words in of_blocks):
-        hint += (
-            "\nA CPU keeps the bases of wide layers in blocks. A GPU, and earlier versions, keep whole ones: go on "
-            "with the kind of device and the version that saved, or load the state of the model alone."
-        )
     refuse([*rows, *of_blocks], hint.strip(), owner="optimizer")
     like = {**state.estimator.state_dict(), **{name: tensor for name, (tensor, _) in declared.items()}}
     coarse = [name for name, entry in {**entries.blocks, **given}.items() if coarser(entry, like[name])]
-    for text in told(state, groups, saved_groups, entries, added, coarse):
+    texts = told(state, groups, saved_groups, entries, added, coarse)
+    for text in (*texts, *told_of_another_kind(bases_as, other_stream)):
         warn_user(UserWarning(f"{text}."))
     streams = {device: entry.detach().cpu() for device, entry in entries.late.items()}
     return Checkpoint(
@@ -172,6 +170,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
         {name: entry.detach() for name, entry in entries.blocks.items()},
         {name: entry.detach() for name, entry in entries.whole.items()},
         RandomState(streams.pop("cpu"), streams) if streams else None,
+        bases_as,
     )
 
 
@@ -259,6 +258,17 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
     return names
 
 
+def leave_stream_of_another_kind(state: StepState, entries: Entries) -> bool:
+    """Leave out the random stream of the sampled targets if it is that of another kind of device. Whether it is."""
+    stream, here = entries.whole.get(GENERATOR), state.forwards.generator.get_state()
+    if not isinstance(stream, Tensor) or stream.dtype is not torch.uint8 or stream.dim() != 1:
+        return False
+    if len(stream) == len(here) or len(stream) not in STREAM_SIZES:
+        return False
+    del entries.whole[GENERATOR]
+    return True
+
+
 def rule_is_late(state: StepState) -> bool:
     """Whether the next step measures the loss after a step."""
     rule = state.options.rule.damping_rule
@@ -288,18 +298,23 @@ def of_rules(state: StepState, groups: Sequence[Group], entries: Entries) -> tup
             given |= {f"{key} of {name}": entry for key, entry in of_parameter.items()}
             for key, first in new_state(state, parameter, first_order).items():
                 allowed = values_of(key, ADAM_VALUES if first_order else values, usual_values(first))
-                declared[f"{key} of {name}"] = first.to(kept_dtype(first, of_parameter.get(key))), allowed
+                declared[f"{key} of {name}"] = first.to(kept_dtype(state, first, of_parameter.get(key))), allowed
         if place in entries.names:
             given[f"{NAME} of {name}"] = entries.names[place]
             declared[f"{NAME} of {name}"] = torch.tensor(0), FINITE
     return given, declared
 
 
-def of_optimizer(state: StepState, entries: Entries) -> tuple[Given, Declared]:
-    """The entries of the whole optimizer, and their declarations."""
+def of_optimizer(state: StepState, entries: Entries, other_stream: bool) -> tuple[Given, Declared]:
+    """The entries of the whole optimizer, and their declarations.
+
+    other_stream: whether the random stream of the sampled targets was left out.
+    """
     rule, needed, given = state.options.rule, whole(state), dict(entries.whole)
     needed = {name: tensor for name, tensor in needed.items() if not name.startswith(f"{LATE}/")}
-    needed |= {f"{LATE}/{device}": torch.zeros_like(needed[f"{WHOLE}generator"]) for device in entries.late}
+    needed |= {f"{LATE}/{device}": torch.zeros_like(needed[GENERATOR]) for device in entries.late}
+    if other_stream:
+        del needed[GENERATOR]
     given |= {f"{LATE}/{device}": entry for device, entry in entries.late.items()}
     if OPTIONS not in given or is_of_other_options(given[OPTIONS], needed[OPTIONS]):
         given.pop(OPTIONS, None)
@@ -311,11 +326,13 @@ def of_optimizer(state: StepState, entries: Entries) -> tuple[Given, Declared]:
     return given, {n: (tensor, values.get(n.removeprefix(WHOLE), FINITE)) for n, tensor in needed.items()}
 
 
-def kept_dtype(first: Tensor, entry: object) -> torch.dtype:
+def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
     """The dtype of an entry of a rule: vectors of parameters of several precisions have the widest of them."""
     if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
         return first.dtype
-    return torch.promote_types(first.dtype, entry.dtype)
+    widest = functools.reduce(torch.promote_types, (p.dtype for p in state.vectors.names), first.dtype)
+    wider = torch.promote_types(first.dtype, entry.dtype)
+    return wider if torch.promote_types(wider, widest) is widest else first.dtype
 
 
 def usual_values(first: Tensor) -> Values:
@@ -362,7 +379,8 @@ def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, 
             other = by_checksum.get(int(saved), "a parameter that is not here")
             rows.append((f"{NAME} of {name}", f"is that of {other}: the parameters are in another order"))
     streams = {f"{LATE}/{device}": (entry, device) for device, entry in entries.late.items()}
-    streams[f"{WHOLE}generator"] = given.get(f"{WHOLE}generator"), str(state.forwards.generator.device)
+    if GENERATOR in given:
+        streams[GENERATOR] = given[GENERATOR], str(state.forwards.generator.device)
     for name, (entry, device) in streams.items():
         if name not in wrong and (fault_of_stream := generator_fault(entry, device)):
             rows.append((name, fault_of_stream))
@@ -429,7 +447,7 @@ def staged(state: StepState, groups: Sequence[Group], entries: Entries) -> dict[
         if values and state.vectors.division.keeps(state.vectors.names[parameter]):
             new = new_state(state, parameter, first_order)
             rules[place] = {
-                key: value.detach().to(parameter.device, kept_dtype(new[key], value), copy=True)
+                key: value.detach().to(parameter.device, kept_dtype(state, new[key], value), copy=True)
                 for key, value in values.items()
             }
     return rules
@@ -476,4 +494,27 @@ def told(
     if coarse:
         were = "1 entry of the state was" if len(coarse) == 1 else f"{len(coarse)} entries of the state were"
         texts.append(f"{were} saved in a lower precision, such as {coarse[0]}")
+    return texts
+
+
+def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
+    """Each thing that a user may not expect of the state of another kind of device.
+
+    Args:
+        bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device.
+        other_stream: whether the random stream of the sampled targets was left out.
+    """
+    texts = []
+    if other_stream:
+        texts.append(
+            "the state is of another kind of device, whose random numbers this one does not have: the stream of the "
+            "sampled targets begins anew"
+        )
+    if bases_as is not None:
+        kept = "in blocks, as a CPU does" if bases_as == "cpu" else "whole, as a GPU does, and as earlier versions did"
+        costs = "turns gradients less closely" if bases_as == "cpu" else "costs more on a CPU"
+        texts.append(
+            f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change "
+            "to bases of this device, load the state of the model alone"
+        )
     return texts

@@ -116,7 +116,8 @@ class Check:
 
 
 class StalledWarning(UserWarning):
-    """A training hardly moves: checks shorten all steps or undo them, steps cannot be made, or change no parameter."""
+    """A training leads nowhere: checks shorten all steps or undo them, steps cannot be made, change no parameter, or
+    diverge."""
 
 
 @dataclass

@@ -1,8 +1,14 @@
-"""Whether steps change anything: a warning, once, of steps that cannot be made, and of parameters that stand still.
+"""Whether steps lead anywhere: a warning, once, of steps that cannot be made, of parameters that stand still, and of a
+training that diverges.
 
 Steps 1, 2, 5, 10, 20, 50 and 100 are looked at, and then every hundredth. A look compares the entries of every
 parameter that have the largest gradients before and after the step. The host reads it some steps later, so that it
 hardly waits.
+
+A training may diverge within finite numbers, and a rule without checks does not know the loss. |g| |θ| grows as the
+loss does: <g, θ> is the loss times its degree, for a loss that is a power of the parameters. A look compares it with
+that of the first look. Either factor alone may grow in a training that is well: gradients that leave a saddle point,
+and parameters on the way to large targets.
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ from kfac_fx.passes.users_code import warn_user
 
 EVERY = 100  # steps from look to look
 STILL = 3  # looks in a row that see no parameter move, for a warning
+GROWN, DIVERGED = 10.0, 1e6  # times the first look's, for a warning: |g| and |θ| each, and their product
+KINDS = ("failed", "still", "diverged")  # of warnings
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
 UPDATE = "the update is not finite, or so long that its square is not"
 NO_CASES = "no statistics came of the batch, as of one without cases"
@@ -47,6 +55,7 @@ class Look:
         moved: whether a parameter has changed in the step.
         pushed: whether a gradient is other than zero.
         rate: whether an lr is.
+        diverged: whether gradients and parameters have grown as those of a training that diverges.
         finite: for each cause of a failure, whether it is none in this step.
     """
 
@@ -55,11 +64,12 @@ class Look:
     moved: Tensor
     pushed: Tensor
     rate: Tensor
+    diverged: Tensor
     finite: Mapping[str, Tensor]
 
     def stacked(self) -> Tensor:
-        numbers = self.failed, self.undone, self.moved, self.pushed, self.rate, *self.finite.values()
-        return torch.stack([number.to(torch.int64) for number in numbers])
+        numbers = self.failed, self.undone, self.moved, self.pushed, self.rate, self.diverged
+        return torch.stack([number.to(torch.int64) for number in (*numbers, *self.finite.values())])
 
 
 @dataclass
@@ -72,6 +82,8 @@ class StandstillWatch:
         failed, undone: the numbers of the last look that was read.
         still: the steps of the looks in a row, up to this one, in which nothing moved.
         before: entries of the parameters before the present step, if it is looked at, and their places.
+        sizes: |g| and |θ| before the present step, if it is looked at, [2].
+        first: those of the first look with finite ones that are not zero.
         unread: looks by the steps before and after, with the causes that they tell apart.
         told: the kinds of warnings that were given.
     """
@@ -82,6 +94,8 @@ class StandstillWatch:
     undone: int = 0
     still: list[int] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    sizes: Tensor | None = None
+    first: Tensor | None = None
     unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
 
@@ -91,15 +105,25 @@ class StandstillWatch:
         self.before = None
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
             self.read(*self.unread.pop(0))
-        if len(self.told) < 2 and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
-            shards = ((shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None)
+        if len(self.told) < len(KINDS) and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
+            shards = [(shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None]
             self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
+            self.sizes = size_of(shards)
 
     def moved(self, like: Tensor) -> Tensor:
         """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""
         assert self.before is not None, "bug in kfac_fx: a look at a step that had no beginning"
         changed = [(entries_at(p, places) != old).any().to(like.device) for p, places, old in self.before]
         return torch.stack(changed).any() if changed else like.new_ones((), dtype=torch.bool)
+
+    def diverged(self, like: Tensor) -> Tensor:
+        """Whether the training diverges, 0-dim. like: a tensor on the device of the answer."""
+        if self.sizes is None:
+            return like.new_zeros((), dtype=torch.bool)
+        sizes = self.sizes.to(like.device)
+        self.first = sizes if self.first is None else torch.where(are_sizes(self.first), self.first, sizes)
+        growth = sizes / self.first
+        return are_sizes(sizes) & (growth > GROWN).all() & (growth.prod() > DIVERGED)
 
     def look(self, look: Look) -> None:
         copy = HostCopy(look.stacked())
@@ -108,7 +132,7 @@ class StandstillWatch:
         self.read(*of_look) if copy.event is None else self.unread.append(of_look)
 
     def read(self, last: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
-        failed, undone, moved, pushed, rate, *finite = copy.wait().tolist()
+        failed, undone, moved, pushed, rate, diverged, *finite = copy.wait().tolist()
         new, self.failed = failed - self.failed, failed
         withdrawn, self.undone = undone - self.undone, undone
         if new > 0:
@@ -117,10 +141,12 @@ class StandstillWatch:
         self.still = [] if moved or withdrawn or new or not rate else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
+        if diverged:
+            self.tell_diverged(step)
 
     def forget(self, failed: int) -> None:
         """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
-        self.failed, self.undone, self.looked = failed, 0, self.tried
+        self.failed, self.undone, self.looked, self.first = failed, 0, self.tried, None
         self.still.clear()
         self.unread.clear()
 
@@ -145,6 +171,14 @@ class StandstillWatch:
         *others, last = self.still
         self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
 
+    def tell_diverged(self, step: int) -> None:
+        self.tell(
+            "diverged",
+            f"the training diverges: at step {step} gradients and parameters are more than {GROWN:g} times as large as "
+            f"at first, and their product, which grows as the loss does, is more than {DIVERGED:,.0f} times as large. "
+            "The steps are too long: write a smaller lr or a larger damping, and begin anew.",
+        )
+
     def tell(self, kind: str, text: str) -> None:
         if kind not in self.told:
             self.told.add(kind)
@@ -155,6 +189,26 @@ def largest(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The places of the largest and of the least entry of the gradient, and the entries of the parameter there, [2]."""
     places = torch.stack([gradient.argmax(), gradient.argmin()])
     return places, entries_at(parameter, places)
+
+
+def size_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """|g| and |θ| of pairs (θ, g), [2]; None without any."""
+    norms = [(norm_of(gradient), norm_of(parameter)) for parameter, gradient in pairs]
+    if not norms:
+        return None
+    device = norms[0][0].device
+    return torch.stack([torch.stack([norm.to(device) for norm in of]).norm() for of in zip(*norms, strict=True)])
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    """In float32 at least, 0-dim."""
+    norm: Tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).norm()
+    return norm
+
+
+def are_sizes(sizes: Tensor) -> Tensor:
+    """Whether all are finite and not zero, 0-dim."""
+    return (sizes.isfinite() & (sizes > 0)).all()
 
 
 def entries_at(parameter: Tensor, places: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import divided_like, shard
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
-from kfac_fx.optim.groups import FlatParameters, Group
+from kfac_fx.optim.groups import OF_GROUPS, FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
@@ -69,7 +69,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if rule.damping_rule is not None:
         check_losses(rule.damping_rule, due, losses)
     if gradients and not forwards.checked:
-        check_processes(state)
+        check_processes(state, groups)
     step = None if in_blocks is None else state.block_step(in_blocks)
     finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
     finite += [] if others is None else [others.is_finite(others.g)]
@@ -134,6 +134,7 @@ def look_at(
             state.standstill.moved(state.skipped),
             torch.stack(gradients).any(),
             torch.stack([*rates.values()]).any(),
+            state.standstill.diverged(state.skipped),
             causes,
         )
     )
@@ -148,17 +149,24 @@ def nothing_recorded(net: CompiledModule) -> FactorNotReady:
     )
 
 
-def check_processes(state: StepState) -> None:
+def check_processes(state: StepState, groups: Sequence[Group]) -> None:
     """Before the first message of all, because messages of different sizes end the processes without an error.
 
-    Raises ValueError if the processes have different options or blocks.
+    Raises ValueError if the processes have different options, of the optimizer or of its groups, or blocks.
     """
     if state.replicas.number > 1:
+        of_groups = {
+            f"the group of {state.vectors.names[parameter]}": ", ".join(
+                f"{key}={float(group[key]):g}" for key in OF_GROUPS if group.get(key) is not None
+            )
+            for group in groups
+            for parameter in group["params"]
+        }
         blocks = {
             f"the block of {', '.join(r.parameters)}": f"{r.approximation} of {r.matrix and list(r.matrix.shape)}"
             for r in state.net.registrations
         }
-        state.replicas.check_options(state.options.common() | blocks)
+        state.replicas.check_options(state.options.common() | of_groups | blocks)
 
 
 def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | float | None) -> float:
@@ -178,6 +186,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
         shards = state.vectors.shards
         if shards is None:
             state.replicas.check_gradients([dense(gradient) for gradient in gradients])
+            state.replicas.check_parameters([parameter.detach() for parameter in state.vectors.names])
         elif shards.tensor_parallel:  # FSDP2 averages the gradients itself
             named = {name: (parameter, parameter.grad) for parameter, name in state.vectors.names.items()}
             shards.check_gradients(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.passes.ir import Options
+from kfac_fx.passes.trace import symbolic_trace
 from kfac_fx.passes.tracing.effects import counts, cumulative_averages, untouched
 
 
@@ -118,3 +120,25 @@ def test_only_norms_that_keep_averages_average_over_all_batches() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3, momentum=None, track_running_stats=False))
     assert cumulative_averages(model) == ["averages over all batches in 0"]
     assert [module.momentum for module in model] == [0.0, 0.0]
+
+
+class Positions(nn.Module):
+    """A constant of the graph, and an attribute that forward sets."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.layer, self.keeps, self._tensor_constant1 = nn.Linear(3, 2), keeps, torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self._tensor_constant1 = torch.ones(3)
+        outputs: Tensor = self.layer(x + torch.arange(3) + torch.tensor([1.0, 2.0, 3.0]))
+        return outputs
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_constants_of_a_graph_are_no_effects(keeps: bool) -> None:
+    model = Positions(keeps)
+    capture = symbolic_trace(model, Options(), {})
+    assert capture.effects == (("sets _tensor_constant1",) if keeps else ())
+    assert "_tensor_constant0" not in vars(model) and not model._tensor_constant1.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.own_rule import OneSidedSoap
 from kfac_fx import KFAC, compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
@@ -251,10 +253,77 @@ def test_a_training_with_rounded_bases_in_blocks_resumes_to_the_same_bits(monkey
     assert first.net is not resumed.net
 
 
-def test_a_state_with_whole_bases_is_refused_where_they_are_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+# --- states of another kind of device ---------------------------------------------------------------------------------
+
+
+def gone_on(optimizer: KFAC, steps: int) -> list[float]:
+    """The losses of further steps of `trained`."""
+    torch.manual_seed(0)
+    nn.Sequential(nn.Linear(20, 140), nn.Tanh(), nn.Linear(140, 10))
+    x, y = torch.randn(64, 20), torch.randint(10, (64,))
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(optimizer.net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+KINDS = {"whole": "accelerator", "in blocks": "cpu"}
+TOLD = {
+    "whole": r"the state has the bases of wide layers whole, as a GPU does, and as earlier versions did\. The training "
+    r"goes on with these, which costs more on a CPU\. To change to bases of this device, load the state of the model "
+    r"alone\.$",
+    "in blocks": r"the state has the bases of wide layers in blocks, as a CPU does\. The training goes on with these",
+}
+
+
+@pytest.mark.parametrize("rule", ["eigen_moments", "own rule"])
+@pytest.mark.parametrize("saved", KINDS)
+def test_a_state_of_another_kind_of_device_goes_on_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, saved: str, rule: str
+) -> None:
+    """The bases stay as they are in the state, with new ones, new blocks and new states, too."""
+    options = {"invert_every": 2} | ({"rule": OneSidedSoap(), "lr": 0.01} if rule == "own rule" else {})
+    (other,) = KINDS.keys() - {saved}
+    monkeypatch.setitem(bases.WIDEST, "cpu", 70)
+    monkeypatch.setattr(bases, "kind_of", lambda device: KINDS[saved])
+    _, losses = trained(9, **options)
+    before, _ = trained(5, **options)
+    state, weights = before.state_dict(), before.net.state_dict()
+    monkeypatch.setattr(bases, "kind_of", lambda device: KINDS[other])
+    resumed, _ = trained(0, **options)
+    resumed.net.load_state_dict(weights)
+    with pytest.warns(UserWarning, match=TOLD[saved]):
+        resumed.load_state_dict(state)
+    assert gone_on(resumed, 2) == losses[5:7]
+    resumed.estimator.extend()
+    again, _ = trained(2, **options)  # with bases of its own
+    again.net.load_state_dict(resumed.net.state_dict())
+    with pytest.warns(UserWarning, match=TOLD[saved]):
+        again.load_state_dict(resumed.state_dict())
+    assert gone_on(again, 2) == losses[7:]
+    widths = {
+        tensor.shape[-1] for group in again.estimator.groups for n, tensor in group.extras.items() if "basis/" in n
+    }
+    assert (140 in widths) is (saved == "whole")
+    own, _ = trained(1, **options)
+    again.load_state_dict(own.state_dict())
+    assert again.estimator.bases_as is None
+
+
+def test_bases_of_no_kind_of_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = trained(2)
+    state = copy.deepcopy(whole.state_dict())
     monkeypatch.setitem(bases.WIDEST, "cpu", 70)
     in_blocks, _ = trained(2)
-    with pytest.raises(ValueError, match="A CPU keeps the bases of wide layers in blocks") as error:
-        in_blocks.load_state_dict(whole.state_dict())
-    assert "0.weight,0.bias/basis/G has shape [1, 140, 140]" in " ".join(str(error.value).split())
+    name = "0.weight,0.bias/basis/G"
+    (entries,) = [entries for entries in state["state"].values() if name in entries]
+    entries[name] = entries[name][..., :50]
+    with pytest.raises(ValueError, match="nothing of it is loaded") as error:
+        in_blocks.load_state_dict(state)
+    assert f"{name} has shape [1, 140, 50], and needs [1, 140, 70]" in " ".join(str(error.value).split())
+    assert in_blocks.estimator.bases_as is None
+    gone_on(in_blocks, 1)

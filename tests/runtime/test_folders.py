@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,63 +19,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import kfac_fx
+from benchmarks.hostile.folders import Small, X, Y, kinds, small_net, small_spectrum
 from kfac_fx import load_spectrum, save_spectrum
 from kfac_fx.estimator.files import MOST, UNSEALED
 from tests.runtime.test_fitting import same
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and named pipes")
-X, Y = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
-
-
-class Small:
-    """A folder of one kind: how it is written, how it is read, and the bits that were read."""
-
-    def __init__(self, write: Callable[[Path], None], read: Callable[[Path], list[Tensor]]) -> None:
-        self.write, self.read = write, read
-
-
-def small_net() -> kfac_fx.CompiledModule:
-    torch.manual_seed(0)
-    return kfac_fx.compile(nn.Linear(2, 2), (X,), loss="categorical")
-
-
-def small_spectrum(net: kfac_fx.CompiledModule, times: float = 1.0) -> kfac_fx.ModelSpectrum:
-    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
-    estimator.update_covariances(times * X, targets=Y)
-    return estimator.spectrum(damping=0.1)
-
-
-def tensors_of(spectrum: kfac_fx.ModelSpectrum) -> list[Tensor]:
-    return [tensor for system in spectrum.systems for tensor in (system.values, *system.operators)]
-
-
-def kinds() -> dict[str, Small]:
-    net = small_net()
-    spectrum = small_spectrum(net)
-    queries = spectrum.precondition((X[:1], Y[:1]))
-    batches = [(X[:2], Y[:2]), (X[2:], Y[2:])]
-    return {
-        "saved": Small(
-            lambda folder: save_spectrum(spectrum, folder), lambda folder: tensors_of(load_spectrum(net, folder))
-        ),
-        "fitted": Small(
-            lambda folder: tensors_of(kfac_fx.fit_spectrum(net, batches, case="row", folder=folder)) and None,
-            lambda folder: tensors_of(kfac_fx.fit_spectrum(net, batches, case="row", folder=folder)),
-        ),
-        "queries": Small(
-            lambda folder: kfac_fx.save_queries(queries, folder),
-            lambda folder: list(map(torch.clone, kfac_fx.load_queries(net, folder).matrices.values())),  # type: ignore[arg-type]
-        ),
-        "scores": Small(
-            lambda folder: queries.scores_of_all(batches, folder=folder) is None or None,
-            lambda folder: [queries.scores_of_all(batches, folder=folder)],
-        ),
-    }
-
-
 KINDS = kinds()
 OURS = (ValueError, FileNotFoundError)
 
@@ -252,6 +205,48 @@ def test_a_manifest_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: py
 
 
 KINDS_NET = small_net()
+
+
+def test_a_folder_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
+    net = small_net()
+    spectrum = small_spectrum(net)
+    queries = spectrum.precondition((X[:1], Y[:1]))
+    calls: list[Callable[[Any], object]] = [
+        lambda folder: save_spectrum(spectrum, folder),
+        lambda folder: load_spectrum(net, folder),
+        lambda folder: kfac_fx.save_queries(queries, folder),
+        lambda folder: kfac_fx.load_queries(net, folder),
+        lambda folder: kfac_fx.fit_spectrum(net, [(X, Y)], folder=folder),
+        lambda folder: queries.scores_of_all([(X, Y)], folder=folder),
+    ]
+    for call in calls:
+        for wrong in (os.fsencode(tmp_path), 5, [str(tmp_path)]):
+            with pytest.raises(TypeError, match=r"a folder is a text or a pathlib\.Path, and got a (bytes|int|list): "):
+                call(wrong)
+        with pytest.raises(ValueError, match="it has a null character"):
+            call(f"{tmp_path}/a\0b")
+
+
+def test_two_threads_that_save_into_one_folder_leave_the_last_one(tmp_path: Path) -> None:
+    net = small_net()
+    both, errors = [small_spectrum(net, times) for times in (1.0, 2.0)], list[BaseException]()
+
+    def save(spectrum: kfac_fx.ModelSpectrum) -> None:
+        try:
+            for _ in range(15):
+                save_spectrum(spectrum, tmp_path)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(spectrum,)) for spectrum in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert any(same(load_spectrum(net, tmp_path), spectrum) for spectrum in both)
+    assert len(list(tmp_path.iterdir())) == 2
+
 
 # --- writers that are killed ------------------------------------------------------------------------------------------
 

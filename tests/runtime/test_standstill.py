@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx import KFAC, StalledWarning
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.optim.groups import FlatParameters, longest_squared
-from kfac_fx.optim.standstill import largest
+from kfac_fx.optim.standstill import StandstillWatch, largest
 
 
 def made(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[CompiledModule, KFAC, Tensor, Tensor]:
@@ -167,3 +167,73 @@ def test_factors_that_underflow_have_the_damping_of_zeros() -> None:
     smallest = torch.tensor([0.0, 1e-45, 1e-38, 1e-30])
     expected = torch.tensor([1.0, 1.0, 1.0, 0.003 * 1e-30])
     torch.testing.assert_close(group.part_of_mean(smallest), expected)
+
+
+# --- trainings that diverge -------------------------------------------------------------------------------------------
+
+
+def regression(steps: int, targets: float = 1.0, zeros: bool = False, **options: Any) -> tuple[list[float], KFAC]:
+    """The losses of a training by the squared error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    if zeros:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    x = torch.randn(16, 3).double()
+    y, losses = targets * x[:, :2].sin(), []
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    opt = KFAC(net, **{"momentum_type": "regular", "seed": 0, "damping": 0.1, **options})
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = (net(x) - y).square().sum(-1).mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses, opt
+
+
+@pytest.mark.parametrize("rule", ["regular", "adam"])
+def test_a_training_that_diverges_is_told_once(rule: str) -> None:
+    with pytest.warns(StalledWarning) as caught:
+        losses, opt = regression(24, momentum_type=rule, lr=10.0)
+    assert losses[-1] > 1e6 * losses[0] and math.isfinite(losses[-1]) and opt.skipped == 0
+    (text,) = [str(entry.message) for entry in caught]
+    assert text == (
+        "the training diverges: at step 5 gradients and parameters are more than 10 times as large as at first, and "
+        "their product, which grows as the loss does, is more than 1,000,000 times as large. The steps are too long: "
+        "write a smaller lr or a larger damping, and begin anew."
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": 0.3, "targets": 1e8},  # the last layer grows 10^8 times
+        {"lr": 0.3, "zeros": True},
+        {"lr": 0.3, "zeros": True, "targets": 1e8},
+        {"lr": 10.0, "damping": 1e4},
+    ],
+)
+def test_a_training_that_grows_well_is_not_told(given: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", StalledWarning)
+        losses, _ = regression(60, **given)
+    assert losses[-1] < losses[0]
+
+
+def test_a_batch_that_is_not_finite_is_no_training_that_diverges() -> None:
+    watch = StandstillWatch()
+    parameter = nn.Parameter(torch.ones(3))
+    told_of = []
+    for size in (math.inf, 0.0, 1.0, math.inf, 9.0, 1e4):
+        parameter.grad = torch.full((3,), size)
+        parameter.data.fill_(max(min(size, 1e4), 1.0))
+        watch.tried = 0
+        watch.begin([parameter])
+        told_of.append(bool(watch.diverged(parameter)))
+    assert told_of == [False, False, False, False, False, True]
+    watch.forget(0)
+    watch.tried = 0
+    watch.begin([parameter])
+    assert not watch.diverged(parameter)

@@ -251,8 +251,8 @@ def be_of_another_momentum_type(state: dict[str, Any]) -> None:
 
 
 def be_of_another_device(state: dict[str, Any]) -> None:
-    """A generator of a GPU has a state of 16 bytes."""
-    state["state"][0]["kfac/generator"] = torch.zeros(16, dtype=torch.uint8)
+    """No device that is known has a state of 24 bytes."""
+    state["state"][0]["kfac/generator"] = torch.zeros(24, dtype=torch.uint8)
 
 
 def have_two_dampings(state: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "device": (
         be_of_another_device,
-        START + r"an entry is wrong\n  kfac/generator +has shape \[16\], and needs \[\d+\]\nRandom states of one kind",
+        START + r"an entry is wrong\n  kfac/generator +has shape \[24\], and needs \[\d+\]\nRandom states of one kind",
     ),
     "dampings": (have_two_dampings, START + r"an entry is wrong\n  kfac/damping +has shape \[2\], and needs \[\]$"),
     "everything": (lose_all, r"no state_dict of an optimizer, which has 'state' .*: write opt\.state_dict\(\)"),

@@ -19,17 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.hostile.corrupted import CHOICES, REMOVED, WAYS, Path, corrupted, is_legal, label, walk
 from examples.own_rule import OneSidedSoap
 from kfac_fx import KFAC, FisherEstimator
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.fisher.block import key_text
 from kfac_fx.linalg.entries import ORTHOGONAL, fault
 from kfac_fx.rules import Regular, Values
-from tests.runtime.slow_kfac import mlp
+from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, values
 
-Path = tuple[Any, ...]  # ("state", 0, "velocity"), ("param_groups", 0, "lr")
-REMOVED = object()
 STEPS = 3
 
 
@@ -91,100 +90,6 @@ def step(net: CompiledModule, opt: KFAC, steps: int) -> None:
         opt.step(loss=loss, evaluate=lambda: torch.tensor(0.5), previous=lambda: torch.tensor(0.4))
 
 
-def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every entry that is no container, and every list of parameters."""
-    if isinstance(tree, dict) or (isinstance(tree, list) and path == ("param_groups",)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from walk(value, (*path, key))
-    else:
-        yield path, tree
-
-
-def put(tree: Any, path: Path, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree[key]
-    if value is REMOVED:
-        del tree[path[-1]]
-    else:
-        tree[path[-1]] = value
-
-
-def label(path: Path, names: list[str]) -> str:
-    """The words for an entry in the error."""
-    if path[0] == "param_groups":
-        return f"param_groups[{path[1]}][{path[2]!r}]"
-    _, place, entry = path
-    return entry if "/" in entry and entry != "kfac/name" else f"{entry} of {names[place]}"
-
-
-def floating(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
-
-
-def filled(number: float) -> Callable[[Any], Any]:
-    def fill(value: Any) -> Any:
-        if not floating(value):
-            return None
-        if not isinstance(value, Tensor):
-            return number
-        corrupted = value.clone()
-        corrupted.view(-1)[-1:] = number
-        return corrupted if value.numel() else None
-
-    return fill
-
-
-def negative(value: Any) -> Any:
-    """Below zero, for an entry that has no negative numbers."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        return None
-    if isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8):
-        return ~value if value.dtype is torch.bool or value.numel() > 1 else None
-    return -1 - abs(value)
-
-
-def other_dtype(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return None
-    return value.to(torch.int64 if value.dtype is not torch.int64 else torch.float32)
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "nan": filled(float("nan")),
-    "infinite": filled(float("inf")),
-    "dtype": other_dtype,
-    "shape": lambda value: torch.stack([value, value]) if isinstance(value, Tensor) else [value, value],
-    "removed": lambda value: REMOVED,
-    "negative": negative,
-    "text": lambda value: "a",
-    "complex": lambda value: value.to(torch.complex64) if isinstance(value, Tensor) else 1j,
-}
-
-CHOICES = ("kfac/momentum_type", "kfac/estimation_mode", "kfac/adapt_damping")  # another one is an error of its own
-SIGNED = ("velocity", "checkpoint", "last_update", "exp_avg", "m", "param_groups")
-NO_STEP_READS = ("kfac/rho", "kfac/predicted_change", "kfac/qmodel_learning_rate", "kfac/qmodel_momentum", "kfac/best")
-
-
-def is_legal(way: str, path: Path) -> bool:
-    """Whether a corrupted entry may be that of another training."""
-    name = path[-1]
-    if way == "removed":  # states of earlier versions lack these
-        return name in ("kfac/name", "kfac/options", "kfac/multiplier", "kfac/peak_lr", "last_update", "first_lr")
-    if way not in ("nan", "infinite", "negative"):
-        return way == "shape" and name == "kfac/options"  # those of another version
-    if name in NO_STEP_READS or name == "kfac/options":
-        return True
-    if name == "kfac/loss_before":  # of a step that was not taken it is no number
-        return way != "infinite"
-    if name in ("kfac/norm", "kfac/value"):  # infinite before the first check
-        return way == "infinite" or (way == "negative" and name == "kfac/value")
-    return way == "negative" and (name in SIGNED or name.endswith("average/moment") or is_flag(name))
-
-
-def is_flag(name: str) -> bool:
-    return name in ("kfac/calm", "kfac/same", "kfac/near", "kfac/late")
-
-
 @functools.cache
 def trained_once(case: str) -> tuple[CompiledModule, KFAC, dict[str, Any], dict[str, Tensor]]:
     net, opt = trained(case)
@@ -198,13 +103,6 @@ def trained_state(case: str) -> tuple[CompiledModule, KFAC, dict[str, Any], list
     net.load_state_dict(weights)
     names = [opt.names[parameter] for group in opt.param_groups for parameter in group["params"]]
     return net, opt, copy.deepcopy(state), names
-
-
-def corrupted(state: dict[str, Any], changes: dict[Path, Any]) -> dict[str, Any]:
-    new = copy.deepcopy(state)
-    for path, value in changes.items():
-        put(new, path, value)
-    return new
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -358,6 +256,18 @@ def test_a_basis_in_blocks_is_orthogonal_block_by_block() -> None:
             assert fault(wrong.to(dtype), like, ORTHOGONAL) == "is no orthogonal matrix"
 
 
+def test_the_random_stream_of_another_kind_of_device_begins_anew() -> None:
+    net, opt, state, _ = trained_state("regular")
+    cuda = torch.zeros(16, dtype=torch.uint8)
+    opt.generator.manual_seed(5)
+    before = opt.generator.get_state()
+    with pytest.warns(UserWarning, match="of another kind of device.*the stream of the sampled targets begins anew"):
+        opt.load_state_dict(corrupted(state, {("state", 0, "kfac/generator"): cuda}))
+    assert torch.equal(opt.generator.get_state(), before)
+    step(net, opt, 1)
+    refused(opt, corrupted(state, {("state", 0, "kfac/generator"): cuda[:15]}), r"kfac/generator  has shape \[15\]")
+
+
 def test_a_factor_is_symmetric() -> None:
     _, opt, state, _ = trained_state("regular")
     name = "layers.0.weight,layers.0.bias/A/moment"
@@ -389,6 +299,27 @@ def test_numbers_in_another_precision_are_taken_in_that_of_the_optimizer() -> No
     with pytest.warns(UserWarning, match="5 entries of the state were saved in a lower precision, such as vel"):
         opt.load_state_dict(corrupted(state, halves))
     assert opt.state[net.get_parameter("scale")]["velocity"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("rule", ["regular", "qmodel_fixedmu", "eigen_moments"])
+def test_numbers_in_a_precision_that_no_parameter_has_are_rounded(rule: str) -> None:
+    """A dot product of a vector in float64 with one in float32 would be an error of torch."""
+    net, opt = made(mlp().float(), **CASES[rule]())
+
+    def train() -> dict[str, Tensor]:
+        opt.zero_grad()
+        x, y = batch(0)
+        F.cross_entropy(net(x.float()), y).backward()
+        opt.step()
+        return values(net)
+
+    train()
+    state, weights = copy.deepcopy(opt.state_dict()), values(net)
+    expected = train()
+    wide = {p: v.double() for p, v in walk(state) if isinstance(v, Tensor) and v.is_floating_point()}
+    opt.load_state_dict(corrupted(state, wide))
+    net.load_state_dict(weights)
+    assert_same(expected, train())
 
 
 def test_parameters_without_a_state_are_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kfac_fx.compiled import text
 from kfac_fx.compiled.text import alike, cell_lines, column_widths, table_lines, words
 
 
@@ -53,3 +54,20 @@ def test_a_table_that_fits_stays_as_it_is_and_others_have_the_fewest_lines() -> 
     ]
     for width in range(5, 40):  # words are cut if they have to be
         assert all(len(line) <= width for line in table_lines(rows[0], rows[1:], [False, True], width))
+
+
+def test_a_name_of_a_thousand_letters_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widths of columns that a line has no room for are not tried."""
+    cut, calls = text.cell_lines, 0
+
+    def counted(cell: str, width: int) -> list[str]:
+        nonlocal calls
+        calls += 1
+        assert calls < 2000
+        return cut(cell, width)
+
+    monkeypatch.setattr(text, "cell_lines", counted)
+    rows = [["b" * 1000, "c" * 300], ["short", "x"]]
+    lines = text.table_lines(["name", "other"], rows, [False, False])
+    assert max(map(len, lines)) <= text.WIDTH
+    assert sum(line.count("b") for line in lines) == 1000 and sum(line.count("c") for line in lines) == 300

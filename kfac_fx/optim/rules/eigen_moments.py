@@ -88,7 +88,14 @@ from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
 from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, eigenvalues_of, refuse_without_basis, turned, update_bases
+from kfac_fx.optim.bases import (
+    basis_of,
+    eigenvalues_of,
+    has_bases_in_blocks,
+    refuse_without_basis,
+    turned,
+    update_bases,
+)
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.means import (
@@ -364,6 +371,8 @@ class EigenMemory(Memory):
         if products is None or any(group.dtype is not dtype or group.device != device for group in means.groups):
             return None
         if self._padded is None or self._padded.means is not means:
+            if has_bases_in_blocks(means.groups):  # of a state of a CPU
+                return None
             decay, exponent = self.rule.second_moment_decay, self.rule.eigenvalue_exponent
             self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
         return self._padded if self._padded.fits(means, flat) else None
