@@ -409,6 +409,7 @@ def check_scale(
     with torch.enable_grad():
         lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
         lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
+        lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
         seen = [None if forward.value is None else forward.value / loss_scale for forward in used]
         values = [value] if value is not None and len(used) == 1 else seen
         pairs = [] if lines else zip(used, values, strict=True)
@@ -584,6 +585,41 @@ def without_targets(watched: Watched) -> list[str]:
     return lines
 
 
+def cross_entropies(watched: Watched) -> list[str]:
+    """The lines of the warning, for Normal losses on outputs that the trained loss takes for logits.
+
+    A gradient fits a squared error with any targets, so the loss is known by its form: that of a cross entropy is a
+    multiple of softmax(outputs), or of sigmoid(outputs), but for the targets.
+    """
+    lines = []
+    for loss, gradient in gradients_of(watched):
+        if not isinstance(loss, Normal) or not bool(gradient.isfinite().all()):
+            continue
+        kind = next(
+            (kind for kind in ("categorical", "multi_bernoulli") if has_logits(kind, loss.inputs, gradient)), None
+        )
+        if kind is not None:
+            lines.append(
+                f"the trained loss is a cross entropy, which takes the outputs {list(loss.inputs.shape)} for logits, "
+                f'and the registered Normal loss is a squared error: write loss="{kind}".'
+            )
+    return lines
+
+
+def has_logits(kind: str, outputs: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient is that of the mean or the sum of cross entropies of these logits, with certain targets."""
+    with torch.no_grad():
+        categorical = kind == "categorical"
+        probabilities = outputs.softmax(-1) if categorical else outputs.sigmoid()
+        counted = gradient.any(-1, keepdim=True).expand_as(gradient)  # not those of ignored targets
+        others, targets = counted & (gradient > 0), counted & (gradient < 0)
+        if not (others.any() and targets.any()) or (categorical and bool((targets.sum(-1) > 1).any())):
+            return False
+        scale = gradient[others].sum() / probabilities[others].sum()
+        expected = torch.where(counted, scale * (probabilities - targets.to(probabilities.dtype)), 0)
+        return bool((gradient - expected).abs().sum() <= PROPORTIONAL * gradient.abs().sum())
+
+
 def unlike_registered(watched: Watched) -> Iterator[str]:
     """The lines of the warning, for weights of cases and terms of the trained loss that the curvature does not have."""
     leaves, weighted = watched.losses()
@@ -597,12 +633,16 @@ def unlike_registered(watched: Watched) -> Iterator[str]:
 
 def categorical_gradients(watched: Watched) -> Iterator[tuple[Categorical, Tensor]]:
     """The Categorical losses whose inputs have a gradient of the trained loss, with these gradients."""
+    yield from ((loss, gradient) for loss, gradient in gradients_of(watched) if isinstance(loss, Categorical))
+
+
+def gradients_of(watched: Watched) -> Iterator[tuple[LossFunction, Tensor]]:
+    """The losses whose inputs have a gradient of the trained loss, with these gradients."""
     leaves, weighted = watched.losses()
     for _, _, loss in weighted:
-        if isinstance(loss, Categorical):
-            gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
-            if gradient is not None:
-                yield loss, gradient
+        gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
+        if gradient is not None:
+            yield loss, gradient
 
 
 def rest_of_classes(gradient: Tensor) -> float:

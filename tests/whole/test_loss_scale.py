@@ -490,6 +490,34 @@ def test_a_gradient_that_fits_no_targets_is_told(loss: Any, mode: str) -> None:
     assert 'write loss="mse"' in text
 
 
+IGNORED = torch.where(torch.arange(8) < 3, -100, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda z: F.cross_entropy(z, CLASSES), "categorical"),
+        (lambda z: F.cross_entropy(z, IGNORED, reduction="sum"), "categorical"),
+        (lambda z: F.binary_cross_entropy_with_logits(z, (VALUES > 0).float()), "multi_bernoulli"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_a_cross_entropy_that_is_registered_as_a_squared_error_is_told(loss: Any, kind: str, mode: str) -> None:
+    text = "\n".join(in_steps(kfac_fx.compile(nn.Linear(3, 4), loss="mse"), loss, X, estimation_mode=mode))
+    assert (
+        "the trained loss is a cross entropy, which takes the outputs [8, 4] for logits, and the registered Normal "
+        f'loss is a squared error: write loss="{kind}".'
+    ) in text
+
+
+@pytest.mark.parametrize("targets", [VALUES, VALUES.sign(), torch.zeros_like(VALUES), F.one_hot(CLASSES, 4).float()])
+def test_a_squared_error_is_no_cross_entropy(targets: Tensor) -> None:
+    """Also of the probabilities, whose gradient sums to zero over the classes as that of a cross entropy does."""
+    for loss in (lambda z: F.mse_loss(z, targets), lambda z: F.mse_loss(z.softmax(-1), targets)):
+        texts = in_steps(kfac_fx.compile(nn.Linear(3, 4), loss="mse"), loss, X)
+        assert not any("cross entropy" in text for text in texts)
+
+
 def test_half_a_mean_of_squares_is_told_without_the_loss() -> None:
     """As reinforcement learning writes it for value functions."""
     for kind, factor in (("normal", 1 / 8), ("mse", 1 / 2)):
