@@ -90,7 +90,7 @@ class ObservedForward:
         )
         forward.weights = Weights.of(recorder)
         for leaf in leaves:
-            take_gradient(returned[leaf], forward.take, leaf)
+            take_gradient(returned[leaf], forward.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
         return forward
 
     def take(self, leaf: int, gradient: Tensor | None) -> None:

@@ -180,16 +180,31 @@ def watch(
         around=around,
     )
     for leaf in hooked:
-        take_gradient(leaves[leaf], watched.take, leaf)
+        take_gradient(leaves[leaf], watched.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
     return watched
 
 
-def take_gradient(output: Tensor, take: Callable[[int, Tensor | None], None], leaf: int) -> None:
-    """Call `take(leaf, gradient)` in the backward. take: a method of an object, with which the hook ends.
+def take_gradient(
+    output: Tensor, take: Callable[[int, Tensor | None], None], leaf: int, log_softmax: int | None = None
+) -> None:
+    """Call `take(leaf, gradient)` in the backward.
 
     The hook of another tensor ends with its graph. That of a parameter, which the model returns, has no such end.
+
+    Args:
+        take: a method of an object, with which the hook ends.
+        log_softmax: the axis of the classes, of an output that is a log_softmax. Its gradient is then taken as that of
+            the same loss of any logits, whose sum over the classes is zero: in front of the log_softmax they are equal.
     """
     if not output.requires_grad:
+        return
+    if log_softmax is not None:
+        logarithms = output.detach()
+
+        def take_of_logits(gradient: Tensor) -> None:
+            take(leaf, gradient - logarithms.exp() * gradient.sum(log_softmax, keepdim=True))
+
+        output.register_hook(take_of_logits)
         return
     if not output.is_leaf:
         output.register_hook(partial(take, leaf))

@@ -21,6 +21,7 @@ from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses, WeightedLosses
+from kfac_fx.losses.distributions import Categorical
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
@@ -116,6 +117,20 @@ class Recorder:
     def whole(self) -> bool:
         """Whether one graph is the whole model."""
         return self.emitted.whole
+
+    @property
+    def axis_of_log_softmax(self) -> int | None:
+        """The axis of the classes, if the model returns the logarithms of their probabilities, as for `F.nll_loss`.
+
+        They are logits, too, so the registered Categorical loss is right. But the gradient that a loss sends into them
+        may have any sum over the classes.
+        """
+        if not (self.whole and isinstance(self.loss, LossSpec) and self.loss.kind is Categorical):
+            return None
+        if len(self.program.outputs) != 1 or self.program.outputs[0].target is not torch.log_softmax:
+            return None
+        axis: int = self.program.outputs[0].args[1]  # type: ignore[assignment]
+        return axis
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
