@@ -48,7 +48,7 @@ from benchmarks.step_time import INVERSES, NEVER, PLAIN, STATISTICS
 from kfac_fx.cli.demo import clock
 from kfac_fx.optim.rule import ANY, StepIntervals
 from kfac_fx.optim.schedule import MOST_INTERVALS, Schedule
-from kfac_fx.recording.backends import compiled_model
+from kfac_fx.recording.backends import CompiledForward
 
 OUT = Path(__file__).parent / "results" / "device_step.json"
 OUT_ON_CPU = OUT.with_name("cpu_step.json")
@@ -148,7 +148,7 @@ def factors(problem: Problem, n: int, m: int, backend: str) -> Step:
 
 
 def forward_of(problem: Problem, backend: str) -> Callable[..., Any]:
-    return problem.model if backend == "eager" else compiled_model(problem.model, backend)
+    return problem.model if backend == "eager" else CompiledForward(problem.model, backend, problem.model)
 
 
 def methods_of(subject: Subject, backend: str, device: torch.device) -> dict[str, Method]:

@@ -353,11 +353,11 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
     observer = Observer()
     with untouched(model), custom_functions() as custom:
         averages = cumulative_averages(model)
-        tracer = _Tracer()
         with untouched(model) as assigned:
             try:
                 with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
+                    tracer = _Tracer()
                     with observer.observing():
                         graph = tracer.trace(model, concrete_args=defaults)
             except Exception as error:

@@ -114,7 +114,7 @@ def means(known: Mapping[str, Mapping[str, Entry]]) -> str:
             adamw, entry = of_task["AdamW"], of_task[name]
             spent = entry.task.steps, entry.seconds
             mine = [min(pair) for pair in zip(entry.reached(adamw.loss), spent, strict=True)]
-            ratios.append([its / own for its, own in zip(adamw.reached(adamw.loss), mine, strict=True)])
+            ratios.append([its / ours for its, ours in zip(adamw.reached(adamw.loss), mine, strict=True)])
         if ratios:
             steps, seconds = map(statistics.geometric_mean, zip(*ratios, strict=True))
             texts.append(f"{name} is {steps:.2f} times faster than AdamW in steps and {seconds:.2f} times in CPU time")

@@ -99,14 +99,16 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
     try:
         for name, (statistics_every, inverses_every, checks_every) in PHASE_INTERVALS.items():
             net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
-            optimizer = kfac_fx.KFAC(
-                net,
-                lr=LEARNING_RATE,
-                cov_update_every=statistics_every,
-                invert_every=inverses_every,
-                damping_adaptation_interval=checks_every,
-                estimation_mode="gradients",
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "lr=.* is of the size of Adam's")
+                optimizer = kfac_fx.KFAC(
+                    net,
+                    lr=LEARNING_RATE,
+                    cov_update_every=statistics_every,
+                    invert_every=inverses_every,
+                    damping_adaptation_interval=checks_every,
+                    estimation_mode="gradients",
+                )
             contestants[name] = Contestant(net, optimizer, problem)
     except (ValueError, RuntimeError) as error:
         raise failure(error) from error

@@ -330,7 +330,9 @@ def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
     """The dtype of an entry of a rule: vectors of parameters of several precisions have the widest of them."""
     if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
         return first.dtype
-    widest = functools.reduce(torch.promote_types, (p.dtype for p in state.vectors.names), first.dtype)
+    widest = functools.reduce(
+        torch.promote_types, (p.dtype for p in state.vectors.names if p.element_size() > 1), first.dtype
+    )
     wider = torch.promote_types(first.dtype, entry.dtype)
     return wider if torch.promote_types(wider, widest) is widest else first.dtype
 

@@ -192,12 +192,14 @@ def test_bases_in_bfloat16_train_as_those_in_float32(monkeypatch: pytest.MonkeyP
     losses: list[Sequence[float]] = []
     for halves in (False, True):
         fast(monkeypatch, halves)
-        optimizer, of_steps = trained()
+        optimizer, of_steps = trained(9, lr=0.1)  # whole steps fall so steeply that one more or less is twice the loss
         assert stored(optimizer) == {torch.bfloat16 if halves else torch.float32}
         losses.append(of_steps)
     full, rounded = map(torch.tensor, losses)
-    assert rounded[-1] < 0.2 * rounded[0] and not torch.equal(full, rounded)
+    assert not torch.equal(full, rounded)
     torch.testing.assert_close(rounded, full, rtol=0.05, atol=0)
+    _, of_steps = trained(9)
+    assert of_steps[-1] < 0.2 * of_steps[0]
 
 
 @pytest.mark.parametrize(("width", "double"), [(100, False), (140, True)])

@@ -169,5 +169,5 @@ def test_a_model_that_was_changed_is_refused_where_its_capture_is_asked_for() ->
     net.recorder((X,), {})
     model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
     for ask in (net.recorder, net.record):
-        with pytest.raises(ModelChangedError, match=r"1 parameter or module was replaced, .*: 0\.weight\."):
+        with pytest.raises(ModelChangedError, match=r"1 parameter or module was replaced, .*: '0\.weight'\."):
             ask((X,), {})

@@ -33,10 +33,10 @@ def added(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (replaced_parameter, "1 parameter or module was .*: 0.weight"),
-        (replaced_module, "2 parameters or modules were .*: 4.weight, 4.bias"),
-        (added, "1 parameter or module was .*: 0.scale"),
-        (lambda model: model.__setitem__(3, nn.Tanh()), "1 parameter or module was .*: 3"),
+        (replaced_parameter, "1 parameter or module was .*: '0.weight'"),
+        (replaced_module, "2 parameters or modules were .*: '4.weight', '4.bias'"),
+        (added, "1 parameter or module was .*: '0.scale'"),
+        (lambda model: model.__setitem__(3, nn.Tanh()), "1 parameter or module was .*: '3'"),
     ],
 )
 def test_a_changed_model_is_noticed_by_name(change: Callable[[nn.Module], None], names: str) -> None:

@@ -429,7 +429,7 @@ def test_several_momenta_in_a_block_are_refused_with_all_blocks() -> None:
         "  linear(2.weight, 2.bias)  0.95 of 2.weight, 0.5 of 2.bias\n"
         "Give the parameter groups of these parameters the same momentum."
     )
-    opt.param_groups[1]["momentum"] = 0.9
+    opt.param_groups[1]["momentum"] = 0.95
     step(net, opt, 0)
     assert opt.skipped == 0
 

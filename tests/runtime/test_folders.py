@@ -277,6 +277,7 @@ def killed_at(event: int, write: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.forks
 def test_a_save_that_is_killed_at_any_event_leaves_the_old_or_the_new_spectrum(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (X,), loss="categorical")
@@ -294,6 +295,7 @@ def test_a_save_that_is_killed_at_any_event_leaves_the_old_or_the_new_spectrum(t
     assert len(list(tmp_path.iterdir())) == len(net.registrations) + 1  # nothing of the killed ones is left
 
 
+@pytest.mark.forks
 def test_a_save_that_is_killed_at_random_moments_leaves_the_old_or_the_new_spectrum(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (X,), loss="categorical")
@@ -312,6 +314,7 @@ def test_a_save_that_is_killed_at_random_moments_leaves_the_old_or_the_new_spect
         assert any(same(loaded, spectrum) for spectrum in both)
 
 
+@pytest.mark.forks
 def test_a_fit_that_is_killed_at_any_event_resumes_to_the_same_bits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (X,), loss="categorical")

@@ -60,6 +60,7 @@ def test_the_page_is_that_of_the_results() -> None:
     assert DOCS.read_text() == written_page()
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_that_were_drawn_have_the_grades_of_the_results(kind: str) -> None:
     grades = {row["name"]: row["grade"] for row in read(OUT)["inputs"]}

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.hostile.settings import Setting
 from benchmarks.killed import SETTINGS, kill_resumed, kill_trainings, kill_writers, run
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"), pytest.mark.forks]
 
 
 @pytest.mark.parametrize("setting", SETTINGS[:2], ids=str)

@@ -343,8 +343,8 @@ def test_processes_take_the_steps_of_one(results: Results, name: str) -> None:
     for training in trainings:
         for result in of_all(results, training):
             torch.testing.assert_close(result["parameters"], whole["parameters"], rtol=1e-9, atol=1e-9)
-            for scalar in ("damping", "multiplier"):
-                assert result[scalar] == pytest.approx(whole[scalar], rel=1e-9)
+            assert result["damping"] == pytest.approx(whole["damping"], rel=1e-9)
+            assert result["multiplier"] == pytest.approx(whole["multiplier"], rel=1e-7)  # of a difference quotient
             assert result["counters"] == whole["counters"]
     assert whole["multiplier"] not in (0, 1) if name == "eigen_moments" else whole["multiplier"] == 0
 

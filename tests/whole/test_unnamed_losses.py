@@ -207,7 +207,7 @@ def test_the_default_trains_losses_without_a_name_at_least_as_low_as_adamw(name:
 
 def test_the_checks_measure_a_loss_that_forward_returns() -> None:
     net = kfac_fx.compile(WithHead(Fused), (INPUTS, BEST))
-    opt = kfac_fx.KFAC(net, 1e-3, damping_adaptation_interval=1)
+    opt = kfac_fx.KFAC(net, 1e-2, damping_adaptation_interval=1)
     for _ in range(2):
         before = net(INPUTS, BEST)
         before.backward()
