@@ -7,7 +7,7 @@ A training writes a checkpoint after every step, under another name that is then
 process kills it at a random moment, looks whether the checkpoint is that of an uninterrupted training at its step, to
 the last bit, and lets the next one go on from there. The contents of a folder after a kill are compared with those of
 before and with those that were being written. Fits and scores go on, and end with the bits of those that were not
-killed.
+killed. Processes are forks, which torch's CPU builds alone allow after a backward.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kfac_fx.losses import Categorical
 
 
 class Classifier(nn.Module):
-    """Of rows, or of pixels with the classes on axis 1."""
+    """It has rows, or pixels with the classes on axis 1."""
 
     def __init__(self, pixels: bool, logarithms: bool) -> None:
         super().__init__()
