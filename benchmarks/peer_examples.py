@@ -88,20 +88,17 @@ def laplace_example(words: str, make: Callable[[], Problem], options: Posterior)
 EXAMPLES = {
     "kronfluence, uci": Example(
         "`kronfluence/examples/uci`: a regression by a network 10-128-128-128-1 on one batch of 398 cases, 44 "
-        "queries. Diabetes "
-        "data stand for the concrete data.",
+        "queries. Diabetes data stand for the concrete data.",
         "kronfluence", uci, scores_of_ours, scores_of_kronfluence, lambda problem: dense_ekfac(True, problem),
     ),
     "kronfluence, cifar": Example(
         "`kronfluence/examples/cifar`: the ResNet-9 at a quarter of the width on 128 images, 16 queries with "
-        "margins. Digits of 32 "
-        "by 32 pixels stand for CIFAR-10.",
+        "margins. Digits of 32 by 32 pixels stand for CIFAR-10.",
         "kronfluence", cifar, scores_of_ours, scores_of_kronfluence,
     ),
     "kronfluence, wikitext": Example(
         "`kronfluence/examples/wikitext`: a GPT of two layers of width 8 on 128 windows of six characters, 16 "
-        "queries. Python's "
-        "manual stands for WikiText-2, and the network for GPT-2.",
+        "queries. Python's manual stands for WikiText-2, and the network for GPT-2.",
         "kronfluence", wikitext, scores_of_ours, scores_of_kronfluence,
     ),
     "laplace-torch, regression, diag": laplace_example(
@@ -114,8 +111,7 @@ EXAMPLES = {
     ),
     "laplace-torch, calibration, full": laplace_example(
         "`laplace/examples/calibration_example.py`: the last layer of a CNN, 1000 images of digits, 797 "
-        "tests, with the "
-        "structure full. The CNN stands for a WideResNet, the digits for CIFAR-10.",
+        "tests, with the structure full. The CNN stands for a WideResNet, the digits for CIFAR-10.",
         calibration, Posterior("full", last=True),
     ),
     "laplace-torch, calibration, kron": laplace_example(
@@ -123,8 +119,7 @@ EXAMPLES = {
     ),
     "dattri, noisy labels, explicit": Example(
         "`dattri/examples/noisy_label_detection`: the scores of 1000 images for themselves, by a softmax "
-        "regression with 100 "
-        "wrong labels; the method inverts the Hessian. Digits of 8 by 8 pixels stand for MNIST.",
+        "regression with 100 wrong labels; the method inverts the Hessian. Digits of 8 by 8 pixels stand for MNIST.",
         "dattri", noisy_labels, influence_of_ours, lambda problem: influence_of_dattri("explicit", problem),
         dense_influence,
     ),
