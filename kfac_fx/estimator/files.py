@@ -208,6 +208,8 @@ def writing(folder: Path) -> Iterator[None]:
             fcntl.flock(opened, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # a process that was forked inside has the descriptor, too
         os.close(opened)
 
 

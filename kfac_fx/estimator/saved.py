@@ -258,9 +258,9 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     if spectrum.replicas is not None and spectrum.replicas.rank:
         return
     numbers = {key: number for number, key in enumerate(manifest["blocks"])}
-    if is_written(folder):
-        refuse_other(folder, compared(read_spectrum_manifest(folder)), compared(manifest))
     with writing(folder):
+        if is_written(folder):
+            refuse_other(folder, compared(read_spectrum_manifest(folder)), compared(manifest))
         commit(folder, with_files(manifest, write_blocks(folder, numbers, spectrum.systems)))
 
 
@@ -339,9 +339,9 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
     blocks, origin = {}, made_of(net)
-    if is_written(folder):
-        read_queries_manifest(folder)
     with writing(folder):
+        if is_written(folder):
+            read_queries_manifest(folder)
         for number, (key, tensors) in enumerate(queries.plain().items()):
             name, digest = write_tensors(folder / f"block-{number:05}-{{}}.safetensors", tensors)
             blocks[key] = {"file": name, "digest": digest}

@@ -239,6 +239,9 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
     for name in NO_LONGER:
         if name not in rule.scalars:
             entry_of.pop(f"{WHOLE}{name}", None)
+    counter, steps = entry_of.get(f"{WHOLE}counter"), f"{WHOLE}steps"
+    if "steps" in rule.scalars and steps not in entry_of and isinstance(counter, Tensor):
+        entry_of[steps] = counter.to(torch.float64)
     names = [name for name in SINCE if name in rule.scalars and f"{WHOLE}{name}" not in entry_of]
     entry_of.update({f"{WHOLE}{name}": torch.tensor(rule.scalars[name], dtype=torch.float64) for name in names})
     if "multiplier" in names and isinstance(norm := entry_of.get(f"{WHOLE}norm"), Tensor):
@@ -312,7 +315,8 @@ def of_optimizer(state: StepState, entries: Entries, other_stream: bool) -> tupl
     """
     rule, needed, given = state.options.rule, whole(state), dict(entries.whole)
     needed = {name: tensor for name, tensor in needed.items() if not name.startswith(f"{LATE}/")}
-    needed |= {f"{LATE}/{device}": torch.zeros_like(needed[GENERATOR]) for device in entries.late}
+    sizes = {device: STREAM_SIZES[device != "cpu"] for device in entries.late}
+    needed |= {f"{LATE}/{device}": torch.zeros(size, dtype=torch.uint8) for device, size in sizes.items()}
     if other_stream:
         del needed[GENERATOR]
     given |= {f"{LATE}/{device}": entry for device, entry in entries.late.items()}

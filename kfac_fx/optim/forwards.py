@@ -50,6 +50,7 @@ class Forwards:
     decided: bool = False  # how statistics are estimated
     halves: bool = False  # the last forward computed in half precision
     checked: bool = False  # the training loss has been compared with the registered loss
+    scaled: bool = False  # a GradScaler that was not given called the first step
     unwatched: bool = False  # the comparison was impossible
     needs_graph: bool = False  # a loss takes derivatives, so gradients must be on when it is measured
     trained: bool = False  # a closure was seen to compute gradients

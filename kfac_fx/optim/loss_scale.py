@@ -626,6 +626,9 @@ def has_logits(kind: str, outputs: Tensor, gradient: Tensor) -> bool:
     with torch.no_grad():
         categorical = kind == "categorical"
         probabilities = outputs.softmax(-1) if categorical else outputs.sigmoid()
+        deviations = probabilities - probabilities.mean()
+        if bool(deviations.abs().sum() <= 10 * PROPORTIONAL * probabilities.sum()):
+            return False  # all outputs are nearly zero, and squared errors have gradients of this form, too
         counted = gradient.any(-1, keepdim=True).expand_as(gradient)  # not those of ignored targets
         others, targets = counted & (gradient > 0), counted & (gradient < 0)
         if not (others.any() and targets.any()) or (categorical and bool((targets.sum(-1) > 1).any())):

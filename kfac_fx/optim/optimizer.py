@@ -172,7 +172,8 @@ class KFAC(Optimizer, Joinable):
             warn_user(
                 UserWarning(
                     f"lr={lr} is of the size of Adam's, and here it multiplies steps whose length the rule finds: the "
-                    "parameters will hardly move. Leave lr out, or write one between 0.3 and 1"
+                    "parameters will hardly move, unless a scheduler sets another lr. Leave lr out, or write one "
+                    "between 0.3 and 1."
                 )
             )
         Joinable.__init__(self)

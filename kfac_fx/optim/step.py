@@ -134,7 +134,9 @@ def look_at(
             state.standstill.moved(state.skipped),
             torch.stack(gradients).any(),
             torch.stack([*rates.values()]).any(),
-            state.standstill.diverged(state.skipped),
+            state.standstill.diverged(state.skipped)
+            if state.options.checks is None
+            else torch.zeros_like(state.skipped),
             causes,
         )
     )
@@ -178,8 +180,9 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     if first or forwards.seen.pending or forwards.seen.observed:
         if scaler is not None:
             scale = scaler.get_scale()
-        elif not state.estimator.records_in_training:  # statistics of the training backward need a scaler that is given
-            scale = scale_of_caller()
+        elif not state.estimator.records_in_training and (first or forwards.scaled):
+            scale = scale_of_caller()  # statistics of the training backward need a scaler that is given
+            forwards.scaled = scale != 1.0
     if first:
         warn_of_trainer(state.net, state.net.model)
         forwards.check_loss(loss, scale)

@@ -96,8 +96,13 @@ def rows_left_out(
             return found
 
         inputs = [loss.inputs for _, loss in losses]
-        of_kept = reached(pulled(inputs, [torch.randn_like(tensor) for tensor in inputs], constants, keep=True))
-        of_all = reached([torch.randn_like(tensor) for tensor in constants])
+        generator = torch.Generator(inputs[0].device).manual_seed(0)  # torch's own streams are the user's
+
+        def drawn(tensors: Sequence[Tensor]) -> Cotangents:
+            return [torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device) for t in tensors]
+
+        of_kept = reached(pulled(inputs, drawn(inputs), constants, keep=True))
+        of_all = reached(drawn(constants))
     totals: dict[Key, tuple[int, int]] = {}
     for (key, tap), rows in of_all.items():
         kept = of_kept.get((key, tap), torch.zeros_like(rows))

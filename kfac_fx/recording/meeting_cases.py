@@ -136,8 +136,8 @@ def keys_that_meet(
     """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
     It runs one forward, and two backwards for every bit of the number of examples, or four if cases seem to meet. The
-    host waits. Registrations with
-    uses that do not depend on the batch are left out, because their gradients are of all examples.
+    host waits. Registrations with uses that do not depend on the batch are left out, because their gradients are of
+    all examples.
 
     Args:
         emitted: with collecting taps.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
-from kfac_fx.linalg.processes import averaged_unsharded, unsharded
+from kfac_fx.linalg.processes import averaged_unsharded, is_sharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses, WeightedLosses
 from kfac_fx.losses.distributions import Categorical
@@ -395,10 +395,11 @@ class Recorder:
     ) -> None:
         """Warn if rows of cases without a target are in input factors, as the first batch with such cases tells.
 
-        On a CPU every batch may be the first; elsewhere it is the first recording, because the host waits.
+        On a CPU every batch may be the first; elsewhere it is the first recording, because the host waits. Sharded
+        parameters are not looked at: only some processes may have such cases, and all would have to gather them.
         """
         kept = [loss.kept for _, loss in losses if loss.kept is not None]
-        if self.looked_for_left_out or not kept:
+        if self.looked_for_left_out or not kept or any(map(is_sharded, self.live_parameters().values())):
             return
         self.looked_for_left_out = kept[0].device.type != "cpu"
         if all(bool(of_loss.all()) for of_loss in kept):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable
 
 import pytest
@@ -133,6 +134,18 @@ def test_a_forward_that_takes_derivatives_is_not_compiled_and_the_report_says_so
         told = "the forward in training is not compiled: it takes derivatives" in " ".join(str(net.report).split())
         assert told is (backend != "eager")
     torch.testing.assert_close(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_forward_runs_under_a_profiler() -> None:
+    """A profiler in C is no function, which Python could call or set again."""
+    net, x = compiled(nn.Linear(5, 5), (torch.randn(6, 5),), loss="mse", backend="aot_eager"), torch.randn(6, 5)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        net(x).sum().backward()
+    finally:
+        profiler.disable()
 
 
 def test_any_number_of_nets_is_compiled_in_one_process() -> None:

@@ -73,6 +73,9 @@ def test_targets_from_outside_leave_rows_in_input_factors(
     cases = whole.numel()
     (message,) = told(net, mode, (x, whole), (x, part), (x, part))
     blocks = len(net.registrations)
+    if mode == "empirical":  # which draws no targets: torch's random stream is the user's
+        other, before = kfac_fx.compile(build(), (x,), loss="categorical"), torch.get_rng_state()
+        assert len(told(other, mode, (x, part))) == 1 and torch.equal(torch.get_rng_state(), before)
     assert message.startswith(
         f"{cases - 9} of {cases} cases of the loss have no target, and the input factors A of {blocks} blocks are "
         f"means over all of their rows: {100 * (cases - 9) / cases:.0f}% of those of "

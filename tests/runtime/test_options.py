@@ -481,7 +481,7 @@ def test_a_large_whole_number_is_a_float() -> None:
 @pytest.mark.parametrize("momentum_type", [None, "adaptive"])
 def test_an_lr_of_adams_size_is_told_at_once(momentum_type: str | None) -> None:
     net = compile(nn.Linear(3, 2), loss="normal")
-    with pytest.warns(UserWarning, match=r"^lr=0\.001 is of the size of Adam's, .* between 0\.3 and 1$"):
+    with pytest.warns(UserWarning, match=r"^lr=0\.001 is of the size of Adam's, .* between 0\.3 and 1\.$"):
         KFAC(net, lr=1e-3, momentum_type=momentum_type)
 
 
