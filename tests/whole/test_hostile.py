@@ -44,16 +44,13 @@ def test_the_usual_training_is_right(rule: str) -> None:
 
 # --- all kinds --------------------------------------------------------------------------------------------------------
 
-# Parameters of zero do move by 1e-32, so no look says that they stand still.
-MOVES_FROM_ZERO = "weights of zero and lr of 1e-30: eigen_moments, float64"
 
-
-def test_the_results_are_of_all_inputs_and_one_that_is_known_is_silent() -> None:
+def test_the_results_are_of_all_inputs_and_none_is_silent_or_raw() -> None:
     rows = read(OUT)["inputs"]
     names = [(row["kind"], row["name"]) for row in rows]
     assert sorted(names) == sorted((given.kind, given.name) for given in inputs(list(KINDS)))
     assert len(set(names)) == len(names) >= 600
-    assert [row["name"] for row in rows if row["grade"] in (RAW, SILENT)] == [MOVES_FROM_ZERO]
+    assert [row["name"] for row in rows if row["grade"] in (RAW, SILENT)] == []
 
 
 def test_the_page_is_that_of_the_results() -> None:
