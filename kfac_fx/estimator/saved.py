@@ -258,6 +258,7 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     if spectrum.replicas is not None and spectrum.replicas.rank:
         return
     numbers = {key: number for number, key in enumerate(manifest["blocks"])}
+    is_written(folder)  # raises for what is no folder, before one is made
     with writing(folder):
         if is_written(folder):
             refuse_other(folder, compared(read_spectrum_manifest(folder)), compared(manifest))
@@ -339,6 +340,7 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
     blocks, origin = {}, made_of(net)
+    is_written(folder)  # raises for what is no folder, before one is made
     with writing(folder):
         if is_written(folder):
             read_queries_manifest(folder)
