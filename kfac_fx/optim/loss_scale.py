@@ -342,8 +342,7 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
     """The gradient g of `inputs` that arrives at the leaves as `vectors`, v = Jᵀ g.
 
     Every element of `inputs` must be a function of one element of the leaves. Then g = J v / diag(J Jᵀ). Products with
-    J are those of reverse mode, twice. Elements that depend on no leaf, as those of cases without a target, have a g of
-    zero. None if `inputs` needs no gradient.
+    J are those of reverse mode, twice. None if `inputs` needs no gradient.
     """
     if not inputs.requires_grad:
         return None
@@ -362,8 +361,7 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
     ones = torch.autograd.grad(
         inputs, leaves, torch.ones_like(inputs), retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    squares = derivative(ones)
-    return torch.where(squares == 0, 0, derivative(vectors) / squares)
+    return derivative(vectors) / derivative(ones)
 
 
 def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:

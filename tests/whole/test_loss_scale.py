@@ -523,27 +523,6 @@ def test_a_squared_error_is_no_cross_entropy(targets: Tensor) -> None:
             assert not any("cross entropy" in text for text in texts)
 
 
-class Shifted(nn.Module):
-    """A language model that computes its loss, as those of Hugging Face do: the last position has no target."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
-        return F.cross_entropy(self.head(self.tokens(ids)).flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.1, 100.0])
-def test_the_factor_of_a_loss_in_forward_with_ignored_targets_is_told(factor: float) -> None:
-    ids = torch.randint(12, (6, 7))
-    texts = in_steps(kfac_fx.compile(Shifted(), (ids,)), lambda loss: factor * loss, ids)
-    assert [text.split(" of the registered")[0] for text in texts] == (
-        [] if factor == 1 else [f"the trained loss is {factor * 7 / 6:.4g} times the mean"]
-    )
-
-
 def test_half_a_mean_of_squares_is_told_without_the_loss() -> None:
     """As reinforcement learning writes it for value functions."""
     for kind, factor in (("normal", 1 / 8), ("mse", 1 / 2)):
