@@ -99,8 +99,8 @@ class StandstillWatch:
     unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Before a step; parameters: with a gradient."""
+    def begin(self, parameters: Iterable[Tensor], unchecked: bool) -> None:
+        """Before a step; parameters: with a gradient. unchecked: no check of the rule would see that it diverges."""
         self.tried += 1
         self.before = None
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
@@ -108,7 +108,7 @@ class StandstillWatch:
         if len(self.told) < len(KINDS) and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
             shards = [(shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None]
             self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
-            self.sizes = size_of(shards)
+            self.sizes = size_of(shards) if unchecked else None
 
     def moved(self, like: Tensor) -> Tensor:
         """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""

@@ -77,7 +77,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
-    state.standstill.begin(parameter for group in groups for parameter in group["params"])
+    parameters = (parameter for group in groups for parameter in group["params"])
+    state.standstill.begin(parameters, unchecked=state.options.checks is None)
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     causes = {LOSS: ok}
     for condition in finite if usable is None else (*finite, usable):
@@ -134,9 +135,7 @@ def look_at(
             state.standstill.moved(state.skipped),
             torch.stack(gradients).any(),
             torch.stack([*rates.values()]).any(),
-            state.standstill.diverged(state.skipped)
-            if state.options.checks is None
-            else torch.zeros_like(state.skipped),
+            state.standstill.diverged(state.skipped),
             causes,
         )
     )

@@ -230,10 +230,10 @@ def test_a_batch_that_is_not_finite_is_no_training_that_diverges() -> None:
         parameter.grad = torch.full((3,), size)
         parameter.data.fill_(max(min(size, 1e4), 1.0))
         watch.tried = 0
-        watch.begin([parameter])
+        watch.begin([parameter], unchecked=True)
         told_of.append(bool(watch.diverged(parameter)))
     assert told_of == [False, False, False, False, False, True]
     watch.forget(0)
     watch.tried = 0
-    watch.begin([parameter])
+    watch.begin([parameter], unchecked=True)
     assert not watch.diverged(parameter)

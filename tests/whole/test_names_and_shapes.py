@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from benchmarks.hostile.settings import Of
 from kfac_fx.passes.rewrite import names_of_modules
 from kfac_fx.recording.model_checks import repeats_elements
 
@@ -164,22 +165,6 @@ def test_names_of_arguments_that_the_code_has(name: str, inputs: bool) -> None:
 
 
 # --- shapes and dtypes ------------------------------------------------------------------------------------------------
-
-
-class Of(nn.Module):
-    """A function of its parameters, children and buffers."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **held: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in held.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def linear(inputs: int, outputs: int, **options: Any) -> nn.Linear:
