@@ -1,8 +1,9 @@
-"""Two commits beside each other: `python -m benchmarks.beside OLD NEW`.
+"""Two commits next to each other: `python -m benchmarks.beside OLD NEW`.
 
-Every round runs the benchmarks of OLD and then those of NEW, each in a checkout and a process of its own. Thus both
-commits meet the same load of the machine. A row is one CPU time of a benchmark: its medians over the rounds, and NEW's
-as a multiple of OLD's. Rows that do not use the library (SGD, AdamW, a plain forward) show the noise of the comparison.
+Every round runs the benchmarks of both commits, each in a checkout and a process of its own. The two processes take
+turns of `TURN` seconds: one is stopped while the other runs. Thus both commits meet the same load and the same clock
+rate of the machine. A row is one CPU time of a benchmark: its medians over the rounds, and NEW's as a multiple of
+OLD's. Rows that do not use the library (SGD, AdamW, a plain forward) show the noise of the comparison.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +33,7 @@ BENCHMARKS = {
 NAMES = ("model", "method")  # the keys that name an entry of a list
 TIMES = ("milliseconds", "CPU seconds")  # the keys above the times; beside them stand counts and ratios
 COUNTS = ("nodes", "parameters")
+TURN = 0.1  # seconds
 
 
 def times(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
@@ -48,13 +51,44 @@ def times(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
         yield ", ".join(key for key in path if key not in (*TIMES, "results")), float(tree)
 
 
-def measured(checkout: Path, benchmark: str, options: Sequence[str], python: str) -> dict[str, float]:
-    """The times of one benchmark of one checkout."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [python, "-m", f"benchmarks.{benchmark}", *options, "--out", file.name]
-        environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
-        return {f"{benchmark}: {name}": value for name, value in times(json.loads(Path(file.name).read_text()))}
+def measured(checkouts: Sequence[Path], benchmark: str, options: Sequence[str], python: str) -> list[dict[str, float]]:
+    """The times of one benchmark of every checkout, by name, in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, f"{number}.json") for number in range(len(checkouts))]
+        commands = [[python, "-m", f"benchmarks.{benchmark}", *options, "--out", str(path)] for path in results]
+        in_turns(dict(zip(checkouts, commands, strict=True)))
+        measurements = [dict(times(json.loads(path.read_text()))) for path in results]
+    return [{f"{benchmark}: {name}": value for name, value in by_name.items()} for by_name in measurements]
+
+
+def in_turns(commands: Mapping[Path, Sequence[str]]) -> None:
+    """Run the command of every checkout, one at a time, in turns of `TURN` seconds. CPU times leave out the time in
+    which a process is stopped.
+
+    Raises CalledProcessError if a command fails; then none goes on.
+    """
+    running = []
+    try:
+        for checkout, command in commands.items():
+            environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL)
+            process.send_signal(signal.SIGSTOP)
+            running.append(process)
+        while running:
+            for process in list(running):
+                process.send_signal(signal.SIGCONT)
+                try:
+                    status = process.wait(None if len(running) == 1 else TURN)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGSTOP)
+                    continue
+                running.remove(process)
+                if status:
+                    raise subprocess.CalledProcessError(status, process.args)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def compare(old: Path, new: Path, benchmarks: Sequence[str], rounds: int, python: str) -> list[dict[str, Any]]:
@@ -62,8 +96,9 @@ def compare(old: Path, new: Path, benchmarks: Sequence[str], rounds: int, python
     seen: dict[Path, dict[str, list[float]]] = {tree: defaultdict(list) for tree in (old, new)}
     for _ in range(rounds):
         for benchmark in benchmarks:
-            for checkout, rows in seen.items():
-                for name, value in measured(checkout, benchmark, BENCHMARKS[benchmark], python).items():
+            of_both = measured(list(seen), benchmark, BENCHMARKS[benchmark], python)
+            for rows, measurement in zip(seen.values(), of_both, strict=True):
+                for name, value in measurement.items():
                     rows[name].append(value)
     both = [name for name in seen[old] if name in seen[new]]
     medians = {name: (median(seen[old][name]), median(seen[new][name])) for name in both}
@@ -92,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             for checkout in checkouts:
                 git("worktree", "remove", "--force", str(checkout), check=False)
-    console().print(table(f"{chosen.new} beside {chosen.old}: CPU times", rows))
+    console().print(table(f"{chosen.new} compared with {chosen.old}: CPU times", rows))
     command = f"python -m benchmarks.beside {chosen.old} {chosen.new} --rounds {chosen.rounds}"
     chosen.out.write_text(json.dumps({"command": command, **versions(), "rows": rows}, indent=1) + "\n")
 
