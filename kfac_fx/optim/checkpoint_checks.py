@@ -146,6 +146,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     refuse_other_choices(state, entries.whole)
     refuse_other_paths(state, entries.blocks)
+    refuse_frozen(state, entries.blocks)
     added = follow_versions(state, groups, entries)
     other_stream = leave_stream_of_another_kind(state, entries)
     given, declared = of_rules(state, groups, entries)
@@ -229,6 +230,19 @@ def refuse_other_paths(state: StepState, blocks: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the state lacks blocks that calls of this net have used: {'; '.join(absent)}.\nThe training of before "
             "took fewer paths: load its state into a new optimizer of a net that took no others."
+        )
+
+
+def refuse_frozen(state: StepState, blocks: Mapping[str, Any]) -> None:
+    """Raises ValueError if the state has blocks of parameters that were frozen before they had any here."""
+    there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
+    names = {name for text in there - set(map(key_text, state.estimator.blocks)) for name in text.split(",")}
+    frozen = [name for parameter, name in state.vectors.names.items() if name in names and not parameter.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"the state has blocks of parameters that are frozen here: {', '.join(frozen)}. The training of before "
+            "froze them later.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze "
+            "them then."
         )
 
 

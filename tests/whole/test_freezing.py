@@ -479,3 +479,34 @@ def test_a_collections_registrations_are_of_what_was_trained() -> None:
     model[0].requires_grad_(True)
     with pytest.raises(ModelChangedError, match=r"unfrozen after a LayerCollection .*: 0.weight, 0.bias\.\nIts regist"):
         est.update_covariances(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": None, "damping": None, "momentum": None}], ids=["regular", "default"])
+def test_a_training_that_froze_a_layer_goes_on_if_it_is_frozen_after_the_state_is_loaded(
+    options: dict[str, Any],
+) -> None:
+    training = Training(mlp(), **options)
+    training.step(0)
+    training.model[0].requires_grad_(False)
+    training.step(1)
+    state, parameters = copy.deepcopy(training.opt.state_dict()), copy.deepcopy(training.model.state_dict())
+    training.step(2)
+
+    frozen = mlp()
+    frozen.load_state_dict(parameters)
+    frozen[0].requires_grad_(False)
+    again = Training(frozen, **options)
+    text = (
+        r"the state has blocks of parameters that are frozen here: 0\.weight, 0\.bias\. The training of before froze "
+        r"them later\.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze them then"
+    )
+    with pytest.raises(ValueError, match=text):
+        again.opt.load_state_dict(state)
+
+    trained = mlp()
+    trained.load_state_dict(parameters)
+    again = Training(trained, **options)
+    again.opt.load_state_dict(state)
+    again.model[0].requires_grad_(False)
+    again.step(2)
+    assert equal(again.model.state_dict(), training.model.state_dict())
