@@ -22,7 +22,6 @@ COLORS = {
     "L-BFGS": "#8a5a3c",
     "KFAC": "#1d4f91",
     "KFAC adaptive": "#4fa3d9",
-    "KFAC grafted": "#9aa7ff",
     "KFAC qmodel": "#5b5bd6",
     "Shampoo": "#3fa58f",
     "asdl": "#c04848",

@@ -187,19 +187,6 @@ def kfac_adaptive(task: Task, model: nn.Module, lr: float | None, seed: int) -> 
     return kfac(task, model, lr, seed, momentum_type="adaptive")
 
 
-def kfac_grafted(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
-    return kfac(
-        task,
-        model,
-        lr,
-        seed,
-        relative_damping=0.1,
-        momentum_type="grafted",
-        estimation_mode="empirical",
-        cov_update_every=10,
-    )
-
-
 def kfac_qmodel(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
     net = compiled(task, model, seed)
     optimizer = kfac_fx.KFAC(net, damping=1.0, momentum=None, momentum_type="qmodel", adapt_damping=True, seed=seed)
@@ -236,12 +223,6 @@ METHODS: dict[str, Method] = {
     "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, tasks=EQUATIONS),
     "KFAC": Method(kfac, "`KFAC(net)`, which takes lr=1: nothing is tuned", lrs=(1.0,)),
     "KFAC adaptive": Method(kfac_adaptive, "`KFAC(net, lr, momentum_type='adaptive')`", lrs=(1.0, 0.3)),
-    "KFAC grafted": Method(
-        kfac_grafted,
-        "`KFAC(net, lr, relative_damping=0.1, momentum_type='grafted', estimation_mode='empirical', "
-        "cov_update_every=10)`",
-        start=1e-2,
-    ),
     "KFAC qmodel": Method(
         kfac_qmodel,
         "`KFAC(net, damping=1.0, momentum=None, momentum_type='qmodel', adapt_damping=True)`, no schedule",

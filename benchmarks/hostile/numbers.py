@@ -169,7 +169,6 @@ RULES: dict[str, dict[str, Any]] = {
     "adam": {"lr": 0.02, "damping": 0.1},
     "qmodel": {"lr": None, "damping": 0.1},
     "qmodel_fixedmu": {"lr": None, "damping": 0.1},
-    "grafted": {"lr": 0.02, "damping": 0.1},
 }
 
 

@@ -23,7 +23,6 @@ RULES: dict[str, dict[str, Any]] = {
     "regular": {"momentum_type": "regular", "lr": 0.05, "damping": 0.1},
     "regular, norm_constraint": {"momentum_type": "regular", "lr": 0.1, "damping": 0.1, "norm_constraint": 0.01},
     "adam": {"momentum_type": "adam", "lr": 0.01, "damping": 0.1},
-    "grafted": {"momentum_type": "grafted", "lr": 0.01, "relative_damping": 0.1},
     "qmodel": {"momentum_type": "qmodel", "damping": 0.1, "momentum": None},
     "qmodel_fixedmu": {"momentum_type": "qmodel_fixedmu", "damping": 0.1},
 }

@@ -105,7 +105,7 @@ class KFAC(Optimizer, Joinable):
                 themselves, and None means 1. The "qmodel" rules must have None, and the others need a number.
             rule: the update rule, an object of a class of `kfac_fx.rules`, or of your own.
             momentum_type: the rule by its name, with the options in `of_rule`: "eigen_moments", "adaptive", "regular",
-                "adam", "qmodel", "qmodel_fixedmu" or "grafted". None means "regular" if both lr and damping are given,
+                "adam", "qmodel" or "qmodel_fixedmu". None means "regular" if both lr and damping are given,
                 as in TF K-FAC; "adaptive" if damping alone is given, and for a net with blocks that have no eigenbasis;
                 and "eigen_moments" otherwise.
             cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.

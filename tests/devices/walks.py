@@ -248,7 +248,6 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adam": {"lr": 0.1, "momentum_type": "adam", "num_burnin_steps": 1},
     "qmodel": {"momentum": None, "momentum_type": "qmodel", "adapt_damping": True, "damping_adaptation_interval": 2},
     "qmodel_fixedmu": {"momentum_type": "qmodel_fixedmu"},
-    "grafted": {"lr": 0.1, "damping": None, "relative_damping": 0.1, "momentum_type": "grafted"},
     "eigen_moments": {"lr": 0.1, "damping": None, "momentum_type": "eigen_moments"},
     "adapted": {"lr": 0.1, "adapt_damping": True, "damping_adaptation_interval": 1},
     "exact": {"lr": 0.1, "estimation_mode": "exact", "fraction": 0.5},

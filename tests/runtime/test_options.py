@@ -24,7 +24,7 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "KFAC with momentum_type='regular' does not have these options:",
             "  overhead, which is one of 'adaptive', 'eigen_moments'.",
-            "  second_moment_decay, which is one of 'eigen_moments', 'grafted'.",
+            "  second_moment_decay, which is one of 'eigen_moments'.",
         ],
     ),
     "the default of a damping": (
@@ -54,7 +54,7 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
             "  qmodel_update_rescale, which is one of 'qmodel', 'qmodel_fixedmu'.",
             "  l2_reg, which is one of 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
-            "  relative_damping, which is one of 'regular', 'adam', 'eigen_moments', 'grafted'.",
+            "  relative_damping, which is one of 'regular', 'adam', 'eigen_moments'.",
             "  eigenvalue_exponent, which is one of 'eigen_moments'.",
         ],
     ),
@@ -66,26 +66,18 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "norm_constraint_form": "gradient",
         },
         [
-            "  damping, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu', 'grafted'.",
-            "  precon_damping_mult, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu', "
-            "'grafted'.",
+            "  damping, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
+            "  precon_damping_mult, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
             "  norm_constraint_form, which is one of 'regular', 'adam'.",
             "The options of this rule are momentum, second_moment_decay, eigenvalue_exponent, relative_damping, "
             "norm_constraint, overhead, damping_adaptation_interval; all rules have those of KFAC's signature, such as "
             "lr and weight_decay.",
         ],
     ),
-    "grafted": (
-        {"momentum_type": "grafted", "damping": 0.1, "norm_constraint": 0.1, "adapt_damping": True},
-        [
-            "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
-            "  adapt_damping, which is one of 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
-        ],
-    ),
     "qmodel": (
         {"momentum_type": "qmodel", "lr": None, "damping": 0.1, "momentum": 0.9, "norm_constraint": 0.1},
         [
-            "  momentum, which is one of 'adaptive', 'regular', 'adam', 'qmodel_fixedmu', 'eigen_moments', 'grafted'.",
+            "  momentum, which is one of 'adaptive', 'regular', 'adam', 'qmodel_fixedmu', 'eigen_moments'.",
             "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
         ],
     ),
@@ -163,7 +155,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             {"momentum_type": kind, "momentum": 1.0, "damping": None if kind == "eigen_moments" else 0.1},
             r"momentum is 1\.0; it must be from 0 and below 1",
         )
-        for kind in ("adaptive", "eigen_moments", "grafted")
+        for kind in ("adaptive", "eigen_moments")
     },
     "a relative damping and one that adapts": (
         {"damping": None, "momentum_type": "adam", "relative_damping": 0.1, "adapt_damping": True},

@@ -118,7 +118,6 @@ LIBRARY: dict[str, dict[str, Any]] = {
     "qmodel": {"damping": 0.1},
     "qmodel_fixedmu": {"damping": 0.1, "momentum": 0.5},
     "eigen_moments": {"damping_adaptation_interval": 3},
-    "grafted": {"relative_damping": 0.1},
 }
 MADE: dict[str, Rule] = {name: RULES[name](**options) for name, options in LIBRARY.items()}
 MADE |= {rule.name: rule for rule in (Clipped(), LineSearch(), Turned())}
@@ -276,7 +275,7 @@ def asks_which_rule(name: str, text: str) -> list[str]:
         "if kind in ('adam', other): pass",
         "from kfac_fx.optim.rules import Adaptive",
         "from kfac_fx.optim.rules.adaptive import GROWTH",
-        "match kind:\n    case 'grafted': pass",
+        "match kind:\n    case 'qmodel': pass",
     ],
 )
 def test_a_question_which_rule_it_is_would_be_seen(text: str) -> None:

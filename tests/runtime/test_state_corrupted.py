@@ -69,7 +69,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 QUICK = [
     "adaptive",
     "regular",
-    "grafted",
     "eigen_moments",
     "late",
     "own rule with bases",

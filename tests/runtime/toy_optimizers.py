@@ -20,7 +20,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "adam": {"momentum_type": "adam"},
     "qmodel": QUADRATIC,
     "qmodel_fixedmu": {"lr": None, "momentum_type": "qmodel_fixedmu"},
-    "grafted": {"momentum_type": "grafted"},
     "eigen_moments": {"momentum_type": "eigen_moments", "damping": None},
 }
 

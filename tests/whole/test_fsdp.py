@@ -41,7 +41,6 @@ WORLD, CASES, CLASSES = 3, 12, 4
 EXACT = {"estimation_mode": "exact"}
 ADAPTIVE = {"momentum_type": "adaptive", **EXACT}
 EIGEN_MOMENTS = {"momentum_type": "eigen_moments", "lr": 0.01, "cov_update_every": 2, "invert_every": 3, **EXACT}
-GRAFTED = {"momentum_type": "grafted", "lr": 0.01, "relative_damping": 0.1, **EXACT}
 ADAPTED = {
     "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "adapt_damping": True,
     "damping_adaptation_interval": 1, "invert_every": 2, **EXACT,
@@ -199,8 +198,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "diagonals, adapted": {"options": {"placement": "owners", **ADAPTED}, "others": DIAGONALS},
     "diagonals, eigen_moments": {"options": {"placement": "owners", **EIGEN_MOMENTS}, "others": DIAGONALS},
-    "grafted": {"options": {**GRAFTED, "weight_decay": 0.1}},
-    "diagonals, grafted": {"options": {"placement": "owners", **GRAFTED}, "others": DIAGONALS, "number": 4},
     "diagonals, relative damping": {
         "options": {"lr": 0.1, "relative_damping": 0.5, "momentum_type": "adam", "placement": "owners", **EXACT},
         "others": DIAGONALS,

@@ -26,7 +26,6 @@ RULES: dict[str, dict[str, Any]] = {
     "adaptive": {"momentum_type": "adaptive", "damping_adaptation_interval": 1},
     "regular": {"momentum_type": "regular", "lr": 0.1, "damping": 0.1},
     "adam": {"momentum_type": "adam", "lr": 0.01, "damping": 0.1},
-    "grafted": {"momentum_type": "grafted", "lr": 0.01, "relative_damping": 0.1},
     "qmodel": {"momentum_type": "qmodel", "damping": 0.1, "momentum": None},
     "qmodel_fixedmu": {"momentum_type": "qmodel_fixedmu", "damping": 0.1},
 }

@@ -28,7 +28,6 @@ from tests.whole.test_fsdp import (
     ADAPTIVE,
     EIGEN_MOMENTS,
     EXACT,
-    GRAFTED,
     Block,
     Results,
     state_of,
@@ -134,7 +133,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{mesh}, eigen_moments": (mesh, EIGEN_MOMENTS) for mesh in MESHES},
-    **{f"{mesh}, grafted": (mesh, GRAFTED) for mesh in MESHES},
     **{f"{mesh}, empirical": (mesh, EMPIRICAL) for mesh in MESHES},
     "tensor, whole positions, regular": ("tensor, whole positions", REGULAR),
     "both, adaptive": ("both", ADAPTIVE),

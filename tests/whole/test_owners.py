@@ -52,10 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "damping_adaptation_interval": 1, "invert_every": 2,
     },
     "adaptive": {"momentum_type": "adaptive", "estimation_mode": "exact"},
-    "grafted": {
-        "lr": 0.01, "momentum_type": "grafted", "relative_damping": 0.1, "estimation_mode": "empirical",
-        "cov_update_every": 2,
-    },
     "eigen_moments": {
         "lr": 0.01, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "cov_update_every": 2,
         "invert_every": 3,

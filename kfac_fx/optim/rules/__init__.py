@@ -19,7 +19,6 @@ from kfac_fx.optim.damping import AdaptedDamping, DampingThresholds
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Damped, MeasuredMove, Memory, Outcome, Rule, Update, zeros_for
 from kfac_fx.optim.rules.adaptive import Adaptive
 from kfac_fx.optim.rules.eigen_moments import EigenMoments
-from kfac_fx.optim.rules.grafted import Grafted
 from kfac_fx.optim.rules.momentum import Adam, Regular
 from kfac_fx.optim.rules.quadratic import QModel, QModelFixedMomentum
 from kfac_fx.passes.errors import nearest
@@ -34,7 +33,6 @@ __all__ = [
     "Damped",
     "DampingThresholds",
     "EigenMoments",
-    "Grafted",
     "MeasuredMove",
     "Memory",
     "Outcome",
@@ -51,7 +49,7 @@ __all__ = [
 ]
 
 # In the order of the numbers that checkpoints have for them.
-EVERY_RULE = (Adaptive, Regular, Adam, QModel, QModelFixedMomentum, EigenMoments, Grafted)
+EVERY_RULE = (Adaptive, Regular, Adam, QModel, QModelFixedMomentum, EigenMoments)
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in EVERY_RULE}
 OTHER_NAMES = {  # of other optimizers
     "betas": " Write momentum=... and second_moment_decay=... instead of betas.",
