@@ -135,6 +135,9 @@ LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 # The beginning of the modules of the errors of torch.compile. torch.compiler exports no class of errors.
 COMPILER = "torch._dynamo"
 
+# The name of its error for a function that has too many variants.
+RECOMPILE_LIMIT = "FailOnRecompileLimitHit"
+
 
 def mark_static(tensor: Tensor) -> None:
     """Tell the compiler that a tensor stays where it is, as parameters do. A CUDA graph copies its other inputs, and

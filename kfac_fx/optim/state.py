@@ -191,4 +191,5 @@ class StepState:
                 "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the "
                 f"parameters are: {first_three(owned)}"
             )
+        reasons += [reason for of in self._compiled.values() if (reason := getattr(of, "reason", None)) is not None]
         return [*reasons, *self.memory.reasons(), *self.multiply_jacobian.fallbacks(), *self.forwards.fallbacks()]

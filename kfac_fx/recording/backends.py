@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -13,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.passes.errors import first_line, out_of_memory
-from kfac_fx.passes.torch_private import COMPILER, GRAD
+from kfac_fx.passes.torch_private import COMPILER, GRAD, RECOMPILE_LIMIT
 
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
+TORCH = str(Path(torch.__file__).parent)
 
 
 def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """`function` under a backend: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of
     torch.compile's."""
-    return function if backend == "eager" else torch.compile(with_own_code(function), fullgraph=True, **how(backend))
+    return function if backend == "eager" else CompiledOrPlain(function, backend)
 
 
 class CompiledForward:
@@ -88,11 +90,18 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function with a code object of its own.
 
     torch.compile counts graphs by code objects and gives up at the ninth, and the functions of all nets, captures and
-    optimizers share their code.
+    optimizers share their code. So do all functions that torch's decorators return, such as that of
+    `@torch.no_grad()`; torch.compile calls those from a function of its own, which would be shared, too.
     """
     if isinstance(function, MethodType):
         return MethodType(with_own_code(function.__func__), function.__self__)
     assert isinstance(function, FunctionType), f"bug in kfac_fx: {function} has no code to compile"
+    if function.__code__.co_filename.startswith(TORCH):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return with_own_code(call)
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(CODE_NUMBERS)}")
     copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -100,26 +109,41 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledOrPlain:
-    """`function` under `backend`, in eager mode after the first failure: an autograd.Function can hold any Python code.
+    """`function` under `backend`, in eager mode after the first failure that may happen to any user.
 
-    reason: the compiler's message then; None as long as it has not failed.
+    torch.compile gives up a function at the ninth variant, such as other layers that are frozen, or another set of
+    modules that take part in a step. An autograd.Function can hold any Python code.
+
+    Args:
+        has_functions: whether the function holds an autograd.Function.
+
+    Attributes:
+        reason: why it is not compiled any more; None as long as it is.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str) -> None:
-        self.function, self.backend = function, backend
-        self.compiled: Callable[..., Any] | None = compiled_function(function, backend)
+    def __init__(self, function: Callable[..., Any], backend: str, has_functions: bool = False) -> None:
+        self.function, self.backend, self.has_functions = function, backend, has_functions
+        self.compiled: Callable[..., Any] | None = torch.compile(
+            with_own_code(function), fullgraph=True, **how(backend)
+        )
         self.reason: str | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is not None:
             try:
-                return self.compiled(*args)
+                return self.compiled(*args, **kwargs)
             except Exception as error:
-                if not type(error).__module__.startswith(COMPILER):
+                if type(error).__name__ == RECOMPILE_LIMIT:
+                    self.reason = (
+                        f"{self.backend} has compiled {self.function.__name__} for as many variants as torch takes "
+                        "(torch._dynamo.config.recompile_limit): it runs in eager mode"
+                    )
+                elif self.has_functions and type(error).__module__.startswith(COMPILER):
+                    self.reason = f"{self.backend} cannot compile an autograd.Function in it: {first_line(error)}"
+                else:
                     raise
                 self.compiled = None
-                self.reason = f"{self.backend} cannot compile an autograd.Function in it: {first_line(error)}"
-        return self.function(*args)
+        return self.function(*args, **kwargs)
 
 
 class CudaGraph:

@@ -338,7 +338,9 @@ def renamed_tensors(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
     """`function`, which runs `graph`, under `backend`."""
     has_functions = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
-    return (CompiledOrPlain if has_functions and backend != "eager" else compiled_function)(function, backend)
+    if has_functions and backend != "eager":
+        return CompiledOrPlain(function, backend, has_functions)
+    return compiled_function(function, backend)
 
 
 @contextmanager

@@ -226,6 +226,17 @@ def test_errors_of_the_compiler_are_in_its_module() -> None:
     assert type(error.value).__module__.startswith(private.COMPILER)
 
 
+def test_the_error_of_too_many_variants_has_this_name() -> None:
+    def function(x: Tensor, mode: str) -> Tensor:
+        return x + len(mode)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    with pytest.raises(Exception) as error:
+        for number in range(1 + torch._dynamo.config.recompile_limit):
+            compiled(torch.ones(1), "a" * number)
+    assert type(error.value).__name__ == private.RECOMPILE_LIMIT
+
+
 def test_graphs_check_with_operations_of_these_names() -> None:
     class WithDefault(nn.Module):
         def forward(self, x: Any, flag: bool = True, other: Any = None) -> Any:

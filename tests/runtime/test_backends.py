@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import cProfile
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiled_module import compile as compiled
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.recording.backends import compiled_function
+from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
 from tests.runtime.recorded_by_hand import generator
 
 
@@ -166,5 +167,41 @@ def test_any_number_of_nets_is_compiled_in_one_process() -> None:
 
     x = torch.ones(2)
     for factor in range(2, 13):
-        for callable_ in (function_of(factor), Scaled(factor).method):
-            assert torch.equal(compiled_function(callable_, "aot_eager")(x), factor * x + 1)
+        for callable_ in (function_of(factor), Scaled(factor).method, torch.no_grad()(function_of(factor))):
+            compiled = compiled_function(callable_, "aot_eager")
+            assert torch.equal(compiled(x), factor * x + 1)
+            assert isinstance(compiled, CompiledOrPlain) and compiled.reason is None
+
+
+def test_a_function_of_too_many_variants_goes_on_in_eager_mode_and_says_so() -> None:
+    def shifted(x: Tensor, *, mode: str) -> Tensor:
+        return x + len(mode)
+
+    compiled = compiled_function(shifted, "aot_eager")
+    assert isinstance(compiled, CompiledOrPlain)
+    for number in range(12):
+        assert torch.equal(compiled(torch.ones(2), mode="a" * number), torch.ones(2) + number)
+    assert compiled.reason == (
+        "aot_eager has compiled shifted for as many variants as torch takes (torch._dynamo.config.recompile_limit): it "
+        "runs in eager mode"
+    )
+
+
+def test_a_step_of_too_many_variants_goes_on_and_the_report_says_so() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3).double() for _ in range(4)]
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(3, (6,))
+    ends = []
+    for backend in ("eager", "aot_eager"):
+        model = copy.deepcopy(nn.Sequential(*layers))
+        net = compiled(model, (x,), loss="categorical", backend=backend)
+        optimizer = KFAC(net, seed=0, estimation_mode="exact")
+        for number in range(12):
+            for place, layer in enumerate(model):
+                layer.requires_grad_(place == 3 or bool((number + 1) >> place & 1))  # another set in every step
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*ends)
+    assert "variants as torch takes" in str(net.report)
