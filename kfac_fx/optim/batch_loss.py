@@ -43,7 +43,7 @@ from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
-from kfac_fx.optim.loss_scale import hooked_leaves, take_gradient
+from kfac_fx.optim.loss_scale import hooked_leaves, losses_apart, take_gradient
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
@@ -70,6 +70,12 @@ class ObservedForward:
     precision: CheckPrecision = OWN_PRECISION
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
     weights: Weights = field(default_factory=lambda: Weights())  # of the forward
+    otherwise: ObservedForward | None = None  # at the losses that forward returns: see `losses_apart`
+
+    @property
+    def as_arrived(self) -> ObservedForward:
+        """This, or that of the returned losses if gradients arrived there alone."""
+        return self if self.gradients or self.otherwise is None else self.otherwise
 
     @staticmethod
     def of(
@@ -85,12 +91,17 @@ class ObservedForward:
         kept = [value.detach() if isinstance(value, Tensor) else value for value in returned]
         for leaf in leaves if at_outputs else ():
             kept[leaf] = kept[leaf].clone()  # the user or a CUDA graph may write over it before the step
-        forward = ObservedForward(
-            recorder, args, kwargs, results.tree_unflatten(kept, spec), leaves, at_outputs, precision
-        )
-        forward.weights = Weights.of(recorder)
-        for leaf in leaves:
-            take_gradient(returned[leaf], forward.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
+        tree, weights = results.tree_unflatten(kept, spec), Weights.of(recorder)
+
+        def at(leaves: list[int], at_outputs: bool) -> ObservedForward:
+            forward = ObservedForward(recorder, args, kwargs, tree, leaves, at_outputs, precision, weights=weights)
+            for leaf in leaves:
+                take_gradient(returned[leaf], forward.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
+            return forward
+
+        forward = at(leaves, at_outputs)
+        if at_outputs and (losses := losses_apart(recorder, returned, leaves)):
+            forward.otherwise = at(losses, False)
         return forward
 
     def take(self, leaf: int, gradient: Tensor | None) -> None:

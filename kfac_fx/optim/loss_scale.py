@@ -14,6 +14,7 @@ import inspect
 import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,6 +83,12 @@ class Watched:
     around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
+    otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
+
+    @property
+    def as_arrived(self) -> Watched:
+        """This, or that of the returned losses if gradients arrived there alone."""
+        return self if self.gradients or self.otherwise is None else self.otherwise
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor | None) -> None:
@@ -148,8 +155,22 @@ def watch(
     leaves, spec = results.tree_flatten(outputs)
     values = recorder.capture.flatten(args, kwargs)
     hooked, at_outputs = hooked_leaves(recorder, leaves)
-    if not hooked:
-        return None
+    watched = watch_leaves(recorder, values, leaves, spec, hooked, at_outputs, start) if hooked else None
+    if watched is not None and at_outputs and (losses := losses_apart(recorder, leaves, hooked)):
+        watched.otherwise = watch_leaves(recorder, values, leaves, spec, losses, False, start)
+    return watched
+
+
+def watch_leaves(
+    recorder: Recorder,
+    values: tuple[Any, ...],
+    leaves: Sequence[Any],
+    spec: Any,
+    hooked: list[int],
+    at_outputs: bool,
+    start: RandomState,
+) -> Watched | None:
+    """Watch the gradients of some of the returned leaves. hooked, at_outputs: as `hooked_leaves` has them."""
     inner: dict[int, list[Tensor]] = {}
     around: str | None = None
     places = hooked if at_outputs else []
@@ -238,6 +259,30 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     if all(node in place for node in wanted):
         return [place[node] for node in wanted], True
     return numbers, False
+
+
+def losses_apart(recorder: Recorder, leaves: Sequence[Any], places: Sequence[int]) -> list[int]:
+    """The returned losses whose gradient does not pass the returned outputs at these places, by number.
+
+    A forward that torch.compile made one function of has such losses: the outputs next to them are results, too.
+    """
+    losses, outputs = recorder.losses.returned(leaves), [leaves[place].grad_fn for place in places]
+    places_of_losses = [n for n, leaf in enumerate(leaves) if any(leaf is loss for loss in losses)]
+    return [n for n in places_of_losses if not comes_from(leaves[n].grad_fn, outputs)]
+
+
+def comes_from(result: Any, nodes: Sequence[Any]) -> bool:
+    """Whether one of these nodes of autograd's graph is before a node `result`. They are looked for from the result on,
+    because the outputs of a model are a few nodes before its loss."""
+    seen, waiting = {result}, deque([result])
+    while waiting:
+        for before, _ in waiting.popleft().next_functions:
+            if before in nodes:
+                return True
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return False
 
 
 def enough(fisher: Sequence[Tensor]) -> tuple[int | None, float]:

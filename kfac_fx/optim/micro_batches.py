@@ -146,8 +146,10 @@ class MicroBatch:
         self.backward.number = None
         if self.pending is not None:
             self.pending.empty()
-        for gradients in (of.gradients for of in (self.watched, self.observed) if of is not None):
-            gradients.clear()
+        for listener in (self.watched, self.observed):
+            for of in () if listener is None else (listener, listener.otherwise):
+                if of is not None:
+                    of.gradients.clear()
         return self.backward.may_come
 
 
@@ -177,11 +179,11 @@ class MicroBatches:
 
     @property
     def watched(self) -> list[Watched]:
-        return [batch.watched for batch in self.batches if batch.watched is not None]
+        return [batch.watched.as_arrived for batch in self.batches if batch.watched is not None]
 
     @property
     def observed(self) -> list[ObservedForward]:
-        return [batch.observed for batch in self.batches if batch.observed is not None]
+        return [batch.observed.as_arrived for batch in self.batches if batch.observed is not None]
 
     @property
     def start(self) -> RandomState | None:

@@ -209,8 +209,12 @@ def inputs_written(
 @contextmanager
 def model_kept(recorder: Recorder) -> Iterator[Trace]:
     """Inside, the model itself runs as it is recorded, and keeps what it was."""
-    # Some devices' own kernels draw other random numbers.
-    with recorder.emitted.isolated(), model_restored(recorder.model) as trace, as_unrolled(recorder.program):
+    with (
+        recorder.emitted.isolated(),
+        model_restored(recorder.model) as trace,
+        as_unrolled(recorder.program),  # some devices' own kernels draw other random numbers
+        torch.compiler.set_stance("force_eager"),  # torch.compile would compile what watches the model, too
+    ):
         yield trace
 
 
