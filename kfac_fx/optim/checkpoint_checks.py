@@ -146,7 +146,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     refuse_other_choices(state, entries.whole)
     refuse_other_paths(state, entries.blocks)
-    refuse_frozen(state, entries.blocks)
+    refuse_other_frozen(state, entries.blocks)
     added = follow_versions(state, groups, entries)
     other_stream = leave_stream_of_another_kind(state, entries)
     given, declared = of_rules(state, groups, entries)
@@ -226,22 +226,35 @@ def refuse_other_paths(state: StepState, blocks: Mapping[str, Any]) -> None:
             "training of before took, and load the state then."
         )
     absent = [text for text in here if not any(name.startswith(f"{text}/") for name in blocks)]
-    if absent and there and there < here.keys():
+    if absent and there and there < here.keys() and len(state.net.captures.all) > 1:
         raise ValueError(
             f"the state lacks blocks that calls of this net have used: {'; '.join(absent)}.\nThe training of before "
             "took fewer paths: load its state into a new optimizer of a net that took no others."
         )
 
 
-def refuse_frozen(state: StepState, blocks: Mapping[str, Any]) -> None:
-    """Raises ValueError if the state has blocks of parameters that were frozen before they had any here."""
+def refuse_other_frozen(state: StepState, blocks: Mapping[str, Any]) -> None:
+    """Raises ValueError if the state has blocks of parameters that were frozen before they had any here, or the other
+    way round."""
     there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
-    names = {name for text in there - set(map(key_text, state.estimator.blocks)) for name in text.split(",")}
-    frozen = [name for parameter, name in state.vectors.names.items() if name in names and not parameter.requires_grad]
-    if frozen:
+    here, names = set(map(key_text, state.estimator.blocks)), state.vectors.names
+    in_state = {name for text in there for name in text.split(",")}
+    if not in_state or not in_state.issubset(names.values()):
+        return  # the state of another model, or one with blocks of pieces
+    only_there = {name for text in there - here for name in text.split(",")}
+    later = [name for parameter, name in names.items() if name in only_there and not parameter.requires_grad]
+    if later:
         raise ValueError(
-            f"the state has blocks of parameters that are frozen here: {', '.join(frozen)}. The training of before "
+            f"the state has blocks of parameters that are frozen here: {', '.join(later)}. The training of before "
             "froze them later.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze "
+            "them then."
+        )
+    absent = {text for text in here if not any(name.startswith(f"{text}/") for name in blocks)}
+    earlier = [name for text in sorted(absent) for name in text.split(",") if name not in in_state]
+    if earlier:
+        raise ValueError(
+            f"the state has no block of parameters that are trained here: {', '.join(earlier)}. They were frozen when "
+            "it was saved.\nCreate the optimizer while they have requires_grad=False, load the state, and unfreeze "
             "them then."
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -509,4 +510,42 @@ def test_a_training_that_froze_a_layer_goes_on_if_it_is_frozen_after_the_state_i
     again.opt.load_state_dict(state)
     again.model[0].requires_grad_(False)
     again.step(2)
+    assert equal(again.model.state_dict(), training.model.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": None, "damping": None, "momentum": None}], ids=["regular", "default"])
+@pytest.mark.parametrize("frozen", [["0.weight", "0.bias"], ["0.bias"]], ids=["a layer", "a bias"])
+def test_a_training_that_unfroze_a_layer_goes_on_if_it_is_unfrozen_after_the_state_is_loaded(
+    options: dict[str, Any], frozen: list[str]
+) -> None:
+    def model() -> nn.Sequential:
+        layers = mlp()
+        for name in frozen:
+            layers.get_parameter(name).requires_grad_(False)
+        return layers
+
+    def unfreeze(layers: nn.Module) -> None:
+        for name in frozen:
+            layers.get_parameter(name).requires_grad_(True)
+
+    training = Training(model(), **options)
+    training.step(0)
+    state, parameters = copy.deepcopy(training.opt.state_dict()), copy.deepcopy(training.model.state_dict())
+    unfreeze(training.model)
+    training.step(1)
+
+    unfrozen = mlp()
+    unfrozen.load_state_dict(parameters)
+    text = (
+        rf"the state has no block of parameters that are trained here: {re.escape(', '.join(frozen))}\. They were "
+        r"frozen when it was saved\.\nCreate the optimizer while they have requires_grad=False, load the state"
+    )
+    with pytest.raises(ValueError, match=text):
+        Training(unfrozen, **options).opt.load_state_dict(state)
+
+    again = Training(model(), **options)
+    again.model.load_state_dict(parameters)
+    again.opt.load_state_dict(state)
+    unfreeze(again.model)
+    again.step(1)
     assert equal(again.model.state_dict(), training.model.state_dict())
