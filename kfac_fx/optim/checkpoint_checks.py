@@ -245,9 +245,8 @@ def refuse_other_frozen(state: StepState, blocks: Mapping[str, Any]) -> None:
     later = [name for parameter, name in names.items() if name in only_there and not parameter.requires_grad]
     if later:
         raise ValueError(
-            f"the state has blocks of parameters that are frozen here: {', '.join(later)}. The training of before "
-            "froze them later.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze "
-            "them then."
+            f"the state has blocks of parameters that are frozen here: {', '.join(later)}. They were trained before it "
+            "was saved.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze them then."
         )
     absent = {text for text in here if not any(name.startswith(f"{text}/") for name in blocks)}
     earlier = [name for text in sorted(absent) for name in text.split(",") if name not in in_state]

@@ -37,6 +37,11 @@ def in_place(model: Any) -> tuple[Any, Any]:
     return kfac_fx.compile(model, batch(0), in_place=True), model
 
 
+def wrapped(model: Any) -> tuple[Any, Any]:
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    return (kfac_fx.compile(compiled, batch(0)),) * 2
+
+
 Compiled = Callable[[nn.Module], tuple[Any, Any]]  # returns the net, and what is called
 KINDS: dict[str, Compiled] = {
     "eager": lambda model: (kfac_fx.compile(model, batch(0)),) * 2,

@@ -498,8 +498,8 @@ def test_a_training_that_froze_a_layer_goes_on_if_it_is_frozen_after_the_state_i
     frozen[0].requires_grad_(False)
     again = Training(frozen, **options)
     text = (
-        r"the state has blocks of parameters that are frozen here: 0\.weight, 0\.bias\. The training of before froze "
-        r"them later\.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze them then"
+        r"the state has blocks of parameters that are frozen here: 0\.weight, 0\.bias\. They were trained "
+        r"before it was saved\.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze"
     )
     with pytest.raises(ValueError, match=text):
         again.opt.load_state_dict(state)
