@@ -39,7 +39,11 @@ class CompiledForward:
 
     def __init__(self, function: Callable[..., Any], backend: str, model: nn.Module) -> None:
         self.function, self.backend, self.model = function, backend, model
-        self.compiled: Callable[..., Any] = torch.compile(function, **how(backend))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        self.compiled: Callable[..., Any] = torch.compile(with_own_code(forward), **how(backend))
         self.reason: str | None = None
         self.modes: set[bool] = set()  # of the forwards that were looked at
 

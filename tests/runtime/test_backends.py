@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiled_module import compile as compiled
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
+from kfac_fx.recording.backends import CompiledForward, CompiledOrPlain, compiled_function
 from tests.runtime.recorded_by_hand import generator
 
 
@@ -171,6 +171,20 @@ def test_any_number_of_nets_is_compiled_in_one_process() -> None:
             compiled = compiled_function(callable_, "aot_eager")
             assert torch.equal(compiled(x), factor * x + 1)
             assert isinstance(compiled, CompiledOrPlain) and compiled.reason is None
+
+
+def test_the_forward_of_the_ninth_net_of_a_class_is_compiled_as_well() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    for number in range(10):
+        forward = CompiledForward(model := nn.Linear(2, 2), backend, model)  # type: ignore[arg-type]
+        for _ in range(2):
+            forward(torch.ones(1, 2)).sum().backward()
+        assert len(graphs) == number + 1
 
 
 def test_a_function_of_too_many_variants_goes_on_in_eager_mode_and_says_so() -> None:
