@@ -78,6 +78,9 @@ class Pullback:
             for output, cotangent in zip(self.outputs, cotangents, strict=True)
             if cotangent is not None and output.requires_grad
         ]
+        if not pairs:  # a loss that no recorded parameter is behind
+            number = next(len(cotangent) for cotangent in cotangents if cotangent is not None)
+            return [leaf.new_zeros(number, *leaf.shape) for leaf in self.leaves]
         outputs, batched = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
 
         def grad(*vectors: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx import Batch, fit_spectrum
+from kfac_fx.losses import Categorical, Normal
 from kfac_fx.recording.exact import Pullback
 from kfac_fx.recording.progress import tracked
 from tests.compiler.toy import Toy
@@ -93,3 +95,31 @@ def test_generic_parameters_of_low_precision_have_float32_sums() -> None:
     assert all(registration.generic for registration in net.registrations)
     moments = net.record((x,), {}, mode="exact")
     assert {t.dtype for sums in moments.statistics.values() for t in sums.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", ["exact", "exact_GGN", "gradients", "empirical"])
+def test_parts_that_a_loss_does_not_depend_on_have_zeros_of_it(mode: str) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.policy, self.value = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = torch.tanh(self.body(x))
+            return self.policy(hidden), self.value(hidden)
+
+    torch.manual_seed(0)
+    model = TwoHeads().double()
+    x, labels, values = torch.randn(5, 3).double(), torch.randint(2, (5,)), torch.randn(5, 1).double()
+    net = kfac_fx.compile(model, (x,), loss=lambda o: [Categorical(o[0]), Normal(o[1])])
+    batches = [Batch(x, targets=[labels, values])]
+    parts = [[f"{layer}.weight", f"{layer}.bias"] for layer in ("body", "policy", "value")]
+    vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    products = [
+        fit_spectrum(net, batches, mode=mode, parts=division, damping=0.1).multiply(vector) for division in (1, parts)
+    ]
+    for name in vector:
+        if mode == "gradients":  # each part has samples of its own
+            assert products[1][name].isfinite().all()
+        else:
+            torch.testing.assert_close(products[1][name], products[0][name])
