@@ -39,7 +39,7 @@ from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
-from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.torch_private import class_of, pytree, transforms
 from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
 from kfac_fx.passes.tracing.effects import values_kept
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
@@ -522,6 +522,8 @@ class CaptureCache:
     def raise_the_models_own(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the model on inputs on which its graph has failed: its own error names its modules and lines."""
         if isinstance(error, PUBLIC) or fatal(error):
+            return
+        if transforms():  # an operation without a derivative; the buffers of the model could not be put back
             return
         refuse_without_values(self.model)
         with same_random(accelerators(self.model.parameters())), values_kept(self.model.buffers()):

@@ -11,7 +11,7 @@ import io
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import kfac_fx
 
@@ -75,6 +76,18 @@ class Odd(nn.Module):
         return self.head(hidden) * self.temperature.exp()  # type: ignore[no-any-return]
 
 
+class Parametrized(nn.Module):
+    """Buffers that every forward moves, and a norm without a derivative in forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = spectral_norm(nn.Linear(3, 6)), weight_norm(nn.Linear(6, 6))
+        self.slopes, self.head = nn.PReLU(6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.slopes(self.second(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +126,7 @@ MODELS = {
     "tokens": Kind(Tokens, (4,), tokens=True),
     "sequences": Kind(Sequences, (4, 3)),
     "odd": Kind(Odd, (3,)),
+    "parametrized": Kind(Parametrized, (3,)),
     "two heads": Kind(TwoHeads, (3,), two_losses),
     "own loss": Kind(OwnLoss, (3,), None),
 }
@@ -333,8 +347,8 @@ def evaluate(training: Training) -> None:
 
 
 def measure(training: Training) -> None:
-    """An accuracy in training mode, which running statistics of a batch norm would see."""
-    if training.setting.model != "images":
+    """An accuracy in training mode, which moves the buffers of some models."""
+    if training.setting.model not in ("images", "parametrized"):
         with torch.no_grad():
             training.call(*training.inputs(50))
 
@@ -399,6 +413,12 @@ def check(change: str, seed: int) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_neutral_change_changes_no_bit(change: str, draw: int) -> None:
     check(change, 7 * list(CHANGES).index(change) + draw)
+
+
+def test_a_product_that_forward_mode_refuses_leaves_the_buffers_of_the_model() -> None:
+    setting = replace(Setting.drawn(0), model="parametrized", rule="qmodel", saved_at=1)
+    resumed, _ = Training(setting, **CHANGES["a new optimizer"]).train()
+    assert torch.equal(resumed, Training(setting).train()[0])
 
 
 @pytest.mark.slow
