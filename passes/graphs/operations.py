@@ -182,6 +182,12 @@ RENAMED = {
 REDUCTIONS = ("none", "mean", "sum")
 
 
+def matmul(matrix: Tensor, vector: Tensor) -> Tensor:
+    """torch.mv under the name that passes know it by. torch.matmul is another function: autocast on a CPU rounds its
+    operands, and leaves those of torch.mv."""
+    return torch.mv(matrix, vector)
+
+
 @cache
 def aten_order(overload: Any, name: str) -> tuple[str, ...]:
     """The arguments of an ATen operation in ATen's order, under the names that `SPELLED_OUT[name]` has for them."""

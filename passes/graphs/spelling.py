@@ -27,7 +27,7 @@ from torch import fx
 from .. import torch_private
 from ..torch_private import STACK_LEVEL, OpOverload, schema
 from .labels import Label, labels
-from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, op_name, overloads
+from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, matmul, op_name, overloads
 
 COMMUTATIVE = {"add", "mul"}
 # Keys of a node's meta, for `as_written`.
@@ -44,10 +44,12 @@ def respell(graph: fx.Graph) -> None:
         if is_number(node, numbers):  # torch.add of two sizes would return a tensor
             numbers.add(node)
             continue
-        name = op_name(node)
-        name = RENAMED.get(name, name)
+        written = op_name(node)
+        name = RENAMED.get(written, written)
         if name in SPELLED_OUT and node.target is not F.embedding_bag:  # whose arguments are not torch.embedding_bag's
             spell_out(node, name)
+            if written == "mv":
+                node.target = matmul
         elif name == "einsum":
             spell_einsum(node)
         elif name == "tensordot":
