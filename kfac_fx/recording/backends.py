@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.errors import first_line, out_of_memory
 from kfac_fx.passes.torch_private import COMPILER, GRAD, RECOMPILE_LIMIT
+from kfac_fx.passes.tracing.signature import autocast
 
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
@@ -118,22 +119,37 @@ class CompiledOrPlain:
     torch.compile gives up a function at the ninth variant, such as other layers that are frozen, or another set of
     modules that take part in a step. An autograd.Function can hold any Python code.
 
+    Under autocast a graph with statistics runs in eager mode. torch.compile traces its backward under the autocast of
+    the forward, which rounds the products of statistics to half precision, and cannot leave autocast in there.
+
     Args:
         has_functions: whether the function holds an autograd.Function.
+        has_statistics: whether its backward computes statistics.
 
     Attributes:
         reason: why it is not compiled any more; None as long as it is.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str, has_functions: bool = False) -> None:
-        self.function, self.backend, self.has_functions = function, backend, has_functions
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: str,
+        has_functions: bool = False,
+        has_statistics: bool = False,
+    ) -> None:
+        self.function, self.backend = function, backend
+        self.has_functions, self.has_statistics = has_functions, has_statistics
         self.compiled: Callable[..., Any] | None = torch.compile(
             with_own_code(function), fullgraph=True, **how(backend)
         )
         self.reason: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.compiled is not None:
+        if self.has_statistics and autocast():
+            self.reason = (
+                self.reason or f"{self.backend} would round statistics under autocast: recordings run in eager mode"
+            )
+        elif self.compiled is not None:
             try:
                 return self.compiled(*args, **kwargs)
             except Exception as error:

@@ -36,7 +36,7 @@ from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
-from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
+from kfac_fx.recording.backends import CompiledOrPlain
 from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
 
@@ -338,9 +338,7 @@ def renamed_tensors(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
     """`function`, which runs `graph`, under `backend`."""
     has_functions = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
-    if has_functions and backend != "eager":
-        return CompiledOrPlain(function, backend, has_functions)
-    return compiled_function(function, backend)
+    return function if backend == "eager" else CompiledOrPlain(function, backend, has_functions, has_statistics=True)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Every layer's declaration under autocast: the graph of each of its examples computes what the example computes, in the
-same precision. A function of torch may be spelled as another one, and autocast rounds the operands of some of them."""
+"""Every layer's declaration under autocast: the graph of each of its examples computes what the example computes, in
+the same precision. A function of torch may be spelled as another one, and autocast rounds the operands of some."""
 
 from __future__ import annotations
 

@@ -219,3 +219,23 @@ def test_a_step_of_too_many_variants_goes_on_and_the_report_says_so() -> None:
         ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(*ends)
     assert "variants as torch takes" in str(net.report)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_statistics_of_a_compiled_net_under_autocast_are_those_of_an_eager_one(mode: str) -> None:
+    x, y = torch.randn(8, 2, 5, 5, generator=generator()), torch.arange(8) % 3
+    states = []
+    for backend in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3)
+        net = compiled(nn.Sequential(*layers), (x,), loss="categorical", backend=backend)
+        optimizer = KFAC(net, seed=0, estimation_mode=mode)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        states.append({name: entry for name, entry in optimizer.estimator.state_dict().items() if "/moment" in name})
+    assert states[0] and all(torch.equal(entry, states[1][name]) for name, entry in states[0].items())
+    assert "aot_eager would round statistics under autocast: recordings run in eager mode" in " ".join(
+        str(net.report).split()
+    )

@@ -202,6 +202,7 @@ class Training:
     saving: Callable[[Training], object] = lambda training: None  # before step `saved_at`
     closure: bool = False
     by_name: bool = False  # arguments of forward
+    step_in_autocast: bool = False
     made: Callable[[nn.Module], nn.Module] = lambda model: model
     opt: kfac_fx.KFAC = field(init=False)
 
@@ -292,7 +293,8 @@ class Training:
         else:
             self.all_in_closure()
             self.before_step(self)
-            self.opt.step()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.step_in_autocast):
+                self.opt.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.number += 1
@@ -392,6 +394,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a rate that is a tensor": {"of_optimizer": tensor_rate},
     "one group": {"of_optimizer": same_groups},
     "arguments by name": {"by_name": True},
+    "a step under autocast": {"step_in_autocast": True},
 }
 
 
