@@ -30,6 +30,7 @@ from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, lead
 from kfac_fx.passes.approximations import check_filled
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.recording.statistics import Key, additive
 
 check_filled()
@@ -504,7 +505,8 @@ class BlockDiagonalFisher(Operator):
             ready = [group for group in ready if any(r.parameters in keys for r in group.registrations)]
         all_ready = len(ready) == len(self.groups)
         inverter = self._inverter if all_ready else Inverter([group for group in ready if group.here], self.roots)
-        inverter.update()
+        with without_autocast(self._damping.device):
+            inverter.update()
         for group in ready:  # those of other owners, too, who decompose them at the same time
             group.inverted = group.inverted or bool(self.roots)
         return ready

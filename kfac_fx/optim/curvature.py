@@ -197,6 +197,30 @@ def at_least_one(cases: int | Tensor) -> int | Tensor:
     return cases.clamp(min=1) if isinstance(cases, Tensor) else max(1, cases)
 
 
+@contextmanager
+def outside_autocast() -> Iterator[Callable[[Callable[..., Any] | None], Callable[..., Any] | None]]:
+    """Inside, nothing is rounded by an autocast that a user has entered. Yields a function that returns a user's
+    function as it runs outside: under that autocast."""
+    ambient = autocast()
+
+    def as_outside(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if function is None or not ambient:
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                for kind, dtype in ambient:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+                return function(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for kind, _ in ambient:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield as_outside
+
+
 class JacobianProducts:
     """Products with the Jacobian of one model: in forward mode or, from the first operation on that has no forward-mode
     derivative, in reverse mode twice.

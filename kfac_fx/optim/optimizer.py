@@ -23,6 +23,7 @@ from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.bases import BASIS_VALUES
 from kfac_fx.optim.checkpoint import is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.checkpoint_checks import check_state
+from kfac_fx.optim.curvature import outside_autocast
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
@@ -362,7 +363,9 @@ class KFAC(Optimizer, Joinable):
             refuse_micro_batches(self._forwards.seen.forwards)
             loss = self._stand_in.share(loss)
         try:
-            take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
+            with outside_autocast() as as_outside:
+                losses = Losses(as_outside(evaluate), loss, as_outside(previous), as_outside(closure))
+                take_step(self._step_state, self.param_groups, self.state, losses)
         finally:
             self._forwards.forget()
         if self._published is not self.estimator.groups:
