@@ -140,11 +140,12 @@ class HandOver(torch.autograd.Function):
         (output_grad,) = grads
         if output_grad is None:  # the loss leaves this use out, so it has no rows
             return tuple(None for _ in ctx.needs_input_grad)
-        input, *tensors = ctx.saved_tensors
-        saved = iter(tensors)
+        # A view would keep the graph that its base is a part of, which keeps the waiting rows.
+        input, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
+        saved, grad = iter(tensors), output_grad.detach() if output_grad.requires_grad else output_grad
         values = [next(saved) if size is None else size for size in ctx.sizes]
         with torch.no_grad(), full_precision_in_eager(), without_autocast(output_grad.device):
-            ctx.waiting.add(ctx.rows_of(output_grad, input, values))
+            ctx.waiting.add(ctx.rows_of(grad, input, values))
         return output_grad, None, None, ctx.zero, *(None for _ in ctx.needs_input_grad[4:])
 
 
@@ -195,5 +196,7 @@ def gathered(
             for name, probe in (of_registration or {}).items()
             if several and probe.requires_grad and adds_up(named(name))
         }
-        with_waiting.append({**of_registration, WAITING: Waiting.of(sums)} if of_registration and sums else of_registration)
+        with_waiting.append(
+            {**of_registration, WAITING: Waiting.of(sums)} if of_registration and sums else of_registration
+        )
     return with_waiting

@@ -475,9 +475,7 @@ class Recorder:
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
 
-    def outputs(
-        self, parameters: Mapping[str, Tensor], values: Any, kernels: EmittedGraph | None = None
-    ) -> RunOutputs:
+    def outputs(self, parameters: Mapping[str, Tensor], values: Any, kernels: EmittedGraph | None = None) -> RunOutputs:
         """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes.
 
         kernels: `self.kernels` to run that.

@@ -49,7 +49,9 @@ UseStep = Callable[[RowPair, Mapping[str, Any]], RowPair]
 RealRows = Callable[[Tensor, Any], Tensor]
 StatisticOf = Callable[[str], Tensor]
 SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
-RowsOf = Callable[[Tensor, Tensor, Sequence[Any]], Rows]  # (gradient of the output, input, attributes) -> those of a use
+RowsOf = Callable[
+    [Tensor, Tensor, Sequence[Any]], Rows
+]  # (gradient of the output, input, attributes) -> those of a use
 Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
 SampledShares = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
 
