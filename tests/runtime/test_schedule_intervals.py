@@ -28,6 +28,7 @@ from kfac_fx.optim.schedule import (
     PER_INVERSE,
     PER_RECORDING,
     PER_TENSOR,
+    PER_TRAINING,
     PER_USE,
     PRODUCT,
     LayerFlops,
@@ -68,7 +69,7 @@ def test_the_costs_are_those_of_the_layers_and_of_the_operations(fraction: float
     decompositions = sum(1800 * d**2 + 8.5 * d**3 for layer in layers for d in layer)
     turning_two_means = 2 * sum(2 * i * o * (i + o) for i, o in layers)
     forward = products + 3 * HOST.operation
-    assert costs.training == pytest.approx(3 * forward)
+    assert costs.training == pytest.approx(3 * forward + PER_TRAINING * HOST.operation)
     recording = fraction * statistics + HOST.operation * (2 * PER_USE + 2 * PER_GROUP + PER_RECORDING)
     recording += 0 if in_training else 2 * fraction * products + 9 * HOST.operation
     assert costs.statistics == pytest.approx(recording)
@@ -90,7 +91,7 @@ def test_the_kind_of_machine_decides_what_operations_and_decompositions_cost(rat
     turning = sum(2 * (i + 1) * o * (i + 1 + o) for i, o in itertools.pairwise(WIDTHS)) if eigenbases else 0
     assert costs.inverses == pytest.approx(decompositions + 2 * turning + 2 * rates.operation * PER_INVERSE)
     products = sum(2 * CASES * (i + 1) * o for i, o in itertools.pairwise(WIDTHS))
-    assert costs.training == pytest.approx(3 * (products + 3 * rates.operation))
+    assert costs.training == pytest.approx(3 * products + (9 + PER_TRAINING) * rates.operation)
 
 
 def test_a_decomposition_takes_what_was_measured_on_an_accelerator() -> None:
@@ -179,7 +180,7 @@ def test_operations_decide_the_intervals_of_a_small_network_on_an_accelerator() 
         assert (few == many) == (rates is ACCELERATOR)
     costs = costs_of(optimizer, rates=ACCELERATOR)
     operations = 2 * PER_USE + 2 * PER_GROUP + PER_RECORDING + 9
-    assert costs.training == pytest.approx(9 * ACCELERATOR.operation, rel=1e-3)
+    assert costs.training == pytest.approx((9 + PER_TRAINING) * ACCELERATOR.operation, rel=1e-3)
     assert costs.statistics == pytest.approx(operations * ACCELERATOR.operation, rel=1e-3)
 
 
