@@ -5,15 +5,17 @@ capture with torch's kernels for these layers (`passes.kernels`), which takes a 
 function. The first evaluation of a capture compares their outputs, those of the Fisher included; the host waits. Where
 they differ, or a kernel does not run, the steps stay written out, and the report says so.
 
-Under the same random numbers torch draws the same dropout between recurrent layers, but for cuDNN, which has a stream of
-its own. So cuDNN is off where there is such dropout. Where the lengths of packed sequences are on an accelerator, the
-host would have to read them, so the steps stay written out.
+torch draws the same dropout between recurrent layers from the same random stream, but cuDNN has a stream of its own. So
+cuDNN is off where there is such dropout. Where the lengths of packed sequences are on an accelerator, the host would
+have to read them, so the steps stay written out.
 
-Kernels have no forward-mode derivatives on every device, and a product with the Jacobian needs them.
+A product with the Jacobian needs forward-mode derivatives, which not all kernels have. So only `evaluated` runs
+them.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -60,8 +62,10 @@ def is_on_accelerator(node: fx.Node | None) -> bool:
 
 
 def by_kernels(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, Tensor], values: Any) -> RunOutputs:
-    stacks = stacks_in(kernels.program.graph)
-    with without_cudnn() if any(map(draws_noise, stacks)) else nullcontext():
+    noise = any(map(draws_noise, stacks_in(kernels.program.graph)))
+    with warnings.catch_warnings(), without_cudnn() if noise else nullcontext():
+        # Other parameters than the module's lie apart, as the user cannot change.
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         return recorder.outputs(parameters, values, kernels)
 
 

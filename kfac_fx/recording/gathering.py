@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ class Waiting:
     def of(probes: Mapping[str, Tensor]) -> Waiting:
         """probes: of the statistics that are made of the rows."""
         rows = WaitingRows(tuple(probes), max(FEW, TIMES * sum(probe.numel() for probe in probes.values())))
-        return Waiting(rows, Gather.apply(rows, *probes.values()))
+        return Waiting(rows, cast(Any, Gather).apply(rows, *probes.values()))
 
     @property
     def names(self) -> Sequence[str]:
@@ -172,7 +172,7 @@ class Waiting:
 
     def hand_over(self, output: Tensor, input: Tensor, rows_of: RowsOf, tensors: Sequence[Any]) -> Tensor:
         """The output of a use, whose backward adds its rows to those that wait. tensors: its attributes."""
-        handed: Tensor = HandOver.apply(output, input, self.rows, self.token, rows_of, *tensors)
+        handed: Tensor = cast(Any, HandOver).apply(output, input, self.rows, self.token, rows_of, *tensors)
         return handed
 
 

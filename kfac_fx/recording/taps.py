@@ -3,7 +3,7 @@
 For every statistic a *probe* enters the tap, a zero tensor of the shape of the statistic. The statistic leaves the
 backward pass as the gradient of the probe. No tensor is mutated, so the same emitted module serves `autograd.grad` over
 probes only, the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums
-over uses.
+over uses. Where the rows of several uses wait for each other (`recording.gathering`), the taps hand them over instead.
 
 Rows and gradient rows come from the layer's declaration and the parametrizations that the use goes through, as one
 function (`both_rows`). Input factors may come from a sample of the rows (`sample`). A *collecting* tap hands its rows
