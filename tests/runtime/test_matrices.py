@@ -99,10 +99,23 @@ def test_gram_of_few_rows_is_one_product(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         linalg, "gram_by_strips", lambda columns: widths.append(len(columns[0])) or columns @ columns.mT
     )
-    for number in (1, 63, 64):
+    for number in (1, 42, 43):
         rows = torch.randn(number, 1, linalg.WORTH_STRIPS, dtype=torch.float64)
         torch.testing.assert_close(gram(rows), torch.einsum("ngi,ngj->gij", rows, rows))
-    assert widths == [linalg.WORTH_STRIPS]  # of 64 rows, a quarter of the width
+    assert widths == [linalg.WORTH_STRIPS]  # of 43 rows, a sixth of the width
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_border_is_that_of_every_group(in_place: bool) -> None:
+    body, border, corner = torch.randn(2, 3, 3), torch.randn(2, 3), torch.randn(2)
+    with torch.set_grad_enabled(not in_place):
+        found = linalg.bordered(body, border, corner)
+    for group in range(2):
+        above = torch.cat([body[group], border[group].unsqueeze(1)], dim=1)
+        below = torch.cat([border[group], corner[group].unsqueeze(0)])
+        assert torch.equal(found[group], torch.cat([above, below.unsqueeze(0)]))
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(linalg.bordered)(body[None], border[None], corner[None])[0], found)
 
 
 def test_bordered_is_the_gram_of_rows_with_a_one() -> None:
