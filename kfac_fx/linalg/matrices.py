@@ -211,11 +211,12 @@ def gram_by_strips(columns: Tensor, strips: int = 4) -> Tensor:
 
 
 def bordered(body: Tensor, border: Tensor, corner: Tensor) -> Tensor:
-    """[[body, border], [borderᵀ, corner]] in every group: [g, d, d], [g, d] and [g] -> [g, d + 1, d + 1]."""
+    """[[body, border], [borderᵀ, corner]] of every matrix: [..., d, d], [..., d] and [...] -> [..., d + 1, d + 1]."""
     if writes_parts(body, border, corner):
-        groups, size, _ = body.shape
-        whole = body.new_empty(groups, size + 1, size + 1)
-        whole[:, :-1, :-1], whole[:, :-1, -1], whole[:, -1, :-1], whole[:, -1, -1] = body, border, border, corner
+        *lead, size, _ = body.shape
+        whole = body.new_empty(*lead, size + 1, size + 1)
+        whole[..., :-1, :-1], whole[..., -1, -1] = body, corner
+        whole[..., :-1, -1] = whole[..., -1, :-1] = border
         return whole
     above = torch.cat([body, border.unsqueeze(-1)], dim=-1)
     below = torch.cat([border, corner.unsqueeze(-1)], dim=-1)

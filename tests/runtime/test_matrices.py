@@ -110,6 +110,7 @@ def test_a_border_is_that_of_every_group(in_place: bool) -> None:
     body, border, corner = torch.randn(2, 3, 3), torch.randn(2, 3), torch.randn(2)
     with torch.set_grad_enabled(not in_place):
         found = linalg.bordered(body, border, corner)
+        assert torch.equal(linalg.bordered(body[None], border[None], corner[None]), found[None])
     for group in range(2):
         above = torch.cat([body[group], border[group].unsqueeze(1)], dim=1)
         below = torch.cat([border[group], corner[group].unsqueeze(0)])
