@@ -1,6 +1,6 @@
 """Recurrent layers as torch computes them, in graphs that are evaluated and neither recorded nor differentiated.
 
-    recurrent("lstm", x, [h, c], weights, ...)  ->  layers("lstm", x, [h, c], weights, ...), which calls torch.lstm
+    recurrent("lstm", x, [h, c], weights, ...)  ->  run_layers("lstm", x, [h, c], weights, ...), which calls torch.lstm
 
 `unroll` writes a node for every operation of every step, because a weight has a use in each. An evaluation needs no
 uses, and a kernel of torch takes a part of the time. Packed sequences stay packed.
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from .graphs.operations import op_name
 from .ir import Program
 
+STACK_OF_LAYERS = "recurrent"  # the operation that stands for a stack of recurrent layers
 TORCH_LAYERS: dict[str, Callable[..., Any]] = {
     "lstm": torch.lstm,
     "gru": torch.gru,
@@ -41,9 +42,9 @@ def as_kernels(program: Program) -> Program:
     return program
 
 
-def stacks_in(graph: fx.Graph) -> list[fx.Node]:
+def recurrent_stacks(graph: fx.Graph) -> list[fx.Node]:
     """The stacks of recurrent layers in a captured graph, or in one `as_kernels`."""
-    return [node for node in graph.nodes if op_name(node) == recurrent.__name__]
+    return [node for node in graph.nodes if op_name(node) in (STACK_OF_LAYERS, run_layers.__name__)]
 
 
 def lengths_of(stack: fx.Node) -> fx.Node | None:
@@ -58,13 +59,13 @@ def draws_noise(stack: fx.Node) -> bool:
 
 
 def argument(stack: fx.Node, name: str) -> Any:
-    return signature(recurrent).bind(*stack.args).arguments[name]
+    return signature(run_layers).bind(*stack.args).arguments[name]
 
 
 # --- operations of `tracing.substitutes`, computed --------------------------------------------------------------------
 
 
-def recurrent(
+def run_layers(
     kind: str,
     x: Tensor,
     state: Sequence[Tensor],
@@ -89,7 +90,7 @@ def recurrent(
     return results
 
 
-def recurrent_cell(kind: str, x: Tensor, state: Sequence[Tensor], *weights: Tensor | None) -> Sequence[Tensor]:
+def run_cell(kind: str, x: Tensor, state: Sequence[Tensor], *weights: Tensor | None) -> Sequence[Tensor]:
     """`substitutes.recurrent_cell`"""
     new: Any = TORCH_CELLS[kind](x, list(state) if kind == "lstm" else state[0], *weights)
     return new if kind == "lstm" else [new]
@@ -100,12 +101,12 @@ def reached(lengths: Tensor, steps: int, device: torch.device) -> Tensor:
     return torch.arange(steps, device=device).unsqueeze(-1) < lengths.to(device)
 
 
-def packed(x: Tensor, lengths: Tensor) -> Tensor:
+def rows_within(x: Tensor, lengths: Tensor) -> Tensor:
     """`substitutes.packed`"""
     return x[reached(lengths, x.shape[0], x.device)]
 
 
-def unpacked(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
+def padded_again(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
     """`substitutes.unpacked`"""
     mask = reached(lengths, steps, data.device)
     place = (mask.flatten().cumsum(0).view_as(mask) - 1).clamp(min=0)
@@ -113,5 +114,8 @@ def unpacked(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tenso
 
 
 COMPUTED: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (recurrent, recurrent_cell, packed, unpacked)
+    STACK_OF_LAYERS: run_layers,
+    "recurrent_cell": run_cell,
+    "packed": rows_within,
+    "unpacked": padded_again,
 }

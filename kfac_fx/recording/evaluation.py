@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from kfac_fx.linalg.matrices import without_cudnn
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.kernels import draws_noise, lengths_of, stacks_in
+from kfac_fx.passes.kernels import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.passes.pipeline import EVALUATED, run
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
 from kfac_fx.recording.equivalence import coarsest_rounding, differ, sampled_elements
@@ -51,7 +51,7 @@ def evaluated(recorder: Recorder, parameters: Mapping[str, Tensor], values: Any)
 def emitted_with_kernels(recorder: Recorder) -> EmittedGraph | None:
     """The capture with torch's kernels; None if it has no stack of recurrent layers."""
     captured = recorder.capture.program
-    stacks = stacks_in(captured.graph) if recorder.whole else []
+    stacks = recurrent_stacks(captured.graph) if recorder.whole else []
     if not stacks or recorder.by_hand or any(is_on_accelerator(lengths_of(stack)) for stack in stacks):
         return None
     return EmittedGraph(recorder.capture, run(captured, EVALUATED), recorder.model)
@@ -62,7 +62,7 @@ def is_on_accelerator(node: fx.Node | None) -> bool:
 
 
 def by_kernels(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, Tensor], values: Any) -> RunOutputs:
-    noise = any(map(draws_noise, stacks_in(kernels.program.graph)))
+    noise = any(map(draws_noise, recurrent_stacks(kernels.program.graph)))
     with warnings.catch_warnings(), without_cudnn() if noise else nullcontext():
         # Other parameters than the module's lie apart, as the user cannot change.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")

@@ -155,7 +155,7 @@ with_cached_signature(HandOver)
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """What the taps of a registration get among their probes. token: of `rows`."""
+    """The rows of a registration that wait, and their token, as its taps get them among their probes."""
 
     rows: WaitingRows
     token: Tensor

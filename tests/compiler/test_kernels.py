@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from kfac_fx.passes.kernels import COMPUTED, as_kernels, draws_noise, lengths_of, packed, stacks_in, unpacked
+from kfac_fx.passes.kernels import (
+    COMPUTED,
+    as_kernels,
+    draws_noise,
+    lengths_of,
+    padded_again,
+    recurrent_stacks,
+    rows_within,
+)
 from kfac_fx.passes.trace import Capture, trace_model
 from tests.zoo.recurrent import Cells, Everything, Last
 
@@ -42,18 +50,18 @@ def test_a_stack_tells_its_noise() -> None:
     for training in (True, False):
         capture = trace_model(Everything().train(training), inputs)
         for graph in (capture.program.graph, as_kernels(capture.program).graph):
-            (stack,) = stacks_in(graph)
+            (stack,) = recurrent_stacks(graph)
             assert draws_noise(stack) is training and lengths_of(stack) is None
 
 
 def test_packed_sequences_are_those_of_torch() -> None:
     x = torch.randn(6, 4, 3)
     rows = pack_padded_sequence(x, LENGTHS)
-    assert torch.equal(packed(x[:5], LENGTHS), rows.data)
+    assert torch.equal(rows_within(x[:5], LENGTHS), rows.data)
     padded, _ = pad_packed_sequence(rows, padding_value=-2.0, total_length=6)
-    assert torch.equal(unpacked(rows.data, LENGTHS, 6, -2.0), padded)
+    assert torch.equal(padded_again(rows.data, LENGTHS, 6, -2.0), padded)
     one = pack_padded_sequence(x[..., 0], LENGTHS)
-    assert torch.equal(unpacked(one.data, LENGTHS, 5, 0.0), pad_packed_sequence(one)[0])
+    assert torch.equal(padded_again(one.data, LENGTHS, 5, 0.0), pad_packed_sequence(one)[0])
 
 
 class Packed(nn.Module):
@@ -71,6 +79,6 @@ def test_a_stack_over_packed_sequences_tells_their_lengths() -> None:
     x = torch.randn(5, 4, 3)
     model = Packed()
     capture = trace_model(model, (x, LENGTHS))
-    (stack,) = stacks_in(capture.program.graph)
+    (stack,) = recurrent_stacks(capture.program.graph)
     assert lengths_of(stack) is not None
     torch.testing.assert_close(capture.unflatten(run(capture, x, LENGTHS)), model(x, LENGTHS))

@@ -133,8 +133,8 @@ def test_values_are_those_of_the_written_out_graph(name: str) -> None:
     state, random = {key: value.clone() for key, value in net.state_dict().items()}, torch.get_rng_state()
     first = evaluated(recorder, parameters, values)
     assert recorder.kernels is not None and recorder.kernels_reason is None
-    for found in (first, evaluated(recorder, parameters, values)):
-        torch.testing.assert_close(found, recorder.outputs(parameters, values))
+    for outputs in (first, evaluated(recorder, parameters, values)):
+        torch.testing.assert_close(outputs, recorder.outputs(parameters, values))
     with Count() as by_kernels:
         evaluated(recorder, parameters, values)
     with Count() as written_out:
@@ -223,7 +223,7 @@ def test_a_default_training_checks_by_kernels_and_ends_where_it_does_without_the
 
     found, net = trained()
     assert net.recorder((X,), {}).kernels is not None
-    monkeypatch.setattr("kfac_fx.recording.evaluation.stacks_in", lambda graph: [])
+    monkeypatch.setattr("kfac_fx.recording.evaluation.recurrent_stacks", lambda graph: [])
     wanted, other = trained()
     assert other.recorder((X,), {}).kernels is None
     assert found == pytest.approx(wanted, rel=1e-3) and found[-1] < found[0] / 4
