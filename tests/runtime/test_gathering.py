@@ -196,8 +196,8 @@ def test_sums_are_those_of_one_use_after_another(name: str, monkeypatch: pytest.
     together.append(sums())  # no rows wait, so they are summed up many times
     one_by_one(monkeypatch)
     wanted = sums()
-    for found in together:
-        same(found, wanted)
+    for of_batch in together:
+        same(of_batch, wanted)
 
 
 def test_rows_of_uses_that_are_not_alike_do_not_wait_behind_each_other() -> None:
