@@ -397,7 +397,7 @@ def returned_by(graph: fx.Graph) -> Any:
     return output.args[0]
 
 
-LABELED_BY = {"graph", "parameters", "cases"}  # the fields of a Program that labels depend on
+LABELED_BY = {"graph", "root", "parameters", "cases"}  # the fields of a Program that `labeled` depends on
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ class Program:
     submodules: tuple[Submodule, ...] = ()  # whose graphs these are; none: the graph is the whole model
     left: tuple[Note, ...] = ()  # modules that stay Python, and why
     python: Mapping[str, str] = field(default_factory=dict)  # parameters that this Python reads, "read at net.py:12"
-    labeled: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # by `graphs.labels.labels_of`
+    labeled: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # by `graphs.labels.once`
 
     @property
     def inputs(self) -> list[fx.Node]:

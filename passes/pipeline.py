@@ -16,6 +16,7 @@ from .cut import cut
 from .errors import plural
 from .expressions import express
 from .ir import Pass, PassRecord, Program, Use
+from .kernels import as_kernels
 from .losses import find_losses
 from .match import match
 from .normalize import normalize
@@ -26,6 +27,7 @@ from .unroll import unroll
 CAPTURED: tuple[Pass, ...] = (unroll, normalize)  # one spelling of the graph
 MATCHED: tuple[Pass, ...] = (express, match, cut)  # the uses of parameters
 PIPELINE: tuple[Pass, ...] = (*CAPTURED, find_losses, link, *MATCHED, resolve, check)  # of a whole model
+EVALUATED: tuple[Pass, ...] = (as_kernels, normalize, find_losses)  # of a whole model, without uses of parameters
 SUBMODULES: tuple[Pass, ...] = (  # of submodules, each captured, whose graphs are joined
     find_outputs, give_lookups, link, *MATCHED, resolve, leave_python, check,
 )  # fmt: skip

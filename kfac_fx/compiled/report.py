@@ -581,6 +581,11 @@ def fallbacks(
             )
         if capture.rows_reason is not None:
             sentences.append(f"the exact modes send back one row of a loss at a time: {capture.rows_reason}")
+        if capture.kernels_reason is not None:
+            sentences.append(
+                f"the checks of a step compute recurrent layers step by step, which takes longer: "
+                f"{capture.kernels_reason}"
+            )
         if capture.emitted.plain_reason is not None:
             sentences.append(f"recordings are not compiled: {capture.emitted.plain_reason}")
     apart = {key: reason for recorder in cases for key, reason in recorder.apart.items()}

@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.equivalence import differ, sampled_elements
+from kfac_fx.recording.evaluation import evaluated
 from kfac_fx.recording.recorder import Recorder
 
 SHARE = 1 / 8  # of the examples, that a check takes on an accelerator
@@ -157,6 +159,9 @@ class BatchLoss:
         start: the random streams before the first forward, so that noise is the same at all points.
         alone: whether there was no other forward since the last step.
         share: the part of the examples that `forwards` hold; see `part_of_batch`.
+        differentiated: whether values are differentiated, and not only compared. All values of a check are then
+            computed with the steps of recurrent layers written out, and else by torch's kernels
+            (`recording.evaluation`).
     """
 
     net: CompiledModule
@@ -169,6 +174,7 @@ class BatchLoss:
     start: RandomState | None
     alone: bool = True
     share: float = 1.0
+    differentiated: bool = True
 
     @property
     def observed(self) -> bool:
@@ -235,7 +241,8 @@ class BatchLoss:
         recorder, args, kwargs = forward.recorder, forward.args, forward.kwargs
         with forward.precision.entered():
             if recorder.whole:
-                outputs, fisher = recorder.outputs(parameters, recorder.capture.flatten(args, kwargs))
+                outputs_at = recorder.outputs if self.differentiated else partial(evaluated, recorder)
+                outputs, fisher = outputs_at(parameters, recorder.capture.flatten(args, kwargs))
             else:  # a call that was not captured may come
                 outputs, fisher = self.net.functional(parameters, args, kwargs)
             return self.values_of(forward, outputs, fisher)

@@ -19,7 +19,7 @@ parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -87,7 +87,7 @@ class Check:
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
         """by_quotient: whether to take a difference quotient instead of a product with the Jacobian."""
-        rounding = batch.rounding
+        rounding, batch = batch.rounding, replace(batch, differentiated=not by_quotient)
         as_returned = rounding <= COARSE and batch.as_returned and batch.net.repeats_recordings
         returned = batch.returned(parameters) if as_returned else None
         # Both sides of a difference are the same function: of the same weights, under the same noise.

@@ -7,12 +7,12 @@ operation for the time in which the host issues it, which decides in small netwo
 time that memory takes, and a decomposition D(d) for a polynomial of its width d. With a forward f = Σ 2 n i o + the
 operations of the graph, and P parameters:
 
-    a training step          3 f
+    a training step          3 f + the operations of a loss and of a first-order optimizer
     statistics               f + Σ 2 n i o + Σ 2 n (i² + o²) + their operations; only the last two if the training step
                              records them
     inverses                 Σ D(i) + D(o) + their operations; new bases also turn two means, Σ 4 i o (i + o)
-    a check                  3 f + its operations + passes over P: three forwards; on an accelerator without TF32, of a
-                             part of the batch
+    a check                  3 f + its operations + passes over P: three forwards, with torch's kernels for recurrent
+                             layers; on an accelerator without TF32, of a part of the batch
     with products            2 f + 3 Σ 2 n i o + the same: two forwards, and a product with the Jacobian
 
 Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
@@ -59,11 +59,13 @@ from kfac_fx.recording.statistics import Key
 PER_USE = 40  # operations that record a use
 PER_GROUP = 60  # operations that average the factors of equal blocks
 PER_INVERSE = 30  # operations that invert them
-PER_RECORDING = PER_CHECK = 100  # the other operations
+PER_RECORDING = 100  # the other operations
+PER_TRAINING = 30  # operations of the loss and of a first-order optimizer with lists of tensors
+PER_CHECK, PER_TENSOR = 290, 18  # operations of a check in addition to its forwards: all, and for each parameter
 CHECK_PASSES = 12  # of a check over all parameters
 PRODUCT = 4  # operations for one of the graph in a product with the Jacobian
 CHECK_FORWARDS = 3  # of a check without such a product
-FUSED = 10  # the operations of an unrolled recurrent layer for one of its kernel
+FUSED = 10  # the operations of an unrolled recurrent layer for one of its kernel, which training and checks run
 
 UPDATES = 2  # of the factors for one of the inverses, at least
 MOST_INTERVALS = 4  # from a check to the next
@@ -221,19 +223,21 @@ class StepCosts:
         decomposition = rates.bases if eigenbases else rates.cholesky
         calls = [node for node in program.graph.nodes if node.op.startswith("call_")]
         unrolled = sum(UNROLLED in node.meta for node in calls)
-        forward = flops.forward + operation * len(calls)
         uses = sum(len(registration.uses) for registration in program.registrations)
         recording = operation * (PER_USE * uses + PER_GROUP * len(groups) + PER_RECORDING)
         passes = 0.0 if in_training else 2 * fraction * flops.forward + 3 * operation * len(calls)
-        check, operations = (5, 2 + PRODUCT) if with_product else (CHECK_FORWARDS, CHECK_FORWARDS)
+        of_kernels = len(calls) - unrolled * (1 - 1 / FUSED)
+        check, operations = CHECK_FORWARDS, CHECK_FORWARDS * of_kernels
+        if with_product:
+            check, operations = 5, (2 + PRODUCT) * len(calls)
         return StepCosts(
-            training=3 * (forward - operation * unrolled * (1 - 1 / FUSED)),
+            training=3 * (flops.forward + operation * of_kernels) + operation * PER_TRAINING,
             statistics=passes + fraction * flops.statistics + recording,
             inverses=decomposition.flops(flops)
             + 2 * eigenbases * flops.turning
             + operation * PER_INVERSE * len(groups),
             check=check * check_share * rates.full * flops.forward
-            + operation * (operations * len(calls) + PER_CHECK)
+            + operation * (operations + PER_CHECK + PER_TENSOR * len(program.parameters))
             + rates.element * CHECK_PASSES * flops.parameters,
             share=rates.share,
         )

@@ -11,6 +11,10 @@ sources back (`exact`); where cases meet, every row of the loss is a source of i
 come from whole gradients. The *empirical* Fisher is recorded in the training backward: the probes are leaves, and the
 user's `loss.backward()` fills their `.grad`.
 
+**Several uses** of one weight, as the steps of a recurrent layer, are summed up together (`gathering`): few rows take
+as long as many, and a recurrent layer has a few at each of its steps. **Evaluations** at other parameters, as the
+checks of a step need them, run torch's own kernels of recurrent layers instead of their steps (`evaluation`).
+
 **Padding.** Masked rows are in neither A nor G nor `count`. The Fisher's outputs are constants at padding positions, so
 sampled targets send nothing back from there, and a case is counted only if its outputs change with the real values. So
 the statistics are those of every sequence on its own.

@@ -214,9 +214,8 @@ class Capturing:
 
     def emitted(self, traced: Capture, program: Program) -> Recorder:
         emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
-        return Recorder(
-            emitted, self.arguments.loss, settings=traced.settings(self.model), verify=self.arguments.verify
-        )
+        settings, arguments = traced.settings(self.model), self.arguments
+        return Recorder(emitted, arguments.loss, settings=settings, verify=arguments.verify, by_hand=self.by_hand)
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The recorder with what the proof has shown, if `verify`."""

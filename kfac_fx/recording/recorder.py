@@ -31,8 +31,9 @@ from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.backends import lasting
-from kfac_fx.recording.emitted import EmittedModel, RunOutputs
+from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
+from kfac_fx.recording.gathering import gathered
 from kfac_fx.recording.left_out import LeftOut, rows_left_out
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from kfac_fx.recording.output_losses import OutputLosses, probably_mean
@@ -63,6 +64,10 @@ class Recorder:
             None: not looked for yet.
         looked_for_left_out: whether rows of cases without a target were looked for in factors, as `tell_left_out` does.
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
+        by_hand: whether the layers were registered by hand, on nodes of the graph.
+        kernels: the capture with torch's kernels of recurrent layers, for evaluations; see `recording.evaluation`.
+        kernels_reason: why evaluations have the steps of these layers written out.
+        looked_for_kernels: whether `kernels` is known.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
@@ -77,6 +82,10 @@ class Recorder:
     settings: ForwardSettings | None = None
     apart: frozenset[str] = frozenset()
     verify: bool = True
+    by_hand: bool = False
+    kernels: EmittedGraph | None = field(default=None, init=False)
+    kernels_reason: str | None = field(default=None, init=False)
+    looked_for_kernels: bool = field(default=False, init=False)
     loop_reason: str | None = field(default=None, init=False)
     misfits: list[str] = field(default_factory=list, init=False)
     rows_reason: str | None = field(default=None, init=False)
@@ -175,6 +184,12 @@ class Recorder:
             else make_probes(registration, names[registration.parameters], examples, like)
             for registration in self.registrations
         ]  # fmt: skip
+
+    def gathered(self, probes: Sequence[dict[str, Tensor] | None]) -> Sequence[dict[str, Any] | None]:
+        """The probes as they enter the emitted model: uses of one weight are summed up together, without a compiler."""
+        if self.emitted.backend != "eager" or torch.compiler.is_compiling():
+            return probes
+        return gathered(self.registrations, probes, once=self.whole)
 
     @cached_property
     def names_of_blocks(self) -> dict[Key, Sequence[str]]:
@@ -307,8 +322,9 @@ class Recorder:
                     for name, probe in by_name.items():
                         probe.register_hook(partial(on_sum, registration.parameters, name))
             with nullcontext() if saved is None else saved.watched():
+                entering = probes_or_none if saved is not None else self.gathered(probes_or_none)
                 output, fisher = self.emitted.run(
-                    live | learned, self.copied_buffers(), values, probes_or_none, compiled=saved is None
+                    live | learned, self.copied_buffers(), values, entering, compiled=saved is None
                 )
             if on_outputs is not None:
                 on_outputs(results.tree_leaves(self.capture.unflatten(output)))
@@ -446,7 +462,8 @@ class Recorder:
         if self.emitted.backend == "cudagraphs":
             for leaf in (*views.values(), *(probe for by_name in probes for probe in by_name.values())):
                 leaf.register_hook(lambda grad: None if grad is None else lasting(grad, "cudagraphs"))
-        output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, probes_or_none)
+        entering = self.gathered(probes_or_none)
+        output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, entering)
         losses_of = self.losses
         cases: int | Tensor = self.emitted.examples(values)
         if losses_of.are_known:
@@ -458,14 +475,19 @@ class Recorder:
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
 
-    def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> RunOutputs:
-        """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes."""
+    def outputs(self, parameters: Mapping[str, Tensor], values: Any, kernels: EmittedGraph | None = None) -> RunOutputs:
+        """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes.
+
+        kernels: `self.kernels` to run that.
+        """
+        emitted = self.emitted if kernels is None else kernels
         live = {
             name: parameters[name] if name in parameters else self.model.get_parameter(name).detach()
-            for name in self.emitted.parameter_names
+            for name in emitted.parameter_names
         }
+        probes = [None] * len(emitted.program.registrations)
         with self.emitted.isolated():
-            output, fisher = self.run_without_taps(live, self.copied_buffers(), values)
+            output, fisher = emitted.run(live, self.copied_buffers(), values, probes, compiled=False)
         return self.capture.unflatten(output), fisher
 
 

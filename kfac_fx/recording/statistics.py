@@ -110,6 +110,15 @@ def in_groups(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask:
     return Rows(x, d, bias, matrix, mask)
 
 
+def behind_each_other(uses: Sequence[Rows]) -> Rows:
+    """The rows of several uses as those of one with all their cases. They differ in the number of cases at most."""
+    if len(uses) == 1:
+        return uses[0]
+    x, d = (torch.cat([getattr(rows, side) for rows in uses]) for side in ("x", "d"))
+    masks = [rows.mask for rows in uses if rows.mask is not None]
+    return replace(uses[0], x=x, d=d, mask=torch.cat(masks) if masks else None)
+
+
 def masked(rows: Tensor, mask: Tensor, empty: int) -> Tensor:
     """`rows` [N, S, ...], with `empty` where the mask [N, S] or [N, S, g] is false."""
     return torch.where(mask[(..., *(None,) * (rows.dim() - mask.dim()))], rows, empty)

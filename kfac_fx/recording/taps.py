@@ -3,7 +3,7 @@
 For every statistic a *probe* enters the tap, a zero tensor of the shape of the statistic. The statistic leaves the
 backward pass as the gradient of the probe. No tensor is mutated, so the same emitted module serves `autograd.grad` over
 probes only, the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums
-over uses.
+over uses. Where the rows of several uses wait for each other (`recording.gathering`), the taps hand them over instead.
 
 Rows and gradient rows come from the layer's declaration and the parametrizations that the use goes through, as one
 function (`both_rows`). Input factors may come from a sample of the rows (`sample`). A *collecting* tap hands its rows
@@ -43,12 +43,15 @@ from kfac_fx.passes.parametrization import RowPair, RowsStep, in_real_positions
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Rows, canonical, in_groups, sum_of
 
-Probes = Mapping[str, Tensor]
+Probes = Mapping[str, Any]  # by the name of the statistic; and `WAITING`, if the rows of several uses wait
 BothRows = Callable[..., RowPair]  # (gradient of the output, input, attributes) -> (rows, gradient rows) of a use
 UseStep = Callable[[RowPair, Mapping[str, Any]], RowPair]
 RealRows = Callable[[Tensor, Any], Tensor]
 StatisticOf = Callable[[str], Tensor]
 SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
+RowsOf = Callable[
+    [Tensor, Tensor, Sequence[Any]], Rows
+]  # (gradient of the output, input, attributes) -> those of a use
 Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
 SampledShares = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
 
@@ -57,6 +60,7 @@ TF_INPUTS, TF_PATCHES = 0.2, 3.0  # the defaults of TF K-FAC
 ROBERTS_STEPS = 0.7548776662466927, 0.5698402909980532  # whose multiples fill the unit square evenly (Roberts, 2018)
 SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
 ALL_ROWS = Sampling()
+WAITING = "waiting"  # the key of a `recording.gathering.Waiting` among the probes of a registration
 
 # --- the rows of a use ------------------------------------------------------------------------------------------------
 
@@ -452,6 +456,8 @@ class Tap(nn.Module):
         short = moment_and_grad_rows(registration, use, layer) if self.sampling is None else None
         sums = self.sums(both, bias, mask, real, axis, short)
         self.function = tap_function(sums, use.tower, registration.towers, cases)
+        summed = short is not None or cases is not None or self.transposed or self.sampling is not None
+        self.waiting_rows = None if summed else waiting_rows(both, self.matrix, bias, mask, real)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -464,13 +470,18 @@ class Tap(nn.Module):
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
             return output
+        if self.masks_patches:
+            tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
+        waiting, handed_over = probes.get(WAITING), ()
+        if waiting is not None and self.waiting_rows is not None:
+            output, handed_over = waiting.hand_over(output, input, self.waiting_rows, tensors), waiting.names
         entering = {
             name: probes.get(twin.name, probe) if self.transposed and (twin := named(name).twin) is not None else probe
             for name, probe in probes.items()
-            if not (named(name).lagged or named(name).transposed)
+            if name not in handed_over and name != WAITING and not (named(name).lagged or named(name).transposed)
         }
-        if self.masks_patches:
-            tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
+        if not entering:
+            return output
         if self.sampling is not None:
             tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # the value of this forward
         input, *rest = without_aliases(output, input, *tensors)
@@ -536,6 +547,17 @@ def sums_of(
         return lambda name: of_inputs(name) * scale if named(name).side == "A" else others(name)
 
     return sums
+
+
+def waiting_rows(both: BothRows, matrix: Matrix, bias: bool, mask: int | None, real: RealRows | None) -> RowsOf:
+    """The function of one use to its rows. The arguments are those of `sums_of`."""
+
+    def rows(output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> Rows:
+        row_mask = None if mask is None else values[mask]
+        row_mask = row_mask if real is None else real(output_grad, row_mask)
+        return in_groups(*both(output_grad, as_computed_with(input, output_grad), *values), bias, matrix, row_mask)
+
+    return rows
 
 
 def saves_time(input: Tensor) -> bool:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,6 +37,7 @@ from .operations import (
 )
 
 Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
+T = TypeVar("T")
 
 
 class Label(IntEnum):
@@ -91,9 +92,15 @@ def labels_of(program: Program) -> Mapping[fx.Node, Label]:
     Passes do not write into a graph that they were given, so the labels stay right. A pass that writes into a copy of
     its own calls `labels`.
     """
-    if not program.labeled:
-        program.labeled.update(labels(program.graph, program.parameters, cases=program.cases))
-    return program.labeled
+    return once(labels_of, program, lambda: labels(program.graph, program.parameters, cases=program.cases))
+
+
+def once(function: Callable[..., Any], program: Program, compute: Callable[[], T]) -> T:
+    """The result of `function` for a program, which is computed once."""
+    if function not in program.labeled:
+        program.labeled[function] = compute()
+    found: T = program.labeled[function]
+    return found
 
 
 def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
@@ -240,7 +247,7 @@ JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "fl
 def gradient_stop(program: Program) -> fx.Node | None:
     """The first node that follows the parameters in steps, or in a way that no gradient tells: a rounded or detached
     value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is none."""
-    return next((node for node in computed_from_parameters(program) if jumps(node)), None)
+    return once(gradient_stop, program, lambda: next(filter(jumps, computed_from_parameters(program)), None))
 
 
 def jumps(node: fx.Node) -> bool:
@@ -266,8 +273,14 @@ ROUNDING_METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 def named_dtypes(program: Program) -> set[torch.dtype]:
     """The dtypes of floating-point numbers that the graph itself converts to what follows the parameters: by a cast, or
     in a region of autocast."""
-    nodes = computed_from_parameters(program)
-    return {dtype for node in nodes for dtype in dtypes_of_operation(node, program.root) if dtype.is_floating_point}
+    root = program.root
+    naming = once(
+        named_dtypes,
+        program,
+        lambda: [node for node in computed_from_parameters(program) if dtypes_of_operation(node, root)],
+    )
+    # Not their dtypes: that of a region of autocast may be a setting of torch.
+    return {dtype for node in naming for dtype in dtypes_of_operation(node, root) if dtype.is_floating_point}
 
 
 def dtypes_of_operation(node: fx.Node, root: nn.Module) -> set[torch.dtype]:

@@ -81,6 +81,18 @@ class Steps(nn.Module):
         return y
 
 
+class Recurrent(nn.Module):
+    """Two layers with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(3, 4, 2, batch_first=True, dropout=0.3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.inner(x)[0][:, -1])
+        return y
+
+
 class Mixture(nn.Module):
     """Experts, each with rows of its own."""
 

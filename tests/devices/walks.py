@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import losses
 from tests.devices.accelerator import NAME, Waits, accelerator
-from tests.devices.models import CASES, SMALL, Small, mlp
+from tests.devices.models import CASES, SMALL, Recurrent, Small, mlp
 
 MODES = ("gradients", "empirical", "curvature_prop", "exact", "exact_GGN")
 Walk = Callable[[Waits], None]
@@ -36,6 +36,7 @@ FIRST_STEP = {
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "batch_loss.py:repeats",  # once a capture: has a second forward the outputs of the first?
+    "evaluation.py:against",  # once a capture: have torch's recurrent kernels the outputs of the graph?
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "means.py:have_equal_weights",  # have all blocks the same past?
@@ -258,6 +259,11 @@ PLAIN = Small(mlp, lambda: (torch.randn(CASES, 4),))
 WALKS: dict[str, Walk] = {
     **{f"record: {name}": partial(record, small, purpose=PURPOSES.get(name, set())) for name, small in SMALL.items()},
     **{f"train: {name}": partial(train, SMALL["image"], options=options) for name, options in TRAINED.items()},
+    "train: recurrent": partial(
+        train,
+        Small(Recurrent, lambda: (torch.randn(CASES, 5, 3),)),
+        options={"lr": 0.1, "damping": None, "momentum_type": "eigen_moments"},
+    ),
     "train: empirical": partial(train, PLAIN, options={"lr": 0.1, "estimation_mode": "empirical"}),
     "train: bfloat16": partial(train, PLAIN, options={"lr": 0.1}, cast=torch.bfloat16),
     "train: float16": partial(train, PLAIN, options={"lr": 0.1}, cast=torch.float16),

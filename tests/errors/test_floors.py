@@ -16,8 +16,8 @@ FLOORS = {
     "graphs": "passes.graphs",
     "declarations": "passes.cases passes.layers passes.parametrizations passes.choose passes.returned_loss",
     "tracing": "passes.tracing",
-    "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match "
-    "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
+    "passes": "passes.trace passes.unroll passes.kernels passes.normalize passes.losses passes.expressions "
+    "passes.match passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
     "pipelines": "passes.pipeline passes.divide passes",
     "linalg": "kfac_fx.linalg",
     "losses": "kfac_fx.losses",

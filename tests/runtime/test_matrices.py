@@ -72,12 +72,26 @@ def test_gram_sums_outer_products(groups: int, d: int) -> None:
 
 @pytest.mark.parametrize("d", [linalg.WORTH_STRIPS, linalg.WORTH_STRIPS + 3])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gram_of_many_columns_is_symmetric_and_the_same(groups: int, d: int) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gram_of_many_columns_is_symmetric_and_the_same(groups: int, d: int, in_place: bool) -> None:
     rows = torch.randn(65, 2, groups, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = gram(rows)
+    with torch.set_grad_enabled(not in_place):
+        found = gram(rows)
     torch.testing.assert_close(found, torch.einsum("nsgi,nsgj->gij", rows, rows))
     width = linalg.cache_aligned(-(-d // 4))
     assert torch.equal(found[:, width:, :width], found[:, :width, width:].mT)
+
+
+def test_gram_of_many_columns_goes_through_vmap_autograd_and_compilers() -> None:
+    rows = torch.randn(2, 65, 1, linalg.WORTH_STRIPS, dtype=torch.float64, requires_grad=True)
+    gram(rows[0]).sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad[0], 2 * rows[0].sum(-1, keepdim=True).expand_as(rows[0]))
+    with torch.no_grad():
+        each = [gram(of) for of in rows]
+        torch.testing.assert_close(torch.vmap(gram)(rows), torch.stack(each))
+        compiled = torch.compile(gram, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(rows[0]), each[0])
 
 
 def test_gram_of_few_rows_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +99,24 @@ def test_gram_of_few_rows_is_one_product(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         linalg, "gram_by_strips", lambda columns: widths.append(len(columns[0])) or columns @ columns.mT
     )
-    for number in (1, 127, 128):
+    for number in (1, 42, 43):
         rows = torch.randn(number, 1, linalg.WORTH_STRIPS, dtype=torch.float64)
         torch.testing.assert_close(gram(rows), torch.einsum("ngi,ngj->gij", rows, rows))
-    assert widths == [linalg.WORTH_STRIPS]  # of 128 rows, half of the width
+    assert widths == [linalg.WORTH_STRIPS]  # of 43 rows, a sixth of the width
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_border_is_that_of_every_group(in_place: bool) -> None:
+    body, border, corner = torch.randn(2, 3, 3), torch.randn(2, 3), torch.randn(2)
+    with torch.set_grad_enabled(not in_place):
+        found = linalg.bordered(body, border, corner)
+        assert torch.equal(linalg.bordered(body[None], border[None], corner[None]), found[None])
+    for group in range(2):
+        above = torch.cat([body[group], border[group].unsqueeze(1)], dim=1)
+        below = torch.cat([border[group], corner[group].unsqueeze(0)])
+        assert torch.equal(found[group], torch.cat([above, below.unsqueeze(0)]))
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(linalg.bordered)(body[None], border[None], corner[None])[0], found)
 
 
 def test_bordered_is_the_gram_of_rows_with_a_one() -> None:

@@ -1,0 +1,320 @@
+"""Uses of one weight are summed up together: the same sums as one use after another, from few products."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.passes.approximations import STATISTICS
+from kfac_fx.recording import gathering, statistics
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.statistics import Rows, behind_each_other, in_groups
+from tests.zoo.recurrent import Last
+
+Sums = dict[tuple[str, ...], dict[str, Tensor]]
+
+
+class Loop(nn.Module):
+    """One layer at every step of a state, and a head that reads it."""
+
+    def __init__(self, steps: int = 6, bias: bool = True) -> None:
+        super().__init__()
+        self.steps, self.layer, self.head = steps, nn.Linear(4, 4, bias=bias), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            x = torch.tanh(self.layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every tap sums up its own rows."""
+    monkeypatch.setattr(Recorder, "gathered", lambda self, probes: probes)
+
+
+def recorded(net: CompiledModule, x: Any, targets: Tensor | None, mode: str = "empirical") -> Sums:
+    generator = torch.Generator().manual_seed(0)
+    return net.record((x,), {}, mode=mode, targets=targets, generator=generator).statistics
+
+
+def same(found: Sums, wanted: Sums) -> None:
+    assert found.keys() == wanted.keys()
+    for key, sums in wanted.items():
+        assert found[key].keys() == sums.keys()
+        for name, value in sums.items():
+            assert found[key][name].dtype == value.dtype
+            torch.testing.assert_close(found[key][name], value)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of rows of every second moment."""
+    rows: list[int] = []
+    gram: Callable[[Tensor], Tensor] = statistics.gram
+
+    def counted(tensor: Tensor) -> Tensor:
+        rows.append(tensor[..., 0, 0].numel())
+        return gram(tensor)
+
+    monkeypatch.setattr(statistics, "gram", counted)
+    yield rows
+
+
+def test_a_recurrent_weight_has_one_product_for_all_its_steps(products: list[int]) -> None:
+    net = kfac_fx.compile(Last(nn.LSTM(3, 4, batch_first=True)), (torch.randn(5, 7, 3),), loss="normal")
+    products.clear()
+    recorded(net, torch.randn(5, 7, 3), None, "gradients")
+    assert Counter(products) == {5 * 7: 4, 5: 2}  # A and G of both weights; of the head
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_are_those_of_dense_rows(bias: bool, dtype: torch.dtype) -> None:
+    """Against a loop with autograd that knows nothing of taps."""
+    torch.manual_seed(0)
+    model = Loop(bias=bias).to(dtype)
+    x, y = torch.randn(5, 4, dtype=dtype), torch.randn(5, 2, dtype=dtype)
+    found = recorded(kfac_fx.compile(model, (x,), loss="normal"), x, y)
+    inputs, outputs, state = [], [], x
+    for _ in range(model.steps):
+        inputs.append(state)
+        outputs.append(model.layer(state))
+        state = torch.tanh(outputs[-1])
+    kfac_fx.losses.Normal(model.head(state), targets=y).evaluate().backward(inputs=outputs)
+    wide = torch.promote_types(dtype, torch.float32)
+    r = torch.cat(inputs).detach().to(wide)
+    r = torch.cat([r, torch.ones(len(r), 1, dtype=wide)], dim=1) if bias else r
+    d = torch.cat([output.grad for output in outputs if output.grad is not None]).to(wide)
+    sums = found["layer.weight", "layer.bias"] if bias else found["layer.weight",]
+    tolerance = 0.05 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(sums["A"][0], r.mT @ r, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(sums["G"][0], d.mT @ d, rtol=tolerance, atol=tolerance)
+    assert sums["count"] == 5 * model.steps
+
+
+class Padded(nn.Module):
+    """A recurrent layer over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.GRU(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        out: Tensor = self.head(self.inner(packed)[1][0])
+        return out
+
+
+class Ids(nn.Module):
+    """A table that is read in several places, and a layer that reads what is shared by all cases, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.start = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state = self.layer(self.start)
+        for step in range(ids.shape[1]):
+            state = torch.tanh(self.layer(state + self.table(ids[:, step])))
+        return state
+
+
+class Lengths(nn.Module):
+    """Uses of one layer with different numbers of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 6, 4]
+        return torch.tanh(self.layer(self.layer(x)[:, ::2])).sum(1) + self.layer(x[:, 0])
+
+
+class Tied(nn.Module):
+    """A weight, its transpose and its double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(torch.tanh(F.linear(x, self.weight)), 2 * self.weight))
+        return F.linear(torch.tanh(F.linear(x, self.weight.t())), self.weight.t())
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x))).sum(-1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
+    "packed": (Padded, (torch.randn(5, 4, 3), torch.tensor([5, 2, 3, 1])), {}),
+    "ids and shared rows": (Ids, (torch.randint(6, (5, 3)),), {}),
+    "different lengths": (Lengths, (torch.randn(5, 6, 4),), {}),
+    "transposed": (Tied, (torch.randn(5, 4),), {}),
+    "convolutions": (Convolved, (torch.randn(5, 2, 6),), {}),
+    "diagonal sides": (Loop, (torch.randn(5, 4),), {"approximations": {"layer": "kron_both_diag"}}),
+    "series": (lambda: Last(nn.RNN(3, 4)), (torch.randn(5, 3, 3),), {"approximations": {nn.RNN: "kron_series_1"}}),
+    "gradients of cases": (Loop, (torch.randn(5, 4),), {"approximations": {"layer": "diagonal"}}),
+    "reduced": (Lengths, (torch.randn(5, 6, 4),), {"approximations": {"layer": "kron_reduce"}}),
+    "in blocks": (Loop, (torch.randn(5, 4),), {"dense_limit": 2}),
+    "sampled": (Loop, (torch.randn(8, 4),), {"sub_sample_inputs": 0.5}),
+    "no cases": (Loop, (torch.randn(5, 4),), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_are_those_of_one_use_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    make, inputs, options = MODELS[name]
+    net = kfac_fx.compile(make(), inputs, loss="normal", **options)
+    if name == "no cases":
+        inputs = (inputs[0][:0],)
+
+    def sums() -> Sums:
+        return net.record(inputs, {}, generator=torch.Generator().manual_seed(0)).statistics
+
+    together = [sums()]
+    monkeypatch.setattr(gathering, "FEW", 0)
+    monkeypatch.setattr(gathering, "TIMES", 0)
+    together.append(sums())  # no rows wait, so they are summed up many times
+    one_by_one(monkeypatch)
+    wanted = sums()
+    for of_batch in together:
+        same(of_batch, wanted)
+
+
+def test_rows_of_uses_that_are_not_alike_do_not_wait_behind_each_other() -> None:
+    def rows(*sizes: int, dtype: torch.dtype = torch.float32, masked: bool = False) -> Rows:
+        n, s = sizes
+        mask = torch.ones(n, s, dtype=torch.bool) if masked else None
+        return in_groups(torch.randn(n, s, 3, dtype=dtype), torch.randn(n, s, 2, dtype=dtype), True, (1, 2, 4), mask)
+
+    first = rows(5, 2)
+    assert gathering.are_alike(first, rows(7, 2))
+    others = rows(5, 3), rows(5, 2, dtype=torch.float64), rows(5, 2, masked=True)
+    assert not any(gathering.are_alike(first, other) for other in others)
+    both = behind_each_other([rows(5, 2, masked=True), rows(7, 2, masked=True)])
+    assert both.x.shape == (12, 2, 1, 3) and both.d.shape == (12, 2, 1, 2) and both.mask is not None
+    assert both.mask.shape == (12, 2)
+
+
+def test_a_use_that_the_loss_leaves_out_has_no_rows() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer(2 * x)
+
+    net = kfac_fx.compile(Both(), (torch.randn(5, 4),), loss=lambda outputs: kfac_fx.losses.Normal(outputs[0]))
+    assert recorded(net, torch.randn(5, 4), None, "gradients")["layer.weight", "layer.bias"]["count"] == 5
+
+
+def in_training(net: CompiledModule, x: Tensor) -> tuple[Tensor, Any]:
+    outputs, pending = net.record_in_training((x,), {})
+    return outputs.square().sum(), pending
+
+
+def test_rows_that_another_backward_has_left_are_forgotten() -> None:
+    """A gradient of the parameters alone reaches the taps and not the probes."""
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Loop(), (torch.randn(5, 4),), loss="normal"), torch.randn(5, 4)
+    loss, pending = in_training(net, x)
+    torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    loss.backward()
+    found = pending.moments("sum").statistics
+    loss, pending = in_training(net, x)
+    loss.backward()
+    same(found, pending.moments("sum").statistics)
+
+
+def test_nothing_keeps_the_rows_of_a_forward_that_is_given_up() -> None:
+    net = kfac_fx.compile(Loop(), (torch.randn(5, 4),), loss="normal")
+    gc.disable()
+    try:
+        loss, pending = in_training(net, torch.randn(5, 4))
+        torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        held = [weakref.ref(value) for value in gc.get_objects() if isinstance(value, gathering.WaitingRows)]
+        assert held and any(value().rows for value in held)  # type: ignore[union-attr]
+        del loss, pending
+        assert not any(value() for value in held)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+def test_compiled_recordings_have_a_sum_for_every_use() -> None:
+    """A compiler cannot trace the list."""
+    torch.manual_seed(0)
+    model, x, y = Loop(3), torch.randn(5, 4), torch.randn(5, 2)
+    eager, other = (kfac_fx.compile(model, (x,), loss="normal", backend=backend) for backend in ("eager", "aot_eager"))
+    same(recorded(other, x, y), recorded(eager, x, y))
+    probes = other.recorder((x,), {}).make_probes((x,), {"": x})
+    assert other.recorder((x,), {}).gathered(probes) is probes
+    assert eager.recorder((x,), {}).gathered(probes) is not probes
+
+
+def test_exact_recordings_have_a_sum_for_every_use(products: list[int]) -> None:
+    """vmap over several cotangents would need a list for itself."""
+    net, x = kfac_fx.compile(Loop(2), (torch.randn(5, 4),), loss="normal"), torch.randn(3, 4)
+    products.clear()
+    recorded(net, x, None, "exact")
+    assert set(products) == {3}
+
+
+def test_gradients_of_gradients_come_through() -> None:
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Loop(2), (torch.randn(5, 4),), loss="normal"), torch.randn(5, 4)
+    weight, seconds = net.model.layer.weight, []
+    for outputs in (net.record_in_training((x,), {})[0], net.model(x)):
+        (first,) = torch.autograd.grad(outputs.square().sum(), weight, create_graph=True)
+        seconds += torch.autograd.grad(first.square().sum(), weight)
+    torch.testing.assert_close(*seconds)
+
+
+class PythonLoop(nn.Module):
+    """A submodule that Python calls as often as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3 + int(x.sum() > 1e9)):
+            x = self.cell(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_calls_of_one_submodule_are_summed_up_together(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, x, y = kfac_fx.compile(PythonLoop(), (torch.randn(5, 4),), loss="normal"), torch.randn(5, 4), torch.randn(5, 2)
+    assert net.program.submodules
+    products.clear()
+    together = recorded(net, x, y)
+    assert Counter(products) == {15: 2, 5: 2}
+    one_by_one(monkeypatch)
+    same(together, recorded(net, x, y))
+
+
+def test_statistics_that_know_cases_uses_or_an_order_do_not_add_up() -> None:
+    adding = {name for name, statistic in STATISTICS.items() if gathering.adds_up(statistic)}
+    assert adding == {"count", "A", "A_diag", "G", "G_diag", "count/reduced", "A/reduced", "G/reduced"}
