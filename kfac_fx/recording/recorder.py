@@ -25,6 +25,8 @@ from kfac_fx.losses.distributions import Categorical
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.graphs.labels import ancestors
+from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
@@ -155,6 +157,18 @@ class Recorder:
     def live_parameters(self) -> dict[str, Tensor]:
         by_name = dict(self.model.named_parameters())  # one walk, as `get_parameter` walks down for every name
         return {name: by_name[name] for name in self.emitted.parameter_names}
+
+    @cached_property
+    def in_pairs(self) -> frozenset[str]:
+        """The parameters that the graph reads as complex numbers, whose parts torch wants at even places in memory."""
+        graph = self.program.graph
+        behind = ancestors(node for node in graph.nodes if op_name(node) == AS_COMPLEX)
+        return frozenset(str(node.target) for node in behind if node.op == "get_attr")
+
+    def given(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values for some parameters, of which those `in_pairs` have memory of their own: they may be parts of one
+        vector, anywhere in it."""
+        return {name: value.clone() if name in self.in_pairs else value for name, value in parameters.items()}
 
     def live_buffers(self) -> dict[str, Tensor]:
         return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}
@@ -296,7 +310,8 @@ class Recorder:
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets, only)
         with self.emitted.isolated(), full_precision():
-            live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
+            given = self.given(parameters)
+            live = {name: given.get(name, value).detach() for name, value in self.live_parameters().items()}
             every = [name for name in self.program.parameters if name in live] if params_stats else []
             summed_over = every or self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
@@ -460,8 +475,9 @@ class Recorder:
 
     def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> RunOutputs:
         """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes."""
+        given = self.given(parameters)
         live = {
-            name: parameters[name] if name in parameters else self.model.get_parameter(name).detach()
+            name: given[name] if name in given else self.model.get_parameter(name).detach()
             for name in self.emitted.parameter_names
         }
         with self.emitted.isolated():
