@@ -10,12 +10,14 @@ Before                                   After
     self.bn(x)                               F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-05)
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
+    F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
 
 Every parameter is read once, under its canonical name.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from .graphs.edit import functional, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels
-from .graphs.operations import has_effect, op_name
+from .graphs.operations import CASTS, PERMUTES, REDUCTIONS, dims_after, has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
@@ -63,6 +65,7 @@ def normalize(program: Program) -> Program:
     order_operands(graph, program.parameters)
     numbers(graph, program.root)
     expand_masks(graph, program.parameters)
+    spell_losses(graph)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)
     losses = tuple(copies.get(node, node) for node in program.outputs)
@@ -90,6 +93,76 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) ->
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )
+
+
+# --- losses of log-probabilities --------------------------------------------------------------------------------------
+
+
+def spell_losses(graph: fx.Graph) -> None:
+    """Spell the loss of logarithms of probabilities as that of logits, which they are: their softmax is the same."""
+    for node in graph.nodes:
+        if op_name(node) not in ("nll_loss", "nll_loss_nd") or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        given = dict(zip(("input", "target", "weight"), node.args, strict=False)) | node.kwargs
+        if op_name(node) == "nll_loss":
+            given |= dict(zip(inspect.signature(F.nll_loss).parameters, node.args, strict=False))
+            reduction = given.get("reduction", "mean")
+        else:
+            given |= dict(zip(("reduction", "ignore_index"), node.args[3:], strict=False))
+            reduction = REDUCTIONS[given.get("reduction", 1)]
+        logarithms, deprecated = node.args[0], {given.get("size_average"), given.get("reduce")}
+        if deprecated == {None} and adds_up(logarithms, 1, dims_of(logarithms)):
+            node.target, node.kwargs = F.cross_entropy, {}
+            weight, ignored = given.get("weight"), given.get("ignore_index", -100)
+            node.args = (logarithms, given["target"], weight, None, ignored, None, reduction, 0.0)
+
+
+def dims_of(node: Any) -> int:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def adds_up(node: Any, axis: int, dims: int) -> bool:
+    """Whether the probabilities along an axis add up to one, of which these are the logarithms."""
+    if not isinstance(node, fx.Node) or not dims or not 0 <= axis < dims or not node.args:
+        return False
+    name, source = op_name(node), node.args[0]
+    before = dims_of(source)
+    if name == "log_softmax":
+        return along(node, axis, dims)
+    if name == "log":
+        while op_name(source) in CASTS:
+            source = source.args[0]
+        return op_name(source) == "softmax" and along(source, axis, dims)
+    if name == "sub":
+        total = node.args[1]
+        alone = len(node.args) == 2 and not node.kwargs and isinstance(total, fx.Node) and len(total.args) > 1
+        return alone and op_name(total) == "logsumexp" and total.args[0] is source and sums(total, axis, dims)
+    if name in CASTS:
+        return adds_up(source, axis, dims)
+    if name in PERMUTES and before == dims:
+        return adds_up(source, dims_after(node, dims, node.args[1:])[axis], dims)
+    if name in ("reshape", "view", "flatten") and before and axis == dims - 1:
+        last, of_source = node.meta["val"].shape[-1], source.meta["val"].shape[-1]
+        return bool(str(last) == str(of_source)) and adds_up(source, before - 1, before)
+    if name in ("select", "slice") and before and len(node.args) > 1:
+        dim = node.args[1] % before
+        place = axis + (name == "select" and axis >= dim)
+        return place != dim and adds_up(source, place, before)
+    return False
+
+
+def along(node: fx.Node, axis: int, dims: int) -> bool:
+    """Whether a softmax is along this axis."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return isinstance(dim, int) and dim % dims == axis
+
+
+def sums(node: fx.Node, axis: int, dims: int) -> bool:
+    """Whether a logsumexp is along this axis, which it keeps."""
+    dim = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    keeps = (*node.args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
+    return keeps and [d % dims for d in dim] == [axis]
 
 
 # --- tables that layers are applied to --------------------------------------------------------------------------------

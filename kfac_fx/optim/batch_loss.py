@@ -89,8 +89,9 @@ class ObservedForward:
             recorder, args, kwargs, results.tree_unflatten(kept, spec), leaves, at_outputs, precision
         )
         forward.weights = Weights.of(recorder)
+        axes = recorder.axes_of_log_probabilities(outputs, leaves) if at_outputs else {}
         for leaf in leaves:
-            take_gradient(returned[leaf], forward.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
+            take_gradient(returned[leaf], forward.take, leaf, axes.get(leaf))
         return forward
 
     def take(self, leaf: int, gradient: Tensor | None) -> None:

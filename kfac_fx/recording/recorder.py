@@ -21,7 +21,7 @@ from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, is_sharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses, WeightedLosses
-from kfac_fx.losses.distributions import Categorical
+from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
@@ -67,6 +67,7 @@ class Recorder:
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
+        log_axes: see `axes_of_log_probabilities`; None: not looked for yet.
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
             no loss.
         mean_reason: why that is a guess; None: it is none.
@@ -89,6 +90,7 @@ class Recorder:
     repeats: bool | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
+    log_axes: Mapping[int, int] | None = field(default=None, init=False)
     is_mean: bool | None = None
     mean_reason: str | None = None
 
@@ -120,19 +122,34 @@ class Recorder:
         """Whether one graph is the whole model."""
         return self.emitted.whole
 
-    @property
-    def axis_of_log_softmax(self) -> int | None:
-        """The axis of the classes, if the model returns the logarithms of their probabilities, as for `F.nll_loss`.
+    def axes_of_log_probabilities(self, returned: Any, places: Sequence[int]) -> Mapping[int, int]:
+        """The axis of the classes of every output that is the logarithms of their probabilities, as for `F.nll_loss`,
+        by its place among the leaves of what the model returned.
 
-        They are logits, too, so the registered Categorical loss is right. But the gradient that a loss sends into them
-        may have any sum over the classes.
+        They are logits, too, so a registered Categorical loss is right. But the gradient that a loss sends into them
+        may have any sum over the classes. The first outputs tell; the host waits for them.
+
+        places: of the Fisher's outputs.
         """
-        if not (self.whole and isinstance(self.loss, LossSpec) and self.loss.kind is Categorical):
-            return None
-        if len(self.program.outputs) != 1 or self.program.outputs[0].target is not torch.log_softmax:
-            return None
-        axis: int = self.program.outputs[0].args[1]  # type: ignore[assignment]
-        return axis
+        if self.losses.given is None or not places:
+            return {}
+        if self.log_axes is None:
+            leaves, spec = results.tree_flatten(returned)
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            fisher = tuple(leaves[place] for place in places)
+            losses = [loss for _, loss in self.losses.on(results.tree_unflatten(leaves, spec), fisher)]
+            of_classes = [loss.inputs for loss in losses if isinstance(loss, Categorical)]
+            known = {place: axis_of_log_probabilities(leaves[place]) for place in places} if of_classes else {}
+            every = len(of_classes) == len(losses)
+            axes = {
+                place: axis
+                for place, axis in known.items()
+                if axis is not None and (every or any(in_one_memory(leaves[place], inputs) for inputs in of_classes))
+            }
+            if not all(leaf.numel() for leaf in fisher):  # an empty batch tells nothing
+                return axes
+            self.log_axes = axes
+        return self.log_axes
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
@@ -496,6 +513,11 @@ def recorded(
     """The registrations that are recorded, and their probes."""
     pairs = [(r, of_r) for r, of_r in zip(registrations, probes, strict=True) if of_r is not None]
     return tuple(registration for registration, _ in pairs), [of_registration for _, of_registration in pairs]
+
+
+def in_one_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether one is a view of the other, or both are views."""
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def is_among(registration: Registration, parameters: Collection[str] | None) -> bool:
