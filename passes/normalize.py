@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -101,20 +101,20 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) ->
 def spell_losses(graph: fx.Graph) -> None:
     """Spell the loss of logarithms of probabilities as that of logits, which they are: their softmax is the same."""
     for node in graph.nodes:
-        if op_name(node) not in ("nll_loss", "nll_loss_nd") or not node.args or not isinstance(node.args[0], fx.Node):
+        args: Any = node.args
+        if op_name(node) not in ("nll_loss", "nll_loss_nd") or not args:
             continue
-        given = dict(zip(("input", "target", "weight"), node.args, strict=False)) | node.kwargs
         if op_name(node) == "nll_loss":
-            given |= dict(zip(inspect.signature(F.nll_loss).parameters, node.args, strict=False))
+            given = dict(zip(inspect.signature(F.nll_loss).parameters, args, strict=False)) | node.kwargs
             reduction = given.get("reduction", "mean")
         else:
-            given |= dict(zip(("reduction", "ignore_index"), node.args[3:], strict=False))
+            names = ("input", "target", "weight", "reduction", "ignore_index")
+            given = dict(zip(names, args, strict=False)) | node.kwargs
             reduction = REDUCTIONS[given.get("reduction", 1)]
-        logarithms, deprecated = node.args[0], {given.get("size_average"), given.get("reduce")}
-        if deprecated == {None} and adds_up(logarithms, 1, dims_of(logarithms)):
-            node.target, node.kwargs = F.cross_entropy, {}
+        if {given.get("size_average"), given.get("reduce")} == {None} and adds_up(args[0], 1, dims_of(args[0])):
             weight, ignored = given.get("weight"), given.get("ignore_index", -100)
-            node.args = (logarithms, given["target"], weight, None, ignored, None, reduction, 0.0)
+            node.target, node.kwargs = F.cross_entropy, {}
+            node.args = (args[0], given["target"], weight, None, ignored, None, reduction, 0.0)
 
 
 def dims_of(node: Any) -> int:
@@ -124,31 +124,31 @@ def dims_of(node: Any) -> int:
 
 def adds_up(node: Any, axis: int, dims: int) -> bool:
     """Whether the probabilities along an axis add up to one, of which these are the logarithms."""
-    if not isinstance(node, fx.Node) or not dims or not 0 <= axis < dims or not node.args:
+    if not isinstance(node, fx.Node) or not 0 <= axis < dims or not node.args:
         return False
-    name, source = op_name(node), node.args[0]
-    before = dims_of(source)
+    name, args = op_name(node), cast(Any, node.args)
+    source, before = args[0], dims_of(args[0])
     if name == "log_softmax":
         return along(node, axis, dims)
     if name == "log":
-        while op_name(source) in CASTS:
+        while isinstance(source, fx.Node) and op_name(source) in CASTS:
             source = source.args[0]
-        return op_name(source) == "softmax" and along(source, axis, dims)
+        return isinstance(source, fx.Node) and op_name(source) == "softmax" and along(source, axis, dims)
     if name == "sub":
-        total = node.args[1]
-        alone = len(node.args) == 2 and not node.kwargs and isinstance(total, fx.Node) and len(total.args) > 1
+        total = args[1]
+        alone = len(args) == 2 and not node.kwargs and isinstance(total, fx.Node) and len(total.args) > 1
         return alone and op_name(total) == "logsumexp" and total.args[0] is source and sums(total, axis, dims)
     if name in CASTS:
         return adds_up(source, axis, dims)
     if name in PERMUTES and before == dims:
-        return adds_up(source, dims_after(node, dims, node.args[1:])[axis], dims)
+        return adds_up(source, dims_after(node, dims, args[1:])[axis], dims)
     if name in ("reshape", "view", "flatten") and before and axis == dims - 1:
         last, of_source = node.meta["val"].shape[-1], source.meta["val"].shape[-1]
-        return bool(str(last) == str(of_source)) and adds_up(source, before - 1, before)
-    if name in ("select", "slice") and before and len(node.args) > 1:
-        dim = node.args[1] % before
+        return str(last) == str(of_source) and adds_up(source, before - 1, before)
+    if name in ("select", "slice") and before and len(args) > 1:
+        dim = args[1] % before
         place = axis + (name == "select" and axis >= dim)
-        return place != dim and adds_up(source, place, before)
+        return bool(place != dim) and adds_up(source, place, before)
     return False
 
 
@@ -160,9 +160,10 @@ def along(node: fx.Node, axis: int, dims: int) -> bool:
 
 def sums(node: fx.Node, axis: int, dims: int) -> bool:
     """Whether a logsumexp is along this axis, which it keeps."""
-    dim = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    keeps = (*node.args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
-    return keeps and [d % dims for d in dim] == [axis]
+    args = cast(Any, node.args)
+    along_these = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    keeps = (*args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
+    return keeps and [dim % dims for dim in along_these] == [axis]
 
 
 # --- tables that layers are applied to --------------------------------------------------------------------------------

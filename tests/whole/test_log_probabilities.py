@@ -15,7 +15,6 @@ import kfac_fx
 from kfac_fx.losses import Categorical, LossFunction, Normal
 from kfac_fx.losses.distributions import axis_of_log_probabilities
 
-
 Head = Callable[[Tensor, int], Any]
 HEADS: dict[str, Head] = {
     "log_softmax": F.log_softmax,
