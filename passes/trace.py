@@ -27,7 +27,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FrameType
@@ -95,6 +95,7 @@ from .tracing.substitutes import (
     recurrent_layers,
     refuse_custom,
     refuse_packed,
+    symbolic_lengths,
     with_sparse_products,
 )
 from .users_code import line_of
@@ -179,8 +180,15 @@ def exported(
     every_size: bool,
     longest: Sequence[int] = (),
     gaps: bool = False,
+    lengths: bool = True,
 ) -> Capture:
-    """Trace with inputs. longest: see `recurrent_layers`. gaps: keep gaps between the elements of inputs."""
+    """Trace with inputs.
+
+    Args:
+        longest: see `recurrent_layers`.
+        gaps: keep gaps between the elements of inputs.
+        lengths: see `symbolic_lengths`.
+    """
     name = type(model).__name__
     refuse_packed(name, (args, kwargs))
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -196,13 +204,17 @@ def exported(
     names = input_names(model, args, kwargs)
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
+        given: list[Any] = []
         try:
-            with torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts(), nested_values():
+            with (
+                torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts(), nested_values(),
+                symbolic_lengths(model) if lengths else nullcontext(given) as given,
+            ):  # fmt: skip
                 module, guards = graph_module(flat, tensors, every_size, longest)
-        except UntraceableError:
-            raise
         except Exception as error:
-            if fatal(error):
+            if given and not fatal(error):
+                return exported(model, args, kwargs, options, layers, every_size, longest, gaps, lengths=False)
+            if fatal(error) or isinstance(error, UntraceableError):
                 raise
             functions.check()
             raise untraceable(model, error) from error
@@ -215,10 +227,10 @@ def exported(
     with_sparse_products(graph)
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(inputs)) != packs.steps:
-        return exported(model, args, kwargs, options, layers, every_size, seen, gaps)
+        return exported(model, args, kwargs, options, layers, every_size, seen, gaps, lengths)
     outside = flat.returned.observer.outside()
     if outside.reads_layout and not gaps and list(map(layout, tensors)) != list(map(layout, inputs)):
-        return exported(model, args, kwargs, options, layers, every_size, longest, gaps=True)
+        return exported(model, args, kwargs, options, layers, every_size, longest, True, lengths)
     facts = [(fact, fact(args, kwargs)) for fact in read_facts(outside)]
 
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
