@@ -11,6 +11,7 @@ Before                                   After
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
+    einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
 
 Every parameter is read once, under its canonical name.
 """
@@ -66,6 +67,7 @@ def normalize(program: Program) -> Program:
     numbers(graph, program.root)
     expand_masks(graph, program.parameters)
     spell_losses(graph)
+    in_pairs(graph, program.parameters)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)
     losses = tuple(copies.get(node, node) for node in program.outputs)
@@ -164,6 +166,58 @@ def sums(node: fx.Node, axis: int, dims: int) -> bool:
     along_these = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     keeps = (*args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
     return keeps and [dim % dims for dim in along_these] == [axis]
+
+
+# --- einsums of several operands --------------------------------------------------------------------------------------
+
+
+def in_pairs(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Spell an einsum of parameters with two other operands or more as einsums of two, which layers are.
+
+    The first activation meets the others one by one: that next, with which the product has the fewest indices.
+    """
+    found = [node for node in graph.nodes if op_name(node) == "einsum" and len(node.args) > 3]
+    label = labels(graph, parameters) if found else {}
+    for node in found:
+        equation, *operands = cast(Any, node.args)
+        terms, result = read_equation(equation, len(operands))
+        if not terms or not any(label.get(operand) is Label.PURE for operand in operands):
+            continue
+        pairs = list(zip(terms, operands, strict=True))
+        first = next((n for n, operand in enumerate(operands) if label.get(operand) is Label.ACT), 0)
+        term, product = pairs.pop(first)
+        while pairs:
+
+            def joined(n: int, term: str = term) -> str:
+                needed = set(result).union(*(other for m, (other, _) in enumerate(pairs) if m != n))
+                kept = "".join(dict.fromkeys(index for index in term + pairs[n][0] if index in needed - {"."}))
+                return "..." * ("..." in term + pairs[n][0]) + kept
+
+            n = min(range(len(pairs)), key=lambda n: len(joined(n)))
+            after = joined(n) if len(pairs) > 1 else result
+            other, operand = pairs.pop(n)
+            with graph.inserting_before(node):
+                made = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
+            values = [value.meta.get("val") for value in (product, operand)]
+            made.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            if all(isinstance(value, Tensor) for value in values):
+                made.meta["val"] = torch.einsum(made.args[0], *values)
+            term, product = after, made
+        node.replace_all_uses_with(product)
+        product.meta = dict(node.meta)
+        graph.erase_node(node)
+
+
+def read_equation(equation: Any, operands: int) -> tuple[list[str], str]:
+    """(the indices of every operand, those of the result); none if an operand has an index twice."""
+    if not isinstance(equation, str):
+        return [], ""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms, letters = left.split(","), sorted(left.replace(",", "").replace(".", ""))
+    if not arrow:
+        result = "..." * ("..." in left) + "".join(index for index in letters if letters.count(index) == 1)
+    twice = any(len(set(term)) < len(term) for term in (term.replace("...", "") for term in terms))
+    return ([], "") if twice or len(terms) != operands else (terms, result)
 
 
 # --- tables that layers are applied to --------------------------------------------------------------------------------
