@@ -32,7 +32,7 @@ from .graphs.operations import CASTS, PERMUTES, REDUCTIONS, dims_after, has_effe
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
-from .layers.linear import route
+from .layers.linear import route, terms_of
 from .parametrizations.tables import merely_viewed, note_elements
 from .torch_private import BatchNorm, InstanceNorm
 
@@ -180,21 +180,18 @@ def in_pairs(graph: fx.Graph, parameters: Iterable[str]) -> None:
     label = labels(graph, parameters) if found else {}
     for node in found:
         equation, *operands = cast(Any, node.args)
-        terms, result = read_equation(equation, len(operands))
-        if not terms or not any(label.get(operand) is Label.PURE for operand in operands):
+        terms, result = terms_of(equation) if isinstance(equation, str) else ([], "")
+        twice = any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms)
+        if twice or len(terms) != len(operands) or not any(label.get(value) is Label.PURE for value in operands):
             continue
         pairs = list(zip(terms, operands, strict=True))
         first = next((n for n, operand in enumerate(operands) if label.get(operand) is Label.ACT), 0)
         term, product = pairs.pop(first)
         while pairs:
-
-            def joined(n: int, term: str = term) -> str:
-                needed = set(result).union(*(other for m, (other, _) in enumerate(pairs) if m != n))
-                kept = "".join(dict.fromkeys(index for index in term + pairs[n][0] if index in needed - {"."}))
-                return "..." * ("..." in term + pairs[n][0]) + kept
-
-            n = min(range(len(pairs)), key=lambda n: len(joined(n)))
-            after = joined(n) if len(pairs) > 1 else result
+            others = [other for other, _ in pairs]
+            products = [of_two(term, other, [*others[:n], *others[n + 1 :], result]) for n, other in enumerate(others)]
+            n = min(range(len(products)), key=lambda n: len(products[n]))
+            after = products[n] if len(pairs) > 1 else result
             other, operand = pairs.pop(n)
             with graph.inserting_before(node):
                 made = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
@@ -208,16 +205,10 @@ def in_pairs(graph: fx.Graph, parameters: Iterable[str]) -> None:
         graph.erase_node(node)
 
 
-def read_equation(equation: Any, operands: int) -> tuple[list[str], str]:
-    """(the indices of every operand, those of the result); none if an operand has an index twice."""
-    if not isinstance(equation, str):
-        return [], ""
-    left, arrow, result = equation.replace(" ", "").partition("->")
-    terms, letters = left.split(","), sorted(left.replace(",", "").replace(".", ""))
-    if not arrow:
-        result = "..." * ("..." in left) + "".join(index for index in letters if letters.count(index) == 1)
-    twice = any(len(set(term)) < len(term) for term in (term.replace("...", "") for term in terms))
-    return ([], "") if twice or len(terms) != operands else (terms, result)
+def of_two(term: str, other: str, rest: Iterable[str]) -> str:
+    """The indices of a product of two operands, of which the rest of the equation needs some."""
+    both, needed = term + other, set().union(*rest) - {"."}
+    return "..." * ("..." in both) + "".join(dict.fromkeys(index for index in both if index in needed))
 
 
 # --- tables that layers are applied to --------------------------------------------------------------------------------

@@ -471,12 +471,18 @@ def spaced(names: Any) -> str:
     return " ".join(names)
 
 
-def contraction(attrs: Attrs, weight_first: bool) -> Contraction:
-    """The contraction of the attribute `equation`. Without an arrow, y has the indices that occur once, in order."""
-    terms, arrow, y = attrs["equation"].replace(" ", "").partition("->")
-    first, second = terms.split(",")
+def terms_of(equation: str) -> tuple[list[str], str]:
+    """(the indices of every operand, those of the result). Without an arrow, these are the indices that occur once, in
+    the order of the alphabet."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
-        y = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+        result = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+    return terms.split(","), result
+
+
+def contraction(attrs: Attrs, weight_first: bool) -> Contraction:
+    """The contraction of the attribute `equation`."""
+    (first, second), y = terms_of(attrs["equation"])
     x, weight = (second, first) if weight_first else (first, second)
     return Contraction(x, weight, y, attrs["weight"])
 
