@@ -54,6 +54,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from ..cases import OF_ROWS
 from ..errors import UntraceableError
 from ..torch_private import (
     CHECKPOINT_GENERATORS,
@@ -646,7 +647,7 @@ class RecurrentMode(TorchFunctionMode):
     def cell(self, kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
         w, u, b, d = (*weights, None, None)[:4]
         assert w is not None and u is not None, f"bug in kfac_fx: {kind}_cell without weights"
-        self.tell(f"{kind}_cell takes [cases, features]", x.shape[0])
+        self.tell(f"{kind}_cell takes {OF_ROWS}", x.shape[0])
         new = recurrent_cell(kind, x, list(state) if kind == "lstm" else [state], w, u, b, d)
         return tuple(new) if kind == "lstm" else new[0]
 
