@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nested import nested_tensor_from_jagged
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
@@ -31,6 +32,7 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
+from kfac_fx.passes.tracing.signature import is_nested
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
@@ -258,6 +260,11 @@ class Recorder:
         call: Any = self.emitted.part(values, fraction)
         if self.emitted.whole:
             by_tensor = {id(value): part for value, part in zip(values, call, strict=True) if part is not value}
+            leaves, parts = pytree.tree_leaves((args, dict(kwargs))), iter(call)
+            for leaf in leaves if any(map(is_nested, leaves)) else ():
+                part = next(parts) if isinstance(leaf, Tensor) else None
+                if part is not None and leaf.is_nested:
+                    by_tensor[id(leaf)] = nested_tensor_from_jagged(part, next(parts).clamp(max=len(part)))
             call = pytree.tree_map(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
         of_part: tuple[tuple[Any, ...], dict[str, Any]] = call
         return of_part
@@ -485,7 +492,7 @@ class Recorder:
             losses = losses_of.real(lambda outputs: losses_of.rebuilt(output, fisher, outputs), fisher, values)
             cases = losses_of.cases(losses)
         pending = PendingMoments(probes, registrations, views, cases, self.frozen, used=self.used)
-        return self.capture.unflatten(output), pending
+        return self.capture.as_returned(output), pending
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
