@@ -140,14 +140,14 @@ def autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
-    values, autocast, and the default dtype."""
+    values, which nested tensors have the same lengths, autocast, and the default dtype."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     walk = Walk(identity=False)
     kinds = tuple(
         (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
         for leaf in leaves
     )
-    return autocast(), torch.get_default_dtype(), str(spec), kinds
+    return autocast(), torch.get_default_dtype(), str(spec), kinds, tuple(first_with_offsets(leaves).items())
 
 
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -200,6 +200,12 @@ def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor
     """The tensors of a call; of a nested one its values and offsets."""
     tensors = (leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
     return tuple(part for tensor in tensors for part in plain_parts(tensor))
+
+
+def first_with_offsets(leaves: list[Any]) -> dict[int, int]:
+    """The place of every nested tensor -> that of the first one with the same tensor of offsets."""
+    first: dict[int, int] = {}
+    return {place: first.setdefault(id(leaf.offsets()), place) for place, leaf in enumerate(leaves) if is_nested(leaf)}
 
 
 def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -284,7 +290,7 @@ class FlatModel(nn.Module):
     def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, whole: bool = True) -> None:
         super().__init__()
         self.model, self.whole = model, whole
-        self.nested = {i for i, leaf in enumerate(leaves) if is_nested(leaf)}
+        self.nested = first_with_offsets(leaves)
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.spec = spec
@@ -292,11 +298,12 @@ class FlatModel(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves: list[Any] = list(self.leaves)
-        parts = iter(tensors)
+        parts, offsets = iter(tensors), dict[int, Tensor]()
         for position in self.positions:
             leaves[position] = next(parts)
-            if position in self.nested:
-                leaves[position] = nested_tensor_from_jagged(leaves[position], next(parts))
+            if position in self.nested:  # tensors of the same lengths have one tensor of offsets, as torch wants
+                shared = offsets.setdefault(self.nested[position], next(parts))
+                leaves[position] = nested_tensor_from_jagged(leaves[position], shared)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
         with untouched(self.model) as assigned, objects_kept({"": (args, kwargs)}):

@@ -253,6 +253,36 @@ def test_statistics_of_nested_arguments_are_those_of_values_and_offsets() -> Non
     torch.testing.assert_close(mine, its)
 
 
+def test_layers_of_nested_tensors_are_captured_under_autocast() -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        net = kfac_fx.compile(Documents("nested"), (nested_documents(LENGTHS),), loss="categorical", strict=True)
+        assert net(nested_documents(OTHERS)).dtype == torch.bfloat16
+        assert net.record((nested_documents(OTHERS),), {}).cases == 20
+    assert not net.program.submodules
+
+
+def test_nested_tensors_of_the_same_lengths_meet() -> None:
+    """torch wants one tensor of offsets for both. Two with other lengths are another kind of call."""
+
+    class Weighted(Base):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            x = batch["x"]
+            hidden = self.norm(torch.tanh(self.first(x)) * batch["weights"].unsqueeze(-1))
+            logits: Tensor = self.last(hidden)
+            return logits
+
+    def weighted(lengths: Sequence[int]) -> dict[str, Tensor]:
+        x = nested_documents(lengths)
+        return {"x": x, "weights": nested_tensor_from_jagged(torch.rand(sum(lengths)), x.offsets())}
+
+    net = kfac_fx.compile(Weighted(), (weighted(LENGTHS),), loss="categorical", strict=True)
+    assert net.record((weighted(OTHERS),), {}).cases == 20 and len(net.captures.all) == 1
+    apart = weighted(OTHERS) | {"weights": nested_tensor_from_jagged(torch.rand(20), jagged(OTHERS)[1])}
+    with pytest.raises(UntraceableError, match="does not run on these inputs"):
+        net.record((apart,), {})
+
+
 def test_a_loss_is_given_the_values_of_nested_outputs() -> None:
     def loss(outputs: Tensor) -> Any:
         return kfac_fx.losses.Categorical(outputs.values())  # type: ignore[operator]
