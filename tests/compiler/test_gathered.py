@@ -209,6 +209,7 @@ SMALL: dict[str, Function] = {
     "Toeplitz": lambda x, w: x @ w[(torch.arange(4)[:, None] - torch.arange(4) + 3)],
     "taken": lambda x, w: x @ torch.take(w, torch.arange(4)[:, None] + torch.arange(3)),
     "windows": lambda x, w: F.linear(x, w.unfold(0, 4, 1)),
+    "windows in memory": lambda x, w: F.linear(x, w.as_strided((4, 4), (1, 1))),
     "a filter": lambda x, w: F.conv1d(x[:, None], w[torch.tensor([[[2, 1, 0, 1, 2]]])], padding=2),
     "rows": lambda x, w: x + w[torch.tensor([0, 2, 2, 6])],
 }
@@ -226,3 +227,13 @@ def test_elements_that_are_neither_rows_nor_columns_have_an_exact_block(function
     jacobian = torch.autograd.functional.jacobian(lambda w: function(x, w), model.w.detach()).flatten(0, -2)
     (block,) = estimator.blocks.values()
     torch.testing.assert_close(block.full_fisher_block(), 2 * jacobian.T @ jacobian / len(x), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_one_vector_by_their_places_in_memory_are_layers() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(F.linear(x, w.as_strided((5, 4), (4, 1), 0), w[20:25]))
+        return F.linear(h, w.as_strided((3, 5), (1, 3), 25))
+
+    net = kfac_fx.compile(Toy(function, w=(40,)), (torch.randn(6, 4),), loss="normal", strict=True)
+    shapes = [registration.matrix.shape for registration in net.registrations if registration.matrix]
+    assert shapes == [(1, 5, 5), (1, 3, 5)]
