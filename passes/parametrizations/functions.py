@@ -312,13 +312,18 @@ def by_jacobian(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
         yield replace(use, exprs=rest) if use.exprs else use
 
 
-def as_per_case(use: Use) -> Use | None:
-    """The use of one parameter that scales or shifts, over the matrix of its elements; None of another."""
+def as_per_case(use: Use, matrices: bool = False) -> Use | None:
+    """The use of one parameter that scales or shifts, over the matrix of its elements; None of another.
+
+    matrices: also of a small matrix with several inputs.
+    """
     ((role, bound),) = use.parameters.items()
     elements = one_by_one(bound.layout.shape)
     if role == "weight" and same(bound.layout, elements):
         return use
-    if bound.layout.result[2:] not in ((), (1,)) or not all(step.keeps_elements for step in use.through):
+    small = matrices and math.prod(bound.layout.shape) ** 2 <= LARGEST_JACOBIAN
+    scales = bound.layout.result[2:] in ((), (1,))
+    if not (scales or small) or not all(step.keeps_elements for step in use.through):
         return None
     through = (*(step for step in use.through if not isinstance(step, Transposed)), PerCase(bound.layout))
     weight = Bound(bound.parameter, Layout(elements.shape), elements, bound.scale)
