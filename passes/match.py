@@ -11,7 +11,6 @@ before the permutation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -32,7 +31,7 @@ from .layers import Form, Layer
 from .layers.declaration import ROLES
 from .matrix import Layout, Shape
 from .parametrization import Complex, nodes_of
-from .parametrizations.functions import small_functions, static_shape
+from .parametrizations.functions import in_pieces, small_functions, static_shape
 from .parametrizations.tables import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
 from .tracing.substitutes import ThreadTracer
@@ -94,13 +93,6 @@ def match(program: Program) -> Program:
                 use = with_batch_dim(use, program.cases, pattern.form.leading)
             matches.append(with_mask(use))
     return program.but(matches=tuple(matches))
-
-
-def in_pieces(program: Program) -> set[str]:
-    """The parameters of which an expression has a part."""
-    slices = [slice_ for expression in program.parameter_exprs.values() for slice_ in expression.slices]
-    sizes = {name: parameter.numel() for name, parameter in program.parameters.items()}
-    return {s.parameter for s in slices if math.prod(s.shape) < sizes[s.parameter]}
 
 
 def held_shapes(program: Program) -> dict[str, Shape]:

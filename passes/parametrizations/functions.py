@@ -366,6 +366,13 @@ def small_functions(
     return exprs
 
 
+def in_pieces(program: Program) -> set[str]:
+    """The parameters of which an expression has a part."""
+    slices = [slice_ for expression in program.parameter_exprs.values() for slice_ in expression.slices]
+    sizes = {name: parameter.numel() for name, parameter in program.parameters.items()}
+    return {slice_.parameter for slice_ in slices if math.prod(slice_.shape) < sizes[slice_.parameter]}
+
+
 def static_shape(node: fx.Node) -> Shape | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):

@@ -77,6 +77,11 @@ EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (lambda x, g: torch.tanh(x * g.exp() - g.sin()), {"g": (4,)}, 2),
     (lambda x, g: torch.tanh(x.mT * g.view(2, 2).T.reshape(4, 1)).mT * g, {"g": (4,)}, 2),
     (lambda x, g: x * g.sum() + 3 * g, {"g": (4,)}, 2),
+    # of every element of a small matrix, as in monotone networks
+    (lambda x, w: F.linear(x, w.exp()), {"w": (3, 4)}, 1),
+    (lambda x, w: torch.tanh(x @ F.softplus(w)), {"w": (4, 3)}, 1),
+    (lambda x, w: F.linear(x, w.abs()), {"w": (3, 4)}, 1),
+    (lambda x, w: F.conv1d(x.mT, w.square(), padding=1).mT, {"w": (4, 4, 3)}, 1),
     # a small matrix that a function reads, too
     (lambda x, w: F.linear(x, w) * w.norm(), {"w": (3, 4)}, 2),
     (lambda x, v: (x @ v).square() - x.square() @ v.square(), {"v": (4, 2)}, 2),  # a factorization machine
