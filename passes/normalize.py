@@ -194,12 +194,12 @@ def in_pairs(graph: fx.Graph, parameters: Iterable[str]) -> None:
             after = products[n] if len(pairs) > 1 else result
             other, operand = pairs.pop(n)
             with graph.inserting_before(node):
-                made = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
+                contraction = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
+            contraction.meta = {key: value for key, value in node.meta.items() if key != "val"}
             values = [value.meta.get("val") for value in (product, operand)]
-            made.meta = {key: value for key, value in node.meta.items() if key != "val"}
             if all(isinstance(value, Tensor) for value in values):
-                made.meta["val"] = torch.einsum(made.args[0], *values)
-            term, product = after, made
+                contraction.meta["val"] = torch.einsum(contraction.args[0], *values)
+            term, product = after, contraction
         node.replace_all_uses_with(product)
         product.meta = dict(node.meta)
         graph.erase_node(node)
