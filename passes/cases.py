@@ -16,6 +16,7 @@ from .ir import CASES, NUMBER, ROW_MASK, Program, Use
 from .parametrization import Computed
 from .torch_private import pytree
 
+OF_ROWS = "[cases, features]"  # the inputs of a recurrent cell, in the words of `Program.told_cases`
 CONVENTION = "by convention, as no layer and no batch_dim= says another"
 ANSWER = (
     "Write kfac_fx.compile(..., batch_dim=1) if the inputs are [positions, cases, ...], or batch_dim=0 if their first "
@@ -36,9 +37,11 @@ def size_of_cases(program: Program, outputs: tuple[fx.Node, ...]) -> tuple[str |
     if (dim := program.options.batch_dim) is not None:
         return said_by_user(dim, inputs, conventional), f"batch_dim={dim}"
     in_inputs = {size for node in inputs for size in symbolic_sizes(node) if size}
+    in_outputs = {size for node in outputs for size in sizes_of(node)}
     told: dict[str, str] = {}
     for layer, size in program.told_cases:
-        if size in in_inputs:
+        # The rows of a cell may be nodes of graphs, which the outputs have one row of.
+        if size in in_inputs and (size in in_outputs or not layer.endswith(OF_ROWS)):
             told.setdefault(size, layer)
     if not told or conventional is None:
         choice = conventional is not None and any(size != conventional for size in free_sizes(inputs))
@@ -103,7 +106,7 @@ def single(graph: fx.Graph) -> bool:
 
 def with_batch_dim(use: Use, cases: str, outputs_last: bool = False) -> Use:
     """Where the cases are in the use's output; None if no dimension has their size. A forward that reads the size as a
-    number, as `len(x)` does, has a number for it; several dimensions may have this.
+    number, as `range(len(x))` does, has a number for it; several dimensions may have this.
 
     outputs_last: the last dimension holds the outputs of the layer, and counts no cases.
     """

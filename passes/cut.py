@@ -28,9 +28,9 @@ from .graphs.labels import Label, differentiated, labels_of, parameters_behind, 
 from .ir import Note, Program, Use
 from .matrix import Shape
 from .parametrization import nodes_of
-from .parametrizations.functions import by_jacobian
+from .parametrizations.functions import by_jacobian, in_pieces, small_functions
 from .parametrizations.normalized import BySlice, WithGain
-from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
+from .parametrizations.parts import NOTHING, Part, partial, parts_of, parts_of_expr, taken_apart, whole_uses
 from .parametrizations.product import ProductFactor
 from .pieces import Piece, Slice, axis_along, ranges, view_of
 from .users_code import where
@@ -41,7 +41,8 @@ OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias
 def cut(program: Program) -> Program:
     """See the module's docstring. Afterwards no match has a role that is an expression."""
     shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
-    program = program.but(matches=tuple(part for use in program.matches for part in by_jacobian(use, shapes)))
+    uses = [with_functions(use, program, shapes) for use in program.matches]
+    program = program.but(matches=tuple(part for use in uses for part in by_jacobian(use, shapes)))
     if not any(use.exprs for use in program.matches) and not program.options.pieces:
         return program.but(parameter_exprs={})
     cutter = Cutter(program, shapes)
@@ -52,6 +53,20 @@ def cut(program: Program) -> Program:
     return program.but(
         matches=tuple(cutter.matches(plan)), parameter_exprs={}, pieces=pieces, dropped=dropped, behind=behind
     )
+
+
+def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> Use:
+    """A use with small functions of parameters instead of expressions whose elements go neither with the outputs nor
+    with the inputs of its matrix, as those of `x @ w.exp()`."""
+    exprs = dict(use.exprs)
+    for role, (expr, canonical) in use.exprs.items():
+        in_place = expr.products or not any(slice_.through for slice_ in expr.slices)
+        if in_place or parts_of_expr(use, role, program) is not None or whole_uses(use, shapes) is not None:
+            continue
+        nodes = [node for node, value in program.parameter_exprs.items() if value is expr]
+        for small in small_functions(program, labels_of(program), nodes[:1], in_pieces(program)).values():
+            exprs[role] = small, canonical
+    return use if exprs == use.exprs else replace(use, exprs=exprs)
 
 
 class Cutter:

@@ -261,9 +261,11 @@ class Divider:
         return CapturedSubmodule(Submodule(path, 0), module, traced, None, settings=settings)
 
     def traced(self, path: str, module: nn.Module, call: Call | None, every_size: bool = True) -> Capture:
-        inputs = (None, None) if call is None else (call.args, call.kwargs)
+        args, kwargs = (None, None) if call is None else (call.args, call.kwargs)
         with without_users_hooks(module):
-            traced = trace_model(module, *inputs, options=self.options, layers=self.layers, every_size=every_size)
+            traced = trace_model(
+                module, args, kwargs, options=self.options, layers=self.layers, every_size=every_size, whole=False
+            )
         refuse_attributes(path, module, {f"{path}.{name}" for name in traced.assigned})
         return traced
 
@@ -380,7 +382,8 @@ def captured_reads(
         if any(other.serves(inputs, {}, key) for other in captured):
             continue
         try:
-            traced = under(observed.call, partial(trace_model, module, inputs, {}, options=options, layers=layers))
+            trace = partial(trace_model, module, inputs, {}, options=options, layers=layers, whole=False)
+            traced = under(observed.call, trace)
         except UntraceableError:
             reasons = {**left_to_python([observed]), **reasons}
             continue

@@ -61,7 +61,7 @@ from .pieces import (
 from .torch_private import WEIGHT_NORM
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
-MOVES_ELEMENTS = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
+MOVES_ELEMENTS = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as", "as_strided"}
 FUNCTIONS = {*DERIVATIVES, "batch_norm", WEIGHT_NORM}
 WRITES = {"zero_", "fill_", "copy_"}
 ExprValue = Any  # a ParameterExpr, a tuple of them, or a number
@@ -100,6 +100,16 @@ def express(program: Program) -> Program:
 
 def is_part(slice_: Slice, program: Program) -> bool:
     return math.prod(slice_.shape) < program.parameters[slice_.parameter].numel()
+
+
+def overlaps(view: Tensor) -> bool:
+    """Whether an element of memory may be at several places of the view."""
+    extent = 1
+    for stride, size in sorted(pair for pair in zip(view.stride(), view.shape, strict=True) if pair[1] > 1):
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
 
 
 class Expressions:
@@ -197,6 +207,8 @@ class Expressions:
         result = computed(node, (view, *rest), node.kwargs)
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
+        if op_name(node) == "as_strided" and overlaps(result):
+            return None
         several = isinstance(result, (list, tuple))
         return tuple(expr_of(part, slice_) for part in result) if several else expr_of(result, slice_)
 

@@ -31,7 +31,7 @@ from .layers import Form, Layer
 from .layers.declaration import ROLES
 from .matrix import Layout, Shape
 from .parametrization import Complex, nodes_of
-from .parametrizations.functions import static_shape
+from .parametrizations.functions import in_pieces, small_functions, static_shape
 from .parametrizations.tables import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
 from .tracing.substitutes import ThreadTracer
@@ -74,15 +74,24 @@ def match(program: Program) -> Program:
     for node in program.graph.nodes:
         if not label[node].activation or node not in behind:
             continue
-        gathered = any(ELEMENTS in operand.meta for operand in node.all_input_nodes)
+        gathered = [operand for operand in node.all_input_nodes if ELEMENTS in operand.meta]
+        found: list[tuple[Pattern, Use]] = []
         for pattern in patterns_at(patterns, node):
             uses = [lay_over(pattern, node, label, shapes, program.parameters, program.parameter_exprs)]
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
-            for use in filter(None, uses):
-                if program.cases is not None:
-                    use = with_batch_dim(use, program.cases, pattern.form.leading)
-                matches.append(with_mask(use))
+            found += [(pattern, use) for use in uses if use is not None]
+        if gathered and not found:  # their elements are neither rows nor columns of a table
+            exprs = {**program.parameter_exprs, **small_functions(program, label, gathered, in_pieces(program))}
+            again = (
+                (pattern, lay_over(pattern, node, label, shapes, program.parameters, exprs))
+                for pattern in patterns_at(patterns, node)
+            )
+            found = [(pattern, use) for pattern, use in again if use is not None]
+        for pattern, use in found:
+            if program.cases is not None:
+                use = with_batch_dim(use, program.cases, pattern.form.leading)
+            matches.append(with_mask(use))
     return program.but(matches=tuple(matches))
 
 

@@ -10,14 +10,17 @@ Before                                   After
     self.bn(x)                               F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-05)
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
+    F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
+    einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
 
 Every parameter is read once, under its canonical name.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +28,11 @@ from torch import Tensor, fx, nn
 
 from .graphs.edit import functional, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels
-from .graphs.operations import has_effect, op_name
+from .graphs.operations import CASTS, PERMUTES, REDUCTIONS, dims_after, has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
-from .layers.linear import route
+from .layers.linear import route, terms_of
 from .parametrizations.tables import merely_viewed, note_elements
 from .torch_private import BatchNorm, InstanceNorm
 
@@ -63,6 +66,8 @@ def normalize(program: Program) -> Program:
     order_operands(graph, program.parameters)
     numbers(graph, program.root)
     expand_masks(graph, program.parameters)
+    spell_losses(graph)
+    in_pairs(graph, program.parameters)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)
     losses = tuple(copies.get(node, node) for node in program.outputs)
@@ -90,6 +95,120 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) ->
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )
+
+
+# --- losses of log-probabilities --------------------------------------------------------------------------------------
+
+
+def spell_losses(graph: fx.Graph) -> None:
+    """Spell the loss of logarithms of probabilities as that of logits, which they are: their softmax is the same."""
+    for node in graph.nodes:
+        args: Any = node.args
+        if op_name(node) not in ("nll_loss", "nll_loss_nd") or not args:
+            continue
+        if op_name(node) == "nll_loss":
+            given = dict(zip(inspect.signature(F.nll_loss).parameters, args, strict=False)) | node.kwargs
+            reduction = given.get("reduction", "mean")
+        else:
+            names = ("input", "target", "weight", "reduction", "ignore_index")
+            given = dict(zip(names, args, strict=False)) | node.kwargs
+            reduction = REDUCTIONS[given.get("reduction", 1)]
+        if {given.get("size_average"), given.get("reduce")} == {None} and adds_up(args[0], 1, dims_of(args[0])):
+            weight, ignored = given.get("weight"), given.get("ignore_index", -100)
+            node.target, node.kwargs = F.cross_entropy, {}
+            node.args = (args[0], given["target"], weight, None, ignored, None, reduction, 0.0)
+
+
+def dims_of(node: Any) -> int:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def adds_up(node: Any, axis: int, dims: int) -> bool:
+    """Whether the probabilities along an axis add up to one, of which these are the logarithms."""
+    if not isinstance(node, fx.Node) or not 0 <= axis < dims or not node.args:
+        return False
+    name, args = op_name(node), cast(Any, node.args)
+    source, before = args[0], dims_of(args[0])
+    if name == "log_softmax":
+        return along(node, axis, dims)
+    if name == "log":
+        while isinstance(source, fx.Node) and op_name(source) in CASTS:
+            source = source.args[0]
+        return isinstance(source, fx.Node) and op_name(source) == "softmax" and along(source, axis, dims)
+    if name == "sub":
+        total = args[1]
+        alone = len(args) == 2 and not node.kwargs and isinstance(total, fx.Node) and len(total.args) > 1
+        return alone and op_name(total) == "logsumexp" and total.args[0] is source and sums(total, axis, dims)
+    if name in CASTS:
+        return adds_up(source, axis, dims)
+    if name in PERMUTES and before == dims:
+        return adds_up(source, dims_after(node, dims, args[1:])[axis], dims)
+    if name in ("reshape", "view", "flatten") and before and axis == dims - 1:
+        last, of_source = node.meta["val"].shape[-1], source.meta["val"].shape[-1]
+        return str(last) == str(of_source) and adds_up(source, before - 1, before)
+    if name in ("select", "slice") and before and len(args) > 1:
+        dim = args[1] % before
+        place = axis + (name == "select" and axis >= dim)
+        return bool(place != dim) and adds_up(source, place, before)
+    return False
+
+
+def along(node: fx.Node, axis: int, dims: int) -> bool:
+    """Whether a softmax is along this axis."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return isinstance(dim, int) and dim % dims == axis
+
+
+def sums(node: fx.Node, axis: int, dims: int) -> bool:
+    """Whether a logsumexp is along this axis, which it keeps."""
+    args = cast(Any, node.args)
+    along_these = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    keeps = (*args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
+    return keeps and [dim % dims for dim in along_these] == [axis]
+
+
+# --- einsums of several operands --------------------------------------------------------------------------------------
+
+
+def in_pairs(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Spell an einsum of parameters with two other operands or more as einsums of two, which layers are.
+
+    The first activation meets the others one by one: that next, with which the product has the fewest indices.
+    """
+    found = [node for node in graph.nodes if op_name(node) == "einsum" and len(node.args) > 3]
+    label = labels(graph, parameters) if found else {}
+    for node in found:
+        equation, *operands = cast(Any, node.args)
+        terms, result = terms_of(equation) if isinstance(equation, str) else ([], "")
+        twice = any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms)
+        if twice or len(terms) != len(operands) or not any(label.get(value) is Label.PURE for value in operands):
+            continue
+        pairs = list(zip(terms, operands, strict=True))
+        first = next((n for n, operand in enumerate(operands) if label.get(operand) is Label.ACT), 0)
+        term, product = pairs.pop(first)
+        while pairs:
+            others = [other for other, _ in pairs]
+            products = [of_two(term, other, [*others[:n], *others[n + 1 :], result]) for n, other in enumerate(others)]
+            n = min(range(len(products)), key=lambda n: len(products[n]))
+            after = products[n] if len(pairs) > 1 else result
+            other, operand = pairs.pop(n)
+            with graph.inserting_before(node):
+                contraction = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
+            contraction.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            values = [value.meta.get("val") for value in (product, operand)]
+            if all(isinstance(value, Tensor) for value in values):
+                contraction.meta["val"] = torch.einsum(contraction.args[0], *values)
+            term, product = after, contraction
+        node.replace_all_uses_with(product)
+        product.meta = dict(node.meta)
+        graph.erase_node(node)
+
+
+def of_two(term: str, other: str, rest: Iterable[str]) -> str:
+    """The indices of a product of two operands, of which the rest of the equation needs some."""
+    both, needed = term + other, set().union(*rest) - {"."}
+    return "..." * ("..." in both) + "".join(dict.fromkeys(index for index in both if index in needed))
 
 
 # --- tables that layers are applied to --------------------------------------------------------------------------------

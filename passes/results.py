@@ -6,8 +6,8 @@
         ...
 
 An object is a branch if there is no tensor next to it: a dataclass, a subclass of dict, or anything with attributes.
-Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. The functions have the names of
-those of torch's pytree.
+Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. A nested tensor stands for its
+values. The functions have the names of those of torch's pytree.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nested import nested_tensor_from_jagged
 
 from .torch_private import pytree
 
@@ -48,22 +49,24 @@ class TreeSpec:
         return sum(1 if branch is None else branch.inside.num_leaves for branch in self.objects)
 
 
-def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+def tree_flatten(tree: Any, plain: bool = True) -> tuple[list[Any], TreeSpec]:
+    """plain: give the values of nested tensors instead of them."""
     leaves, spec = pytree.tree_flatten(tree)
+    leaves = [leaf.values() if plain and isinstance(leaf, Tensor) and leaf.is_nested else leaf for leaf in leaves]
     if any(map(is_value, leaves)) or not any(map(holds_value, leaves)):
         return leaves, TreeSpec(spec)
     objects: list[ObjectSpec | None] = []
     inside: list[Any] = []
     for leaf in leaves:
-        branch, values = branch_of(leaf) if holds_value(leaf) else (None, [leaf])
+        branch, values = branch_of(leaf, plain) if holds_value(leaf) else (None, [leaf])
         objects.append(branch)
         inside += values
     return inside, TreeSpec(spec, tuple(objects))
 
 
-def branch_of(value: Any) -> tuple[ObjectSpec, list[Any]]:
+def branch_of(value: Any, plain: bool) -> tuple[ObjectSpec, list[Any]]:
     items = dict(value) if isinstance(value, dict) else None
-    leaves, inside = tree_flatten((items, attributes_of(value)))
+    leaves, inside = tree_flatten((items, attributes_of(value)), plain)
     return ObjectSpec(type(value), items is not None, inside), leaves
 
 
@@ -88,6 +91,20 @@ def made(branch: ObjectSpec, parts: tuple[dict[Any, Any] | None, dict[str, Any]]
     for name, value in attributes.items():
         object.__setattr__(result, name, value)  # also of a frozen dataclass
     return result
+
+
+def of_values(tree: Any) -> tuple[Any, Any]:
+    """(the tree with nested tensors that are made of their values, the same tree of these values): a gradient that
+    reaches a nested tensor reaches its values, too."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        return tree, tree
+    plain = [leaf.values() if isinstance(leaf, Tensor) and leaf.is_nested else leaf for leaf in leaves]
+    nested = [
+        value if value is leaf else nested_tensor_from_jagged(value, leaf.offsets())
+        for value, leaf in zip(plain, leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(nested, spec), pytree.tree_unflatten(plain, spec)
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -222,11 +222,13 @@ class DispatchState:
         return DispatchState(torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
     def without_tracer(self) -> AbstractContextManager[Any]:
-        """Inside, torch.export does not meet operations; it does where another state is entered."""
-        key = torch._C.DispatchKey.PreDispatch
-        guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
-            self.included.remove(key), self.excluded.add(key)
-        )
+        """Inside, torch.export does not meet operations, and autocast does not cast what it would not meet; both do
+        where another state is entered."""
+        included, excluded = self.included, self.excluded
+        for name in ("PreDispatch", "AutocastCPU", "AutocastCUDA"):
+            key = getattr(torch._C.DispatchKey, name)
+            included, excluded = included.remove(key), excluded.add(key)
+        guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(included, excluded)
         return guard
 
     @contextmanager

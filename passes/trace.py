@@ -27,8 +27,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import FrameType
 from typing import Any
@@ -73,6 +73,7 @@ from .tracing.signature import (
     copy_with_strides,
     flat_graph,
     input_names,
+    is_nested,
     kinds,
     layout,
     layouts,
@@ -95,6 +96,7 @@ from .tracing.substitutes import (
     recurrent_layers,
     refuse_custom,
     refuse_packed,
+    symbolic_lengths,
     with_sparse_products,
 )
 from .users_code import line_of
@@ -115,6 +117,8 @@ class Capture:
         effects: what forward does and the graph does not, as in "sets memory.last".
         assigned: the attributes that forward sets, whose values the graph does not read.
         outside: what forward reads from outside of the model and of its inputs.
+        as_returned: as `unflatten`, with the nested tensors that the model returns instead of their values.
+        nested: whether it returns some.
     """
 
     program: Program
@@ -124,6 +128,8 @@ class Capture:
     effects: tuple[str, ...] = ()
     assigned: tuple[str, ...] = ()
     outside: Outside = Outside()
+    as_returned: Callable[[Any], Any] = field(default=lambda output: output)
+    nested: bool = False
 
     def settings(self, model: nn.Module, inside: bool = False) -> ForwardSettings:
         """The present values that the graph is specialized to beside its inputs. inside: see `ForwardSettings`."""
@@ -140,12 +146,14 @@ def trace_model(
     options: Options | None = None,
     layers: Mapping[str, Any] | None = None,
     every_size: bool = True,
+    whole: bool = True,
 ) -> Capture:
     """Trace a model.
 
     Args:
         args, kwargs: example inputs; without them the model is traced by torch.fx.
         every_size: capture for images of all heights and widths, which takes torch.export several times as long.
+        whole: see `refuse_nested`.
 
     Raises:
         UntraceableError: the model cannot be captured; the text names the module and the line where torch failed.
@@ -153,7 +161,7 @@ def trace_model(
     options, layers = options or Options(), layers or {}
     if args is None and not kwargs:
         return symbolic_trace(model, options, layers)
-    return exported(model, args or (), kwargs or {}, options, layers, every_size)
+    return exported(model, args or (), kwargs or {}, options, layers, every_size, whole)
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
@@ -177,17 +185,26 @@ def exported(
     options: Options,
     layers: Mapping[str, Any],
     every_size: bool,
+    whole: bool,
     longest: Sequence[int] = (),
     gaps: bool = False,
+    lengths: bool = True,
 ) -> Capture:
-    """Trace with inputs. longest: see `recurrent_layers`. gaps: keep gaps between the elements of inputs."""
+    """Trace with inputs.
+
+    Args:
+        whole: see `refuse_nested`.
+        longest: see `recurrent_layers`.
+        gaps: keep gaps between the elements of inputs.
+        lengths: see `symbolic_lengths`.
+    """
     name = type(model).__name__
     refuse_packed(name, (args, kwargs))
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    refuse_nested(name, leaves)
+    refuse_nested(name, leaves, whole)
     refuse_hidden_tensors(name, leaves)
     refuse_no_tensors(name, "takes", leaves)
-    flat = FlatModel(model, leaves, spec)
+    flat = FlatModel(model, leaves, spec, whole)
     flat.training = model.training  # of this module only: submodules may be in other modes
     # For a view torch.export would guard its base; the next batch need not be a view.
     inputs = tensors_in(args, kwargs)
@@ -196,13 +213,17 @@ def exported(
     names = input_names(model, args, kwargs)
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
+        given: list[Any] = []
         try:
-            with torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts(), nested_values():
+            with (
+                torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts(), nested_values(),
+                symbolic_lengths(model) if lengths else nullcontext(given) as given,
+            ):  # fmt: skip
                 module, guards = graph_module(flat, tensors, every_size, longest)
-        except UntraceableError:
-            raise
         except Exception as error:
-            if fatal(error):
+            if given and not fatal(error):
+                return exported(model, args, kwargs, options, layers, every_size, whole, longest, gaps, lengths=False)
+            if fatal(error) or isinstance(error, UntraceableError):
                 raise
             functions.check()
             raise untraceable(model, error) from error
@@ -215,10 +236,10 @@ def exported(
     with_sparse_products(graph)
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(inputs)) != packs.steps:
-        return exported(model, args, kwargs, options, layers, every_size, seen, gaps)
+        return exported(model, args, kwargs, options, layers, every_size, whole, seen, gaps, lengths)
     outside = flat.returned.observer.outside()
     if outside.reads_layout and not gaps and list(map(layout, tensors)) != list(map(layout, inputs)):
-        return exported(model, args, kwargs, options, layers, every_size, longest, gaps=True)
+        return exported(model, args, kwargs, options, layers, every_size, whole, longest, True, lengths)
     facts = [(fact, fact(args, kwargs)) for fact in read_facts(outside)]
 
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -241,7 +262,8 @@ def exported(
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
     hooks = (*forward_hooks(model), *backward_hooks(model))
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects, *returned)
-    return Capture(captured, tensors_in, flat.unflatten, holds, effects, assigned, outside)
+    nested = flat.as_returned, bool(flat.returned.nested)
+    return Capture(captured, tensors_in, flat.unflatten, holds, effects, assigned, outside, *nested)
 
 
 def place_of_loss(returned: Any, leaves: Sequence[Any]) -> int | None:
@@ -387,6 +409,8 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError:  # the next capture says what is wrong
+            return False
+        if any(map(is_nested, pytree.tree_leaves(arguments))):  # torch.fx does not see the operations on their values
             return False
         return all(value is defaults[name] for name, value in arguments.items() if name in defaults)
 

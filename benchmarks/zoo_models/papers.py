@@ -145,6 +145,26 @@ class SchNet(nn.Module):
         return energy[:, None], -force
 
 
+class MPNN(nn.Module):
+    """Gilmer et al. 2017: messages along edges, a cell that is shared over the steps, a readout of every graph."""
+
+    def __init__(self, steps: int = 2) -> None:
+        super().__init__()
+        self.steps, self.embed = steps, nn.Linear(5, WIDTH)
+        self.message = nn.Sequential(nn.Linear(2 * WIDTH + 1, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.update, self.readout = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor, size: Tensor) -> Tensor:
+        h = torch.relu(self.embed(x))
+        source, target = edges
+        length = (x[source] - x[target]).norm(dim=1, keepdim=True)
+        for _ in range(self.steps):
+            messages = self.message(torch.cat([h[source], h[target], length], 1))
+            h = self.update(torch.zeros(len(h), WIDTH).index_add(0, target, messages), h)
+        out: Tensor = self.readout(torch.zeros(len(size), WIDTH).index_add(0, graph, h) / NODES)
+        return out
+
+
 class PointNet(nn.Module):
     """Qi et al. 2017: a network that aligns the points, shared layers, and a maximum over points."""
 
@@ -283,6 +303,31 @@ class DEQ(nn.Module):
             for _ in range(self.iterations):
                 z = self.step(z, x)
         out: Tensor = self.head(self.step(z.detach(), x))
+        return out
+
+
+class FactorizedFNO(nn.Module):
+    """Tran et al. 2023: one axis after the other, with the parts of complex weights in real parameters."""
+
+    def __init__(self, width: int = 4, modes: int = 3) -> None:
+        super().__init__()
+        self.modes, self.lift = modes, nn.Linear(2, width)
+        self.weights = nn.ParameterList(torch.randn(width, width, modes, 2) / width for _ in range(2))
+        self.mlp, self.head = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, width)), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, m = self.lift(x).permute(0, 3, 1, 2), self.modes
+        along, across = map(torch.view_as_complex, self.weights)
+        f = torch.fft.rfft(h, norm="ortho")
+        low = torch.zeros_like(f)
+        low[..., :m] = torch.einsum("bixy,ioy->boxy", f[..., :m], along)
+        g = torch.fft.rfft(h, dim=-2, norm="ortho")
+        deep = torch.zeros_like(g)
+        deep[:, :, :m] = torch.einsum("bixy,iox->boxy", g[:, :, :m], across)
+        y = torch.fft.irfft(low, n=h.shape[-1], norm="ortho") + torch.fft.irfft(
+            deep, n=h.shape[-2], dim=-2, norm="ortho"
+        )
+        out: Tensor = self.head((h + self.mlp(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
         return out
 
 
@@ -638,6 +683,63 @@ class KAN(nn.Module):
         return x
 
 
+class CapsNet(nn.Module):
+    """Sabour et al. 2017: a matrix for every pair of capsules, and three rounds of routing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.primary = nn.Conv2d(1, WIDTH, 3, 2), nn.Conv2d(WIDTH, WIDTH, 3, 2)
+        self.W = nn.Parameter(0.1 * torch.randn(1, 8, CLASSES, 6, 4))
+
+    @staticmethod
+    def squash(x: Tensor) -> Tensor:
+        norm = x.norm(dim=-1, keepdim=True)
+        return norm**2 / (1 + norm**2) * x / (norm + 1e-8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.squash(self.primary(F.relu(self.conv(x))).view(x.size(0), -1, 4)[:, :8])
+        votes = torch.matmul(self.W, u[:, :, None, :, None]).squeeze(-1)
+        apart, b = votes.detach(), votes.new_zeros(*votes.shape[:3], 1)
+        for _ in range(2):
+            v = self.squash((b.softmax(2) * apart).sum(1, keepdim=True))
+            b = b + (apart * v).sum(-1, keepdim=True)
+        return self.squash((b.softmax(2) * votes).sum(1)).norm(dim=-1)
+
+
+class MUTAN(nn.Module):
+    """Ben-younes et al. 2017: products of two inputs by a core tensor of low rank, each in one equation."""
+
+    def __init__(self, rank: int = 3, inside: int = 5) -> None:
+        super().__init__()
+        self.question, self.image = nn.Parameter(torch.randn(6, inside) / 3), nn.Parameter(torch.randn(7, inside) / 3)
+        self.core = nn.Parameter(torch.randn(rank, inside, WIDTH) / 3)
+        self.other = nn.Parameter(torch.randn(rank, inside, WIDTH) / 3)
+        self.scale, self.head = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, question: Tensor, image: Tensor) -> Tensor:
+        q = torch.einsum("bi,id,rdo->bro", question, self.question, self.core)
+        v = torch.einsum("bi,id,rdo,o->bro", image, self.image, self.other, self.scale)
+        out: Tensor = self.head(torch.tanh(q * v).sum(1))
+        return out
+
+
+class GCNN(nn.Module):
+    """Cohen & Welling 2016: a filter in all four directions, and a maximum over these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 2, 3, 3) / 4), nn.Parameter(torch.zeros(4))
+        self.circulant, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.stack([torch.rot90(self.weight, quarter, (2, 3)) for quarter in range(4)], 1)
+        y = F.conv2d(x, turned.flatten(0, 1)).unflatten(1, (4, 4)) + self.bias[:, None, None, None]
+        pooled = F.relu(y).amax(2).mean((2, 3))
+        places = (torch.arange(4)[:, None] - torch.arange(4)) % 4
+        out: Tensor = self.head(torch.tanh(pooled @ self.circulant[places]))
+        return out
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -674,15 +776,18 @@ Build = Callable[[], nn.Module]
 # name: (model, inputs, loss or None)
 MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "branchynet": (BranchyNet, images(3, 16, 16), all_exits),
+    "capsnet": (CapsNet, images(1, 12, 12), None),
     "centernet": (CenterNet, images(3, 16, 16), None),
     "dcgan": (DCGAN, keywords(z=floats(WIDTH), real=floats(3, 16, 16)), None),
     "deeponet": (DeepONet, functions_at_places, None),
     "deq": (DEQ, images(5), "categorical"),
     "detr": (DETR, images(3, 16, 16), None),
     "dlrm": (DLRM, keywords(dense=floats(5), sparse=classes(20, 3, 2)), "bce_with_logits"),
+    "ffno": (FactorizedFNO, images(8, 8, 2), None),
     "fno2d": (lambda: kfac_fx.with_real_parameters(FNO2d()), images(12, 12, 1), None),
     "gat": (GAT, gat, "categorical"),
     "gcn": (GCN, gcn, distribution_of_log_softmax),
+    "gcnn": (GCNN, images(2, 9, 9), "categorical"),
     "gin": (GIN, gin, "categorical"),
     "glow": (Glow, images(4, 6, 6), None),
     "houlsby_adapters": (HoulsbyAdapters, keywords(ids=tokens()), "categorical"),
@@ -690,6 +795,8 @@ MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "hypernetwork": (HyperNetwork, images(3, 8, 8), "categorical"),
     "kan": (KAN, images(5), None),
     "maml": (MAML, tasks, "categorical"),
+    "mpnn": (MPNN, gin, "categorical"),
+    "mutan": (MUTAN, keywords(question=floats(6), image=floats(7)), "categorical"),
     "nerf": (NeRF, keywords(origins=floats(3), directions=floats(3)), None),
     "neural_ode": (NeuralODE, images(5), "categorical"),
     "pointnet": (PointNet, images(3, 20), "categorical"),

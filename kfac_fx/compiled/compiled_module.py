@@ -34,6 +34,7 @@ from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.linalg.processes import Shard
 from kfac_fx.losses.declared import LossSpec, loss_from, replaced
+from kfac_fx.passes import results
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     ApproximationError,
@@ -270,7 +271,8 @@ class CompiledModule(nn.Module):
                 with self._listener.forgetting_on_error():
                     outputs = self._listener.on_forward(args, kwargs)
                     outputs = self._plain(*args, **kwargs) if outputs is None else outputs
-                    self._listener.on_outputs(args, kwargs, outputs)
+                    outputs, watched = results.of_values(outputs)
+                    self._listener.on_outputs(args, kwargs, watched)
                 return outputs
         return self._plain(*args, **kwargs)
 

@@ -427,7 +427,6 @@ class LossSpec(DeclaredLosses):
     name: str
     named: bool = False  # made of one output tensor
     of_torch: TorchLoss | None = None  # torch's loss of this name, with its mean
-    kind: type[LossFunction] | None = None  # of a named one
     of_outputs: ClassVar[bool] = True
 
     def of_run(
@@ -526,11 +525,9 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         if spec in SHORT:
             of_torch = SHORT[spec]
             fixed = not of_torch.averages_elements  # else the coefficient depends on the sizes of the output
-            kind = DISTRIBUTIONS[of_torch.distribution]
-            return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch, kind)
+            return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch)
         choice("loss", spec, NAMES, LossError, MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss")))
-        kind = DISTRIBUTIONS[spec]
-        return LossSpec(_of_one_tensor(kind, spec), f"loss={spec!r}", named=True, kind=kind)
+        return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         if spec.written:
             arguments = inspect.signature(spec).parameters.items()
@@ -539,7 +536,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
                 f"loss={spec.__name__} needs a {wanted}: write which outputs they are, as in loss=lambda outputs: "
                 f"{spec.written}"
             )
-        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True, kind=spec)
+        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
     if isinstance(spec, (type, LossFunction)) and not name_in_torch(spec) or not callable(spec):
         raise LossError(
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "

@@ -26,6 +26,7 @@ from kfac_fx.passes.matrix import precise
 
 __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
 IGNORE_INDEX = -100  # the class number of a target that is left out, as in `F.cross_entropy`
+SMALL = 1e-5  # the logarithm of a sum of probabilities that may be one
 
 
 class LossFunction(ABC):
@@ -382,6 +383,18 @@ class Categorical(LossFunction):
         logits = precise(self.inputs)
         clocks = torch.empty_like(logits).exponential_(generator=generator)
         return (logits - clocks.log()).argmax(-1)
+
+
+def axis_of_log_probabilities(outputs: Tensor) -> int | None:
+    """The axis along which all probabilities of these logarithms add up to one, up to rounding and the small numbers
+    that keep a logarithm finite; None if there is none. The host waits for the outputs."""
+    axes = [axis for axis in reversed(range(1, outputs.dim())) if outputs.shape[axis] > 1]
+    if not axes or not outputs.numel() or not outputs.is_floating_point():
+        return None
+    limit = max(SMALL, 8 * torch.finfo(outputs.dtype).eps)
+    values = precise(outputs.detach())
+    are_one = torch.stack([(values.logsumexp(axis).abs() <= limit).all() for axis in axes]).tolist()
+    return next((axis for axis, is_one in zip(axes, are_one, strict=True) if is_one), None)
 
 
 class OnehotCategorical(Categorical):

@@ -97,8 +97,9 @@ class ObservedForward:
 
         def at(leaves: list[int], at_outputs: bool) -> ObservedForward:
             forward = ObservedForward(recorder, args, kwargs, tree, leaves, at_outputs, precision, weights=weights)
+            axes = recorder.axes_of_log_probabilities(outputs, leaves) if at_outputs else {}
             for leaf in leaves:
-                take_gradient(returned[leaf], forward.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
+                take_gradient(returned[leaf], forward.take, leaf, axes.get(leaf))
             return forward
 
         forward = at(leaves, at_outputs)

@@ -200,8 +200,9 @@ def watch_leaves(
         rows=recorder.losses.first_rows(fisher, values, cases, part),
         around=around,
     )
+    axes = recorder.axes_of_log_probabilities(outputs, places)
     for leaf in hooked:
-        take_gradient(leaves[leaf], watched.take, leaf, recorder.axis_of_log_softmax if at_outputs else None)
+        take_gradient(leaves[leaf], watched.take, leaf, axes.get(leaf))
     return watched
 
 
@@ -214,8 +215,9 @@ def take_gradient(
 
     Args:
         take: a method of an object, with which the hook ends.
-        log_softmax: the axis of the classes, of an output that is a log_softmax. Its gradient is then taken as that of
-            the same loss of any logits, whose sum over the classes is zero: in front of the log_softmax they are equal.
+        log_softmax: the axis of the classes, of an output that is logarithms of probabilities. Its gradient is then
+            taken as that of the same loss of any logits, whose sum over the classes is zero: in front of the
+            log_softmax they are equal.
     """
     if not output.requires_grad:
         return

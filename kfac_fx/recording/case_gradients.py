@@ -16,6 +16,7 @@ computed for a few cases at a time, so that they take no more than `CHUNK` numbe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -66,7 +67,12 @@ from kfac_fx.recording.taps import CollectingTap, TappedCall, watched
 
 COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
-SORTING = {"sort", "argsort", "msort"}
+SORTING = {
+    "sort": 1,
+    "argsort": 1,
+    "msort": None,
+    "topk": 2,
+}  # operation -> the place of its dimension; None: the first
 IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -559,8 +565,9 @@ class CaseRecorder:
 
     @cached_property
     def reorders(self) -> bool:
-        """Whether the graph sorts, so that the places of cases may be those of a batch, as in packed sequences."""
-        return any(op_name(node) in SORTING for node in self.recorder.program.graph.nodes)
+        """Whether the graph sorts cases, so that their places may be those of a batch, as in packed sequences."""
+        program = self.recorder.program
+        return any(op_name(node) in SORTING and may_sort_cases(node, program.cases) for node in program.graph.nodes)
 
     @cached_property
     def order_of_cut(self) -> list[int]:
@@ -880,6 +887,22 @@ def reason_apart(program: Program, registration: Registration) -> str | None:
     if not all(cases_apart(program.layers, use) for use in registration.uses):
         return "its rows are merged with positions"
     return None
+
+
+def may_sort_cases(node: fx.Node, cases: str | None) -> bool:
+    """Whether an operation of `SORTING` may be along cases. It is not if another dimension of its tensor has these.
+
+    cases: their symbolic number; None: not known.
+    """
+    sizes = symbolic_sizes(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else []
+    place = SORTING[op_name(node)]
+    dim = 0 if place is None else node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
+    if cases is None or not sizes or not isinstance(dim, int):
+        return True
+    symbols = [set(re.findall(r"[a-z]+\d+", size or "")) for size in sizes]
+    along = symbols.pop(dim)
+    unknown = any(symbol.startswith("u") for symbol in along)  # u0 is a number that data have
+    return unknown or cases in along or not any(cases in elsewhere for elsewhere in symbols)
 
 
 def refuse_towers(registrations: Sequence[Registration]) -> None:

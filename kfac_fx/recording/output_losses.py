@@ -25,7 +25,7 @@ from kfac_fx.losses.declared import (
 )
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.errors import LossError, fatal, first_line
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.padding import spread
@@ -72,7 +72,16 @@ class OutputLosses:
             raise LossError(
                 f"{name} returns no tensor in tuples, lists, dictionaries and attributes to build a loss on"
             )
-        return declared.of_run(output, fisher, self.emitted.case_dims, targets, rows)
+        try:
+            return declared.of_run(output, fisher, self.emitted.case_dims, targets, rows)
+        except RuntimeError as error:
+            if not self.emitted.capture.nested or isinstance(error, LossError) or fatal(error):
+                raise
+            raise LossError(
+                f"the function given as loss failed: {first_line(error)}\nIt is given the values of the nested tensors "
+                "that the model returns, one row for every position of every document. Write loss=lambda outputs: "
+                "kfac_fx.losses.Categorical(outputs), without outputs.values()."
+            ) from error
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
         """Sentences about declared losses with rows that the padding mask does not tell apart.

@@ -15,20 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nested import nested_tensor_from_jagged
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, is_sharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses, WeightedLosses
-from kfac_fx.losses.distributions import Categorical
+from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.graphs.labels import ancestors
+from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
+from kfac_fx.passes.tracing.signature import is_nested
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs
@@ -70,6 +74,7 @@ class Recorder:
         looked_for_kernels: whether `kernels` is known.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
+        log_axes: see `axes_of_log_probabilities`; None: not looked for yet.
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
             no loss.
         mean_reason: why that is a guess; None: it is none.
@@ -96,6 +101,7 @@ class Recorder:
     repeats: bool | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
+    log_axes: Mapping[int, int] | None = field(default=None, init=False)
     is_mean: bool | None = None
     mean_reason: str | None = None
 
@@ -127,19 +133,34 @@ class Recorder:
         """Whether one graph is the whole model."""
         return self.emitted.whole
 
-    @property
-    def axis_of_log_softmax(self) -> int | None:
-        """The axis of the classes, if the model returns the logarithms of their probabilities, as for `F.nll_loss`.
+    def axes_of_log_probabilities(self, returned: Any, places: Sequence[int]) -> Mapping[int, int]:
+        """The axis of the classes of every output that is the logarithms of their probabilities, as for `F.nll_loss`,
+        by its place among the leaves of what the model returned.
 
-        They are logits, too, so the registered Categorical loss is right. But the gradient that a loss sends into them
-        may have any sum over the classes.
+        They are logits, too, so a registered Categorical loss is right. But the gradient that a loss sends into them
+        may have any sum over the classes. The first outputs tell; the host waits for them.
+
+        places: of the Fisher's outputs.
         """
-        if not (self.whole and isinstance(self.loss, LossSpec) and self.loss.kind is Categorical):
-            return None
-        if len(self.program.outputs) != 1 or self.program.outputs[0].target is not torch.log_softmax:
-            return None
-        axis: int = self.program.outputs[0].args[1]  # type: ignore[assignment]
-        return axis
+        if self.losses.given is None or not places:
+            return {}
+        if self.log_axes is None:
+            leaves, spec = results.tree_flatten(returned)
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            fisher = tuple(leaves[place] for place in places)
+            losses = [loss for _, loss in self.losses.on(results.tree_unflatten(leaves, spec), fisher)]
+            of_classes = [loss.inputs for loss in losses if isinstance(loss, Categorical)]
+            known = {place: axis_of_log_probabilities(leaves[place]) for place in places} if of_classes else {}
+            every = len(of_classes) == len(losses)
+            axes = {
+                place: axis
+                for place, axis in known.items()
+                if axis is not None and (every or any(in_one_memory(leaves[place], inputs) for inputs in of_classes))
+            }
+            if not all(leaf.numel() for leaf in fisher):  # an empty batch tells nothing
+                return axes
+            self.log_axes = axes
+        return self.log_axes
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
@@ -164,6 +185,18 @@ class Recorder:
     def live_parameters(self) -> dict[str, Tensor]:
         by_name = dict(self.model.named_parameters())  # one walk, as `get_parameter` walks down for every name
         return {name: by_name[name] for name in self.emitted.parameter_names}
+
+    @cached_property
+    def in_pairs(self) -> frozenset[str]:
+        """The parameters that the graph reads as complex numbers, whose parts torch wants at even places in memory."""
+        graph = self.program.graph
+        behind = ancestors(node for node in graph.nodes if op_name(node) == AS_COMPLEX)
+        return frozenset(str(node.target) for node in behind if node.op == "get_attr")
+
+    def given(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values for some parameters, of which those `in_pairs` have memory of their own: they may be parts of one
+        vector, anywhere in it."""
+        return {name: value.clone() if name in self.in_pairs else value for name, value in parameters.items()}
 
     def live_buffers(self) -> dict[str, Tensor]:
         return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}
@@ -242,6 +275,11 @@ class Recorder:
         call: Any = self.emitted.part(values, fraction)
         if self.emitted.whole:
             by_tensor = {id(value): part for value, part in zip(values, call, strict=True) if part is not value}
+            leaves, parts = pytree.tree_leaves((args, dict(kwargs))), iter(call)
+            for leaf in leaves if any(map(is_nested, leaves)) else ():
+                part = next(parts) if isinstance(leaf, Tensor) else None
+                if part is not None and leaf.is_nested:
+                    by_tensor[id(leaf)] = nested_tensor_from_jagged(part, next(parts).clamp(max=len(part)))
             call = pytree.tree_map(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
         of_part: tuple[tuple[Any, ...], dict[str, Any]] = call
         return of_part
@@ -311,7 +349,8 @@ class Recorder:
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets, only)
         with self.emitted.isolated(), full_precision():
-            live = {name: parameters.get(name, value).detach() for name, value in self.live_parameters().items()}
+            given = self.given(parameters)
+            live = {name: given.get(name, value).detach() for name, value in self.live_parameters().items()}
             every = [name for name in self.program.parameters if name in live] if params_stats else []
             summed_over = every or self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
@@ -470,7 +509,7 @@ class Recorder:
             losses = losses_of.real(lambda outputs: losses_of.rebuilt(output, fisher, outputs), fisher, values)
             cases = losses_of.cases(losses)
         pending = PendingMoments(probes, registrations, views, cases, self.frozen, used=self.used)
-        return self.capture.unflatten(output), pending
+        return self.capture.as_returned(output), pending
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
@@ -480,9 +519,9 @@ class Recorder:
 
         kernels: `self.kernels` to run that.
         """
-        emitted = self.emitted if kernels is None else kernels
+        emitted, given = self.emitted if kernels is None else kernels, self.given(parameters)
         live = {
-            name: parameters[name] if name in parameters else self.model.get_parameter(name).detach()
+            name: given[name] if name in given else self.model.get_parameter(name).detach()
             for name in emitted.parameter_names
         }
         probes = [None] * len(emitted.program.registrations)
@@ -502,6 +541,11 @@ def recorded(
     """The registrations that are recorded, and their probes."""
     pairs = [(r, of_r) for r, of_r in zip(registrations, probes, strict=True) if of_r is not None]
     return tuple(registration for registration, _ in pairs), [of_registration for _, of_registration in pairs]
+
+
+def in_one_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether one is a view of the other, or both are views."""
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def is_among(registration: Registration, parameters: Collection[str] | None) -> bool:

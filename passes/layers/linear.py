@@ -213,6 +213,62 @@ def baddbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias, x, weight)
 
 
+# --- a stack of weights [..., o, i] on the left ---------------------------------------------------------------------
+
+
+def columns_by_matrix(x: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., i, S] -> [N, S, g, i]"""
+    return by_matrix((x if x.dim() > 1 else x.unsqueeze(-1)).mT, attrs)
+
+
+def grad_columns_by_matrix(dy: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., o, S] -> [N, S, g, o]. If x is a vector, there is no S."""
+    return by_matrix((dy if dy.dim() >= len(attrs["weight"]) else dy.unsqueeze(-1)).mT, attrs)
+
+
+def stacked_from_left(weight: Layout, attrs: Attrs) -> Layout:
+    *stack, o, i = weight.result
+    return weight.reshape((math.prod(stack), o, i))
+
+
+def columns_of_biases(bias: Layout, attrs: Attrs) -> Layout:
+    """[..., o] or [..., o, 1]"""
+    *stack, o, _ = attrs["weight"]
+    return bias.reshape((math.prod(stack), o))
+
+
+STACK_FROM_LEFT: dict[str, Any] = {
+    "rows": columns_by_matrix,
+    "grad_rows": grad_columns_by_matrix,
+    "where": lambda attrs: len(attrs["weight"]) > 2,
+    "layouts": {"weight": stacked_from_left, "bias": columns_of_biases},
+    "leading": False,
+    "bias_along": lambda attrs, dims: (*attrs["weight"][:-1], *(1,) * (dims != len(attrs["weight"]) - 1)),
+}
+
+
+@linear.form(
+    **STACK_FROM_LEFT,
+    example=(
+        written(lambda x, w: w @ x, (4, 2, 5, 7), w=(2, 3, 5)),
+        written(lambda x, w: w @ x, (4, 2, 1, 5, 1), w=(1, 2, 6, 3, 5)),
+        written(lambda x, w: torch.bmm(w, x), (2, 5, 4), w=(2, 3, 5)),
+        written(lambda x, w: w @ x, (5, 4), w=(2, 3, 5)),
+        written(lambda x, w: w @ x, (5,), w=(2, 3, 5)),
+    ),
+)
+def products_from_left(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.matmul(weight, x)
+
+
+@linear.form(
+    **STACK_FROM_LEFT,
+    example=written(lambda x, w, b: torch.baddbmm(b.unsqueeze(-1), w, x), (2, 5, 4), w=(2, 3, 5), b=(2, 3)),
+)
+def baddbmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.baddbmm(bias, weight, x)
+
+
 # --- torch.tensordot -------------------------------------------------------------------------------------------------
 
 
@@ -415,12 +471,18 @@ def spaced(names: Any) -> str:
     return " ".join(names)
 
 
-def contraction(attrs: Attrs, weight_first: bool) -> Contraction:
-    """The contraction of the attribute `equation`. Without an arrow, y has the indices that occur once, in order."""
-    terms, arrow, y = attrs["equation"].replace(" ", "").partition("->")
-    first, second = terms.split(",")
+def terms_of(equation: str) -> tuple[list[str], str]:
+    """(the indices of every operand, those of the result). Without an arrow, these are the indices that occur once, in
+    the order of the alphabet."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
-        y = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+        result = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+    return terms.split(","), result
+
+
+def contraction(attrs: Attrs, weight_first: bool) -> Contraction:
+    """The contraction of the attribute `equation`."""
+    (first, second), y = terms_of(attrs["equation"])
     x, weight = (second, first) if weight_first else (first, second)
     return Contraction(x, weight, y, attrs["weight"])
 

@@ -312,13 +312,18 @@ def by_jacobian(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
         yield replace(use, exprs=rest) if use.exprs else use
 
 
-def as_per_case(use: Use) -> Use | None:
-    """The use of one parameter that scales or shifts, over the matrix of its elements; None of another."""
+def as_per_case(use: Use, matrices: bool = False) -> Use | None:
+    """The use of one parameter that scales or shifts, over the matrix of its elements; None of another.
+
+    matrices: also of a small matrix with several inputs.
+    """
     ((role, bound),) = use.parameters.items()
     elements = one_by_one(bound.layout.shape)
     if role == "weight" and same(bound.layout, elements):
         return use
-    if bound.layout.result[2:] not in ((), (1,)) or not all(step.keeps_elements for step in use.through):
+    small = matrices and math.prod(bound.layout.shape) ** 2 <= LARGEST_JACOBIAN
+    scales = bound.layout.result[2:] in ((), (1,))
+    if not (scales or small) or not all(step.keeps_elements for step in use.through):
         return None
     through = (*(step for step in use.through if not isinstance(step, Transposed)), PerCase(bound.layout))
     weight = Bound(bound.parameter, Layout(elements.shape), elements, bound.scale)
@@ -359,6 +364,13 @@ def small_functions(
             slices = tuple(slice_of(name, unallocated(size)) for name, size in sizes.items())
             exprs[node] = ParameterExpr(shape, slices, function=node)
     return exprs
+
+
+def in_pieces(program: Program) -> set[str]:
+    """The parameters of which an expression has a part."""
+    slices = [slice_ for expression in program.parameter_exprs.values() for slice_ in expression.slices]
+    sizes = {name: parameter.numel() for name, parameter in program.parameters.items()}
+    return {slice_.parameter for slice_ in slices if math.prod(slice_.shape) < sizes[slice_.parameter]}
 
 
 def static_shape(node: fx.Node) -> Shape | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nested import nested_tensor_from_jagged
 
 from .. import results
 from ..errors import UntraceableError
@@ -55,28 +56,37 @@ def with_objects(leaves: list[Any], left_out: Mapping[int, str]) -> list[Any]:
     return [LeftOut(left_out[n]) if n in left_out else leaf for n, leaf in enumerate(leaves)]
 
 
-def refuse_nested(model: str, leaves: list[Any]) -> None:
-    """Raises UntraceableError for nested tensors among the arguments."""
-    nested = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_nested]
+def is_nested(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_nested
+
+
+def refuse_nested(model: str, leaves: list[Any], whole: bool) -> None:
+    """Raises UntraceableError for nested tensors among the arguments that are no values and offsets.
+
+    whole: whether the model is the user's; Python calls a submodule with nested tensors and wants some back.
+    """
+    nested = list(filter(is_nested, leaves))
     if any(leaf.layout is not torch.jagged for leaf in nested):
         raise UntraceableError(
             f"{model} takes a nested tensor of the layout torch.strided, whose sizes are no tensors.\n"
             "Make nested tensors with layout=torch.jagged, which have values and offsets."
         )
-    if nested:
+    if any(not leaf.is_contiguous() for leaf in nested):
+        raise UntraceableError(
+            f"{model} takes a nested tensor with gaps between its documents, or with its dimensions in another order, "
+            "and a captured graph takes values and offsets alone.\n"
+            "Give it nested.contiguous(), or let forward transpose it."
+        )
+    if nested and not whole:
         raise UntraceableError(
             f"{model} takes a nested tensor, and a captured graph takes plain ones: its values and offsets.\n"
-            "Compile a module that makes the nested tensor itself, with this forward, and call it as "
-            "net(x.values(), x.offsets()):\n"
-            "    def forward(self, values, offsets):\n"
-            "        x = torch.nested.nested_tensor_from_jagged(values, offsets)\n"
-            "        return self.model(x).values()"
+            "Let the whole model be one graph: replace what depends on the values of tensors by tensor operations."
         )
 
 
 def refuse_nested_outputs(model: str, leaves: list[Any]) -> None:
-    """Raises UntraceableError for nested tensors among the outputs."""
-    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+    """Raises UntraceableError for nested tensors that a submodule returns to Python."""
+    if any(map(is_nested, leaves)):
         raise UntraceableError(
             f"{model} returns a nested tensor, and a captured graph returns plain ones.\n"
             "Return its values, x.values(): one row for every position of every document, one document behind another."
@@ -130,14 +140,14 @@ def autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
-    values, autocast, and the default dtype."""
+    values, which nested tensors have the same lengths, autocast, and the default dtype."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     walk = Walk(identity=False)
     kinds = tuple(
         (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
         for leaf in leaves
     )
-    return autocast(), torch.get_default_dtype(), str(spec), kinds
+    return autocast(), torch.get_default_dtype(), str(spec), kinds, tuple(first_with_offsets(leaves).items())
 
 
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -187,7 +197,19 @@ def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    return tuple(leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
+    """The tensors of a call; of a nested one its values and offsets."""
+    tensors = (leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
+    return tuple(part for tensor in tensors for part in plain_parts(tensor))
+
+
+def first_with_offsets(leaves: list[Any]) -> dict[int, int]:
+    """The place of every nested tensor -> that of the first one with the same tensor of offsets."""
+    first: dict[int, int] = {}
+    return {place: first.setdefault(id(leaf.offsets()), place) for place, leaf in enumerate(leaves) if is_nested(leaf)}
+
+
+def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor.values(), tensor.offsets()) if tensor.is_nested else (tensor,)  # type: ignore[attr-defined]
 
 
 def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -245,6 +267,7 @@ class Returned:
         observer: of the functions that forward runs.
         leaves: all outputs.
         told: see `passes.tracing.substitutes.recurrent_layers`.
+        nested: which outputs are the values of nested tensors.
     """
 
     spec: results.TreeSpec | None = None
@@ -254,23 +277,33 @@ class Returned:
     observer: Observer = field(default_factory=Observer)
     leaves: list[Any] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
+    nested: list[int] = field(default_factory=list)
 
 
 class FlatModel(nn.Module):
-    """The model with tensors as its only inputs; all other arguments are constants."""
+    """The model with plain tensors as its only inputs and outputs; all other arguments are constants. Behind its
+    outputs are the offsets of those that are nested.
 
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+    whole: see `refuse_nested`.
+    """
+
+    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, whole: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.whole = model, whole
+        self.nested = first_with_offsets(leaves)
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.spec = spec
         self.returned = Returned()
 
     def forward(self, *tensors: Tensor) -> Any:
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
+        leaves: list[Any] = list(self.leaves)
+        parts, offsets = iter(tensors), dict[int, Tensor]()
+        for position in self.positions:
+            leaves[position] = next(parts)
+            if position in self.nested:  # tensors of the same lengths have one tensor of offsets, as torch wants
+                shared = offsets.setdefault(self.nested[position], next(parts))
+                leaves[position] = nested_tensor_from_jagged(leaves[position], shared)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
         with untouched(self.model) as assigned, objects_kept({"": (args, kwargs)}):
@@ -282,16 +315,27 @@ class FlatModel(nn.Module):
                     buffers_of(owner)[name] = buffer.copy_(value)
         self.returned.drawn += drawn
         self.returned.assigned += assigned
+        given, _ = results.tree_flatten(result, plain=False)
+        if not self.whole:
+            refuse_nested_outputs(type(self.model).__name__, given)
         returned, self.returned.spec = results.tree_flatten(result)
-        refuse_nested_outputs(type(self.model).__name__, returned)
         outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
-        return outputs
+        self.returned.nested = [place for place, leaf in enumerate(given) if is_nested(leaf)]
+        return [*outputs, *(given[place].offsets() for place in self.returned.nested)]
 
     def unflatten(self, output: Any) -> Any:
-        """The outputs of this module's graph, in the structure that the model returns."""
+        """The outputs of this module's graph, in the structure that the model returns, with values for nested ones."""
         assert self.returned.spec is not None, "bug in kfac_fx: a graph of a forward that did not return"
-        return results.tree_unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
+        leaves = list(output)[: self.returned.spec.num_leaves]
+        return results.tree_unflatten(with_objects(leaves, self.returned.left_out), self.returned.spec)
+
+    def as_returned(self, output: Any) -> Any:
+        """`unflatten` with the nested tensors that the model returns."""
+        leaves, number = list(output), len(list(output)) - len(self.returned.nested)
+        for place, offsets in zip(self.returned.nested, leaves[number:], strict=True):
+            leaves[place] = nested_tensor_from_jagged(leaves[place], offsets)
+        return self.unflatten(leaves)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
@@ -346,4 +390,5 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if isinstance(leaf, Tensor):
             base = order.get(id(leaf), "x")
             names.append(base if base not in names else f"{base}_{len(names)}")
+            names += [f"{names[-1]}_offsets"] if leaf.is_nested else []
     return names

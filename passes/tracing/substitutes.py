@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
+from inspect import signature, unwrap
 from types import ClassMethodDescriptorType
 from typing import Any
 
@@ -54,6 +54,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from ..cases import OF_ROWS
 from ..errors import UntraceableError
 from ..torch_private import (
     CHECKPOINT_GENERATORS,
@@ -314,6 +315,46 @@ class Bags(TorchFunctionMode):
             if weights is not None:
                 call["per_sample_weights"] = weights.reshape(-1)
         return func(**call)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def symbolic_lengths(model: nn.Module) -> Iterator[list[Any]]:
+    """Inside, `len(x)` is `x.shape[0]` in the files that define the model's classes. Python's own is a number, so that
+    the graph would hold for batches of one size alone.
+
+    Yields the sizes that were given where Python's own is a number, and which code may refuse: `cache[len(x)]`.
+    """
+    given: list[Any] = []
+
+    def length(value: Any) -> Any:
+        size = value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+        given.extend([size] if isinstance(size, torch.SymInt) else [])
+        return size
+
+    forwards = (function for module in model.modules() for function in forwards_of(module))
+    scopes = {id(scope): scope for scope in (getattr(unwrap(forward), "__globals__", {}) for forward in forwards)}
+    replaced = [scope for scope in scopes.values() if "len" not in scope and not of_torch(scope)]
+    for scope in replaced:
+        scope["len"] = length
+    try:
+        yield given
+    finally:
+        for scope in replaced:
+            scope.pop("len", None)
+
+
+def forwards_of(module: nn.Module) -> list[Any]:
+    """The forward of a module and those that it overrides."""
+    own = vars(module).get("forward")
+    classes = [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
+    return [*([] if own is None else [own]), *classes]
+
+
+def of_torch(scope: Mapping[str, Any]) -> bool:
+    return str(scope.get("__name__", "")).partition(".")[0] == "torch"
 
 
 # --- products with sparse matrices ------------------------------------------------------------------------------------
@@ -606,7 +647,7 @@ class RecurrentMode(TorchFunctionMode):
     def cell(self, kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
         w, u, b, d = (*weights, None, None)[:4]
         assert w is not None and u is not None, f"bug in kfac_fx: {kind}_cell without weights"
-        self.tell(f"{kind}_cell takes [cases, features]", x.shape[0])
+        self.tell(f"{kind}_cell takes {OF_ROWS}", x.shape[0])
         new = recurrent_cell(kind, x, list(state) if kind == "lstm" else [state], w, u, b, d)
         return tuple(new) if kind == "lstm" else new[0]
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import kfac_fx
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.layers import linear as forms
 from kfac_fx.passes.layers.linear import Contraction, contraction
 from kfac_fx.passes.matrix import Layout, Shape
@@ -105,3 +110,62 @@ def test_a_bias_is_laid_out_as_the_outputs_of_the_weight() -> None:
     terms = Contraction("btd", "dkh", "bhtk", (5, 3, 2))
     bias = torch.arange(6.0).view(2, 1, 3)  # [h, t, k]; the matrix has the outputs in the order of the weight, (k h)
     assert terms.bias_layout(Layout((2, 1, 3))).apply(bias).tolist() == [[0, 3, 1, 4, 2, 5]]
+
+
+# --- of several operands ----------------------------------------------------------------------------------------------
+
+
+class Einsum(nn.Module):
+    """An equation of an activation, "x", and of parameters of these sizes, with a layer before and behind it."""
+
+    def __init__(self, equation: str, operands: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.equation, self.operands, self.before = equation, operands, nn.Linear(4, 4)
+        self.weights = nn.ParameterList(torch.randn(sizes) for sizes in operands if isinstance(sizes, tuple))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weights = torch.tanh(self.before(x)), iter(self.weights)
+        operands = {"x": x, "gate": x.mean(-1), "mask": torch.tensor([1.0, 0.0, 1.0, 1.0])}
+        values = [operands[name] if isinstance(name, str) else next(weights) for name in self.operands]
+        return torch.tanh(torch.einsum(self.equation, *values))
+
+
+SEVERAL: dict[str, tuple[str, tuple[Any, ...], list[Shape]]] = {
+    "low rank": ("bni,ir,or->bno", ("x", (4, 2), (5, 2)), [(1, 2, 4), (1, 5, 2)]),
+    "parameters first": ("ir, or, bni", ((4, 2), (5, 2), "x"), [(1, 2, 4), (1, 5, 2)]),
+    "with any dimensions": ("...i,ir,ro->...o", ("x", (4, 2), (2, 5)), [(1, 2, 4), (1, 5, 2)]),
+    "twice an activation": ("bid,dk,ek,bje->bij", ("x", (4, 2), (4, 2), "x"), [(1, 2, 4), (1, 4, 2)]),
+    "a form": ("bid,de,bje->bij", ("x", (4, 4), "x"), [(1, 4, 4)]),
+    "scaled in the middle": ("bni,ri,r,or->bno", ("x", (2, 4), (2,), (5, 2)), [(1, 2, 4), (2, 1, 1), (1, 5, 2)]),
+    "gated": ("bni,bn,oi->bno", ("x", "gate", (5, 4)), [(1, 5, 4)]),
+    "masked": ("bni,oi,i->bno", ("x", (5, 4), "mask"), [(1, 5, 4)]),
+    "a core": ("bni,ir,rst,sj->bntj", ("x", (4, 2), (2, 3, 2), (3, 5)), [(1, 2, 4), (1, 6, 2), (1, 5, 3)]),
+}
+
+
+@pytest.mark.parametrize(("equation", "operands", "shapes"), SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("exported", [True, False])
+def test_an_einsum_of_several_operands_is_layers(
+    equation: str, operands: tuple[Any, ...], shapes: list[Shape], exported: bool
+) -> None:
+    """They were in diagonal blocks. The graph computes what the model does, and rows make its gradients."""
+    if not exported and "mask" in operands:
+        pytest.skip("torch.fx keeps the mask as an attribute, which changes no equation")
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 4)
+    net = kfac_fx.compile(Einsum(equation, operands), (x,) if exported else None, loss="normal", strict=True)
+    net.record((x,), {})
+    blocks = {r.parameters[0]: r for r in net.registrations}
+    found = [blocks[f"weights.{n}"] for n in range(len(shapes))]
+    assert [block.matrix.shape for block in found if block.matrix] == shapes
+    assert {block.approximation for block in found} == {"kron"}
+    assert all(len(node.args) == 3 for node in net.program.graph.nodes if op_name(node) == "einsum")
+
+
+@pytest.mark.parametrize(
+    ("equation", "operands"), [("bni,bnj,bnk->bnijk", ("x", "x", "x")), ("bni,ii,i->bn", ("x", (4, 4), (4,)))]
+)
+def test_other_einsums_stay_as_they_are(equation: str, operands: tuple[Any, ...]) -> None:
+    """One without parameters, whose order is torch's to choose, and one of a diagonal."""
+    net = kfac_fx.compile(Einsum(equation, operands), (torch.randn(6, 3, 4),), loss="normal")
+    assert [len(node.args) for node in net.program.graph.nodes if op_name(node) == "einsum"] == [4]

@@ -90,12 +90,13 @@ def test_a_bias_beside_a_gathered_weight_is_registered_apart() -> None:
     assert not any(registration.generic for registration in net.registrations)
 
 
-OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
-    "elements in any order": (lambda x, w: x @ w.reshape(-1)[torch.randperm(12)].reshape(4, 3), (3, 4)),
-    "outputs and inputs": (lambda x, w: x @ w.flip(0).flip(1), (4, 3)),
-    "outputs that are padding": (lambda x, w: x @ F.embedding(ORDER, w, 2).mT, (3, 4)),
-    "stacks of three dimensions": (lambda x, w: torch.einsum("ngi,goi->ngo", x, w[[1, 0]]), (2, 3, 4)),
-    "written into": (lambda x, w: x @ w[written()].t(), (3, 4)),
+OTHERS: dict[str, tuple[Function, tuple[int, ...], bool]] = {
+    "elements in any order": (lambda x, w: x @ w.reshape(-1)[torch.randperm(12)].reshape(4, 3), (3, 4), True),
+    "outputs and inputs": (lambda x, w: x @ w.flip(0).flip(1), (4, 3), False),
+    "many of them": (lambda x, w: x @ w.flip(0).flip(1), (4, 600), True),
+    "outputs that are padding": (lambda x, w: x @ F.embedding(ORDER, w, 2).mT, (3, 4), False),
+    "stacks of three dimensions": (lambda x, w: torch.einsum("ngi,goi->ngo", x, w[[1, 0]]), (2, 3, 4), False),
+    "written into": (lambda x, w: x @ w[written()].t(), (3, 4), False),
 }
 
 
@@ -105,11 +106,14 @@ def written() -> Tensor:
     return index
 
 
-@pytest.mark.parametrize(("function", "shape"), OTHERS.values(), ids=OTHERS.keys())
-def test_what_is_gathered_in_another_way_is_generic(function: Function, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("function", "shape", "generic"), OTHERS.values(), ids=OTHERS.keys())
+def test_what_is_gathered_in_another_way_is_generic_unless_it_is_small(
+    function: Function, shape: tuple[int, ...], generic: bool
+) -> None:
     net = kfac_fx.compile(Toy(function, w=shape), (torch.randn(5, 2, 4),), loss="normal")
     (one,) = net.registrations
-    assert one.generic and "no layer has the form of" in str(one.reason)
+    assert one.generic == generic and one.approximation == ("diagonal" if generic else "full")
+    assert ("no layer has the form of" in str(one.reason)) == generic
 
 
 def test_a_size_behind_a_deep_network_is_no_constant() -> None:
@@ -199,3 +203,37 @@ def test_what_is_computed_from_elements_has_no_numbers() -> None:
     assert [node.name for node in program.graph.nodes if ELEMENTS in node.meta] == ["getitem"]
     program = normal(lambda x, w: x * w.t().reshape(-1).exp().sum(), w=(3, 2))
     assert not any(ELEMENTS in node.meta for node in program.graph.nodes)
+
+
+SMALL: dict[str, Function] = {
+    "Toeplitz": lambda x, w: x @ w[(torch.arange(4)[:, None] - torch.arange(4) + 3)],
+    "taken": lambda x, w: x @ torch.take(w, torch.arange(4)[:, None] + torch.arange(3)),
+    "windows": lambda x, w: F.linear(x, w.unfold(0, 4, 1)),
+    "windows in memory": lambda x, w: F.linear(x, w.as_strided((4, 4), (1, 1))),
+    "a filter": lambda x, w: F.conv1d(x[:, None], w[torch.tensor([[[2, 1, 0, 1, 2]]])], padding=2),
+    "rows": lambda x, w: x + w[torch.tensor([0, 2, 2, 6])],
+}
+
+
+@pytest.mark.parametrize("function", SMALL.values(), ids=SMALL)
+def test_elements_that_are_neither_rows_nor_columns_have_an_exact_block(function: Function) -> None:
+    """2 JᵀJ over the cases: the second derivative of a squared error is 2. They were in a diagonal block."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    model = Toy(function, w=(7,))
+    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(x)
+    jacobian = torch.autograd.functional.jacobian(lambda w: function(x, w), model.w.detach()).flatten(0, -2)
+    (block,) = estimator.blocks.values()
+    torch.testing.assert_close(block.full_fisher_block(), 2 * jacobian.T @ jacobian / len(x), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_one_vector_by_their_places_in_memory_are_layers() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.tanh(F.linear(x, w.as_strided((5, 4), (4, 1), 0), w[20:25]))
+        return F.linear(h, w.as_strided((3, 5), (1, 3), 25))
+
+    net = kfac_fx.compile(Toy(function, w=(40,)), (torch.randn(6, 4),), loss="normal", strict=True)
+    shapes = [registration.matrix.shape for registration in net.registrations if registration.matrix]
+    assert shapes == [(1, 5, 5), (1, 3, 5)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import kfac_fx
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.substitutes import packs_in, recurrent_layers
@@ -71,3 +72,28 @@ def test_dropout_between_layers_is_left_out_in_evaluation(training: bool, chance
     captured = trace_model(nn.LSTM(2, 3, 2, dropout=0.25).train(training), (torch.randn(4, 3, 2),))
     (node,) = [node for node in captured.program.graph.nodes if op_name(node) == "recurrent"]
     assert node.args[8] == chance
+
+
+class OfNodes(nn.Module):
+    """A cell on the nodes of graphs, of which the outputs have one row a graph; or on cases, behind another layer."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.pooled, self.cell, self.head = pooled, nn.GRUCell(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, graph: Tensor, graphs: Tensor) -> Tensor:
+        h = self.cell(x, torch.tanh(x))
+        if self.pooled:
+            h = h.new_zeros(len(graphs), 4).index_add(0, graph, h)
+        out: Tensor = self.head(h)
+        return out
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_rows_of_a_cell_may_be_others_than_the_cases(pooled: bool) -> None:
+    """It was refused, with advice about batch_first, which a cell does not have."""
+    graph, graphs = torch.tensor([0, 0, 0, 1, 1]), torch.ones(2)
+    net = kfac_fx.compile(OfNodes(pooled), (torch.randn(5, 4), graph, graphs), loss="categorical", strict=True)
+    more = torch.randn(7, 4), torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.ones(3)
+    assert net.record(more, {}).cases == (3 if pooled else 7)
+    assert len(net.captures.all) == 1

@@ -181,3 +181,69 @@ def test_custom_functions_are_seen_and_still_run() -> None:
     assert x.grad is not None and x.grad.tolist() == [-1, -1]
     Negated.apply(x)
     assert seen == {"Negated"}
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+class Lengths(nn.Module):
+    """It asks for lengths of tensors, and for those of lists."""
+
+    def __init__(self, hashed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.sizes, self.hashed = nn.Linear(4, 6), [2, 3], hashed
+
+    def forward(self, x: Tensor, graph: Tensor, pointers: Tensor) -> Tensor:
+        h = self.layer(x).view(len(x), *self.sizes) / len(self.sizes)
+        names = {len(pointers): "graphs"} if self.hashed else {}
+        return h.new_zeros(len(pointers) - 1, 6).index_add(0, graph, h.view(len(h), -1)) + len(names)
+
+
+def graphs(*sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+    pointers = torch.tensor([0, *sizes]).cumsum(0)
+    return torch.randn(sum(sizes), 4), torch.repeat_interleave(torch.arange(len(sizes)), pointers.diff()), pointers
+
+
+def test_a_graph_holds_for_all_lengths_that_forward_asks_for() -> None:
+    net = kfac_fx.compile(Lengths(), graphs(3, 5, 2), loss="normal")
+    for sizes in ((4, 4, 4, 4), (2, 9), (3, 5, 2)):
+        batch = graphs(*sizes)
+        torch.testing.assert_close(net.functional({}, batch, {})[0], net.model(*batch))
+        assert len(net.captures.all) == 1
+    assert "len" not in globals()
+
+
+def test_a_length_that_must_be_a_number_is_one() -> None:
+    net = kfac_fx.compile(Lengths(hashed=True), graphs(3, 5, 2), loss="normal")
+    assert not net.program.submodules and net.record(graphs(6, 6, 6), {}).cases == 3
+    with pytest.raises(kfac_fx.UntraceableError, match="float"):
+        kfac_fx.capture(Wrong(), (torch.randn(3, 4),))
+    assert "len" not in globals()
+
+
+class Wrong(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), 4) if float(x.sum()) > len(x) else x
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_files_of_all_classes_have_their_own_len_afterwards(own: bool) -> None:
+    source = "def forward(self, x):\n    return self.layer(x).view(len(x), -1)"
+    scope: dict[str, Any] = {"__name__": "elsewhere", **({"len": len} if own else {})}
+    exec(source, scope)
+
+    class Base(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        forward = scope["forward"]
+
+    class Derived(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = super().forward(torch.tanh(x))
+            return result
+
+    program = kfac_fx.capture(Derived(), (torch.randn(3, 4),)).program
+    assert (scope.get("len") is len) == own and "len" not in globals()
+    assert (str(program.inputs[0].meta["val"].shape[0]) == "3") == own

@@ -632,6 +632,12 @@ def test_operations_are_dispatched_without_the_tracer() -> None:
 
     def forward(x: Tensor) -> Tensor:
         state = private.DispatchState.now()
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = private.DispatchState.now()
+            with inside.without_tracer():
+                kept.append((x @ x).dtype)
+                with inside.entered():
+                    cast.append((x @ x).dtype)
         with state.without_tracer():
             x.sin()
             with state.entered():
@@ -639,8 +645,10 @@ def test_operations_are_dispatched_without_the_tracer() -> None:
         plain.append(private.without_functional(x) is private.without_functional(x))
         return result
 
+    kept, cast = list[torch.dtype](), list[torch.dtype]()
     names = targets(exported(forward, torch.ones(3)).graph)
     assert "cos" in names and "sin" not in names and plain == [True]
+    assert (kept, cast) == ([torch.float32], [torch.bfloat16])
 
 
 @pytest.mark.parametrize("kind", ["backward", "grad"])

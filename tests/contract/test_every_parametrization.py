@@ -106,10 +106,9 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
 # With Jacobians, of a use that scales and shifts: what is followed on its way, and then has no rows of a case.
 REFUSED: dict[str, list[str]] = {
     "slices": ["weight norm", "spectral norm", "centered", "gain"],
-    "multiple": ["weight norm", "centered", "gain", "product"],
-    "spectral norm": ["centered"],
+    "multiple": ["weight norm", "gain", "product"],
     "product": PAIRED,
-    "gathered": ["gathered", "linear map"],
+    "gathered": ["linear map"],
     "linear map": ["linear map"],
 }
 

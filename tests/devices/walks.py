@@ -24,6 +24,7 @@ Walk = Callable[[Waits], None]
 # Where the host waits on purpose: once, to know what it could not go on without.
 FIRST_STEP = {
     "loss_scale.py:factors",  # is the trained loss the registered one?
+    "distributions.py:axis_of_log_probabilities",  # are the outputs such, so that gradients may have any sum?
     "loss_scale.py:axis_of_classes",
     "loss_scale.py:without_targets",
     "loss_scale.py:rest_of_classes",

@@ -63,6 +63,34 @@ def test_graphs_of_several_sizes_are_examples(pooled: bool) -> None:
     assert_examples(net, Batch(*args, targets=y), list(by_graph))
 
 
+class Messages(nn.Module):
+    """Layers on edges, on nodes and on graphs, of which the middle ones alone have a number of an example each."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.edge, self.node, self.head, self.divided = nn.Linear(8, 6), nn.GRUCell(6, 4), nn.Linear(4, 3), divided
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor, sizes: Tensor) -> Tensor:
+        message = torch.tanh(self.edge(torch.cat([x[edges[0]], x[edges[1]]], 1)))
+        h = self.node(torch.zeros(len(x), 6).index_add(0, edges[1], message), x)
+        if self.divided and h.sum() > 1e9:
+            h = 2 * h
+        out: Tensor = self.head(torch.zeros(len(sizes), 4).index_add(0, graph, h) / sizes[:, None])
+        return out
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_layers_of_edges_nodes_and_graphs_are_of_the_same_examples(divided: bool) -> None:
+    sizes = torch.tensor([3, 5, 2])
+    graph = torch.repeat_interleave(torch.arange(3), sizes)
+    edges = torch.tensor([[0, 1, 3, 4, 6, 8, 2], [1, 2, 4, 7, 5, 9, 0]])
+    args, y = (torch.randn(10, 4), edges, graph, sizes), torch.randint(3, (3,))
+    model = Messages(divided)
+    net = kfac_fx.compile(model, args, loss="categorical", examples=lambda x, edges, graph, sizes: graph)
+    assert bool(net.program.submodules) == divided
+    assert_examples(net, Batch(*args, targets=y), list(F.cross_entropy(model(*args), y, reduction="none")))
+
+
 class Packed(nn.Module):
     """Tokens read those of their own document, whose places begin with zero."""
 

@@ -77,6 +77,15 @@ EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (lambda x, g: torch.tanh(x * g.exp() - g.sin()), {"g": (4,)}, 2),
     (lambda x, g: torch.tanh(x.mT * g.view(2, 2).T.reshape(4, 1)).mT * g, {"g": (4,)}, 2),
     (lambda x, g: x * g.sum() + 3 * g, {"g": (4,)}, 2),
+    # of every element of a small matrix, as in monotone networks
+    (lambda x, w: F.linear(x, w.exp()), {"w": (3, 4)}, 1),
+    (lambda x, w: torch.tanh(x @ F.softplus(w)), {"w": (4, 3)}, 1),
+    (lambda x, w: F.linear(x, w.abs()), {"w": (3, 4)}, 1),
+    (lambda x, w: F.conv1d(x.mT, w.square(), padding=1).mT, {"w": (4, 4, 3)}, 1),
+    # a small matrix that a function reads, too
+    (lambda x, w: F.linear(x, w) * w.norm(), {"w": (3, 4)}, 2),
+    (lambda x, v: (x @ v).square() - x.square() @ v.square(), {"v": (4, 2)}, 2),  # a factorization machine
+    (lambda x, v: x - 2 * (x @ v)[..., None] * v / (v @ v), {"v": (4,)}, 3),  # a reflection
 ]
 
 
@@ -199,7 +208,7 @@ def test_what_is_written_into_a_buffer_on_the_way_is_generic() -> None:
 
 
 def test_a_weight_that_a_function_reads_too_is_generic_with_both_uses_in_the_reason() -> None:
-    model = toy(lambda x, w: F.linear(x, w) * w.norm(), w=(3, 4))
+    model = toy(lambda x, w: F.linear(x, w) * w.norm(), w=(300, 4))  # too large for a block of its elements
     net = kfac_fx.compile(model, (torch.randn(5, 4),), loss="normal")
     (one,) = net.registrations
     assert one.generic and "w has 2 uses, 1 of them matched" in str(one.reason)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.losses import Categorical
 from kfac_fx.passes.layers import conv
+from kfac_fx.recording import case_gradients
 from kfac_fx.recording.meeting_cases import keys_that_meet
 from kfac_fx.recording.statistics import Key
 from tests.tables import pairs
@@ -321,3 +322,46 @@ def test_scores_are_of_the_right_examples_where_cases_change_places(how: str, fl
         )
         torch.testing.assert_close(identity.precondition(batch).scores(batch), gradients @ gradients.T)
         torch.testing.assert_close(identity.self_scores(batch), gradients.square().sum(1))
+
+
+class Ranked(nn.Module):
+    """A layer on the cases in the order of a key, or on features in theirs."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.second, self.head = how, nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, key: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.how == "features":
+            hidden = hidden.sort()[0] + hidden.topk(2, 1)[0].sum(1, keepdim=True) + hidden.argsort(1).to(hidden)
+            out: Tensor = self.head(self.second(hidden))
+            return out
+        order = key.topk(len(key))[1] if self.how == "topk" else key.sort(descending=True)[1]
+        back = torch.zeros_like(order).index_put((order,), torch.ones_like(order).cumsum(0) - 1)
+        out = self.head(torch.tanh(self.second(hidden[order]))[back])
+        return out
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("how", ["sort", "topk", "features"])
+def test_places_are_looked_for_in_every_batch_if_cases_are_sorted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch is in order. A sort of features moves no case, as the graph tells."""
+    searches: list[bool] = []
+
+    def counted(*args: Any) -> Any:
+        searches.append(True)
+        return keys_that_meet(*args)
+
+    monkeypatch.setattr(case_gradients, "keys_that_meet", counted)
+    x, y, model = torch.randn(5, 3), torch.randint(3, (5,)), Ranked(how)
+    ordered, others = torch.arange(5).flip(0), torch.tensor([2, 0, 4, 1, 3])
+    net = kfac_fx.compile(model, (x, ordered), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [kfac_fx.Batch(x, ordered, targets=y)], mode="empirical")
+    identity = spectrum.at(scale=0.0, damping=1.0)
+    for key in (ordered, others):
+        losses = nn.functional.cross_entropy(model(x, key), y, reduction="none")
+        each = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        gradients = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in each])
+        torch.testing.assert_close(identity.self_scores(kfac_fx.Batch(x, key, targets=y)), gradients.square().sum(1))
+    assert len(searches) == (1 if how == "features" else 2)

@@ -242,3 +242,39 @@ def test_full_blocks_are_the_fisher(name: str) -> None:
     jacobian = jacobian.flatten(-2).flatten(0, -2)
     (block,) = estimator.blocks.values()
     torch.testing.assert_close(block.full_fisher_block(), 2 * jacobian.T @ jacobian / CASES, rtol=1e-4, atol=1e-4)
+
+
+class Read(nn.Module):
+    """It reads pairs of real parameters as complex numbers, behind a view and without one."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.odd, self.scale = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(OUT, 2))
+        self.shift, self.divided = nn.Parameter(torch.randn(2 * OUT)), divided
+        self.layer = nn.Linear(IN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x) * self.odd
+        if self.divided and h.sum() > 1e9:
+            h = h * 2
+        y = h * torch.view_as_complex(self.scale) + torch.view_as_complex(self.shift.view(OUT, 2))
+        return torch.cat([y.real, y.imag], 1)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_values_of_parameters_may_be_parts_of_one_vector(divided: bool) -> None:
+    """torch reads complex numbers at even places of memory alone, and such parts begin anywhere."""
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Read(divided), (torch.randn(CASES, IN),), loss="normal"), torch.randn(CASES, IN)
+    assert bool(net.program.submodules) == divided
+    vector = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    parts = dict(zip(dict(net.named_parameters()), vector.split([p.numel() for p in net.parameters()]), strict=True))
+    places = {name: part.view_as(net.get_parameter(name)) for name, part in parts.items()}
+    assert places["scale"].storage_offset() % 2
+    torch.testing.assert_close(net.functional(places, (x,), {})[0], net(x))
+    assert net.record((x,), {}, mode="exact", parameters=places).cases == CASES
+    optimizer = kfac_fx.KFAC(net)  # a check asks for the loss at the parameters before the step
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(net(x), torch.ones(CASES, 2 * OUT), reduction="sum").div(CASES).backward()
+        optimizer.step()

@@ -1,4 +1,4 @@
-"""Documents of any lengths as nested tensors, which forward makes of their values and offsets."""
+"""Documents of any lengths as nested tensors: arguments, outputs, and made by forward of values and offsets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import kfac_fx
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.torch_private import NESTED
 from kfac_fx.passes.tracing.nested import attention, nested
-from tests.whole.beside_adamw import by_adamw, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype.*:UserWarning")
 LENGTHS, OTHERS = (5, 9, 1), (3, 7, 2, 8)
@@ -162,36 +161,153 @@ def test_cases_are_documents_where_the_loss_has_a_term_for_each_and_rows_are_tok
         torch.testing.assert_close(product[f"{name}.weight"], by_hand[:, :-1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_nested_argument_is_refused_with_a_module_that_trains() -> None:
+class Documents(Base):
+    """A nested tensor in, and one out, in a dictionary, or a row for each document."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.query, self.key = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (layer(x).unflatten(-1, [2, 4]).transpose(1, 2) for layer in (self.query, self.key, self.first))
+        hidden = self.norm(x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        if self.how == "pooled":
+            return self.last(hidden.to_padded_tensor(0.0).sum(1))
+        logits = self.last(hidden)
+        return {"logits": logits, "lengths": x.offsets().diff()} if self.how == "dictionary" else logits
+
+
+def nested_documents(lengths: Sequence[int]) -> Tensor:
+    return torch.nested.nested_tensor(documents(lengths), layout=torch.jagged)
+
+
+def loss_of_documents(outputs: Any, lengths: Sequence[int]) -> Tensor:
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs
+    rows = logits.values() if logits.is_nested else logits
+    targets = torch.cat([(document[:, 0] > 0).long() for document in documents(lengths)])
+    return F.cross_entropy(rows, targets[: len(rows)])
+
+
+HOW: dict[str, Any] = {
+    "nested": "categorical",
+    "dictionary": lambda outputs: kfac_fx.losses.Categorical(outputs["logits"]),
+    "pooled": "categorical",
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"estimation_mode": "empirical"}, {"estimation_mode": "exact"}], ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_nested_arguments_and_outputs_train(how: str, options: dict[str, Any]) -> None:
+    """The user's loss is of the nested outputs. The gradients are those of the plain model."""
     torch.manual_seed(0)
-    x = torch.nested.nested_tensor(documents(LENGTHS), layout=torch.jagged)
-    targets = torch.cat([(document[:, 0] > 0).long() for document in documents(LENGTHS)])
+    model = Documents(how)
+    plain = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (nested_documents(LENGTHS),), loss=HOW[how], strict=True)
+    optimizer, losses = kfac_fx.KFAC(net, seed=0, **options), list[float]()
+    for step in range(12):
+        lengths = (LENGTHS, OTHERS)[step % 2]
+        plain.load_state_dict(model.state_dict())
+        for of in (plain, net):
+            of.zero_grad()
+            loss = loss_of_documents(of(nested_documents(lengths)), lengths)
+            loss.backward()
+        for (name, parameter), wanted in zip(net.named_parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None, name
+            torch.testing.assert_close(parameter.grad, wanted.grad)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[1]
+    assert float(optimizer.rho) > 0.5  # checks have seen the gradients of the values
+    assert len(net.captures.all) == 1 and not net.program.submodules
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
-    with pytest.raises(UntraceableError) as failure:
-        kfac_fx.compile(make(), (x,), loss="categorical")
-    first, *advice = str(failure.value).splitlines()
-    assert first == "Sequential takes a nested tensor, and a captured graph takes plain ones: its values and offsets."
-    code = [line[4:] for line in advice if line.startswith("    ")]
-    scope: dict[str, Any] = {"torch": torch}
-    exec("\n".join(code), scope)
+def test_statistics_of_nested_arguments_are_those_of_values_and_offsets() -> None:
+    torch.manual_seed(0)
+    rows = Rows()
 
-    class Written(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.rows = rows
 
-        forward = scope["forward"]
+        def forward(self, x: Tensor) -> Tensor:
+            return nested_tensor_from_jagged(self.rows(x.values(), x.offsets()), x.offsets())
 
-    def loss(net: Any, step: int) -> Tensor:
-        return F.cross_entropy(net(x.values(), x.offsets()), targets)
+    net = kfac_fx.compile(Nested(), (nested_documents(LENGTHS),), loss="categorical")
+    wanted = kfac_fx.compile(rows, jagged(LENGTHS), loss="categorical").record(jagged(OTHERS), {}, mode="exact")
+    found = net.record((nested_documents(OTHERS),), {}, mode="exact")
+    assert found.cases == wanted.cases
+    for mine, its in zip(found.statistics.values(), wanted.statistics.values(), strict=True):
+        torch.testing.assert_close(mine, its)
+    outputs, _ = net.functional({}, (nested_documents(OTHERS),), {})
+    torch.testing.assert_close(outputs, net(nested_documents(OTHERS)).values())
+    part = net.recorder((nested_documents(OTHERS),), {}).part_of_call((nested_documents(OTHERS),), {}, 0.5)[0][0]
+    assert part.is_nested and len(part.values()) == 10
+    batch = kfac_fx.Batch(nested_documents(OTHERS), targets=torch.arange(20) % CLASSES)
+    plain = kfac_fx.Batch(*jagged(OTHERS), targets=batch.targets)
+    of_values = kfac_fx.compile(rows, jagged(LENGTHS), loss="categorical")
+    mine, its = (
+        kfac_fx.fit_spectrum(of, [data], mode="exact").at(scale=1.0, damping=0.1).self_scores(data)
+        for of, data in ((net, batch), (of_values, plain))
+    )
+    torch.testing.assert_close(mine, its)
 
-    net = kfac_fx.compile(Written(make()), (x.values(), x.offsets()), loss="categorical")
-    reached = by_adamw(Written(make()), loss, 30)
-    assert trained(net, kfac_fx.KFAC(net), loss, 30) < reached
+
+def test_layers_of_nested_tensors_are_captured_under_autocast() -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        net = kfac_fx.compile(Documents("nested"), (nested_documents(LENGTHS),), loss="categorical", strict=True)
+        assert net(nested_documents(OTHERS)).dtype == torch.bfloat16
+        assert net.record((nested_documents(OTHERS),), {}).cases == 20
+    assert not net.program.submodules
+
+
+def test_nested_tensors_of_the_same_lengths_meet() -> None:
+    """torch wants one tensor of offsets for both. Two with other lengths are another kind of call."""
+
+    class Weighted(Base):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            x = batch["x"]
+            hidden = self.norm(torch.tanh(self.first(x)) * batch["weights"].unsqueeze(-1))
+            logits: Tensor = self.last(hidden)
+            return logits
+
+    def weighted(lengths: Sequence[int]) -> dict[str, Tensor]:
+        x = nested_documents(lengths)
+        return {"x": x, "weights": nested_tensor_from_jagged(torch.rand(sum(lengths)), x.offsets())}
+
+    net = kfac_fx.compile(Weighted(), (weighted(LENGTHS),), loss="categorical", strict=True)
+    assert net.record((weighted(OTHERS),), {}).cases == 20 and len(net.captures.all) == 1
+    apart = weighted(OTHERS) | {"weights": nested_tensor_from_jagged(torch.rand(20), jagged(OTHERS)[1])}
+    with pytest.raises(UntraceableError, match="does not run on these inputs"):
+        net.record((apart,), {})
+
+
+def test_a_loss_is_given_the_values_of_nested_outputs() -> None:
+    def loss(outputs: Tensor) -> Any:
+        return kfac_fx.losses.Categorical(outputs.values())  # type: ignore[operator]
+
+    with pytest.raises(kfac_fx.LossError, match=r"It is given the values of the nested tensors that the model returns"):
+        kfac_fx.compile(Documents("nested"), (nested_documents(LENGTHS),), loss=loss)
+
+
+def test_a_model_that_torch_fx_has_traced_is_captured_anew_for_nested_tensors() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    net = kfac_fx.compile(model, loss="categorical")
+    optimizer = kfac_fx.KFAC(net)
+    loss_of_documents(net(nested_documents(LENGTHS)), LENGTHS).backward()
+    optimizer.step()
+    assert net.record((nested_documents(OTHERS),), {}).cases == 20
+
+
+def test_nested_tensors_that_are_no_values_and_offsets_are_refused() -> None:
+    class Turned(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            rows: Tensor = self.last(x.transpose(1, 2)).values()
+            return rows
+
+    with pytest.raises(UntraceableError, match=r"its dimensions in another order.*\n.*nested\.contiguous\(\)"):
+        kfac_fx.capture(Turned(), (nested_documents(LENGTHS).transpose(1, 2),))
 
 
 def test_a_model_that_is_divided_says_which_submodules_take_nested_tensors() -> None:
@@ -211,16 +327,6 @@ def test_a_model_that_is_divided_says_which_submodules_take_nested_tensors() -> 
     assert "first: it takes a nested tensor" in str(net.report)
     for mode in ("gradients", "exact"):
         assert net.record(jagged(OTHERS), {}, mode=mode).cases == len(OTHERS)
-
-
-def test_a_nested_output_is_refused_with_what_to_return() -> None:
-    class Nested(Base):
-        def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
-            nested: Tensor = self.last(nested_tensor_from_jagged(values, offsets))
-            return nested
-
-    with pytest.raises(UntraceableError, match=r"returns a nested tensor.*\n.*x\.values\(\)"):
-        kfac_fx.capture(Nested(), jagged(LENGTHS))
 
 
 def test_a_nested_tensor_without_offsets_is_refused() -> None:

@@ -192,11 +192,10 @@ def test_uses_that_do_not_go_together_are_left_to_python() -> None:
     assert all(" is read at test_python_reads.py" in str(reason) for reason in reasons.values())
 
 
-def test_a_piece_that_is_a_row_of_a_matrix_and_scales_is_generic_alone() -> None:
+def test_a_piece_that_is_a_row_of_a_matrix_and_scales_has_the_block_of_its_elements() -> None:
     net = compiled(Reading(lambda own, h: h[..., :4] * own.first.weight[0] @ own.mix, mix=(4, 5)), S)
-    ((parameters, reason),) = generic_reasons(net).items()
-    assert parameters == ("first.weight[0:1]",)
-    assert str(reason).startswith("a matrix in one use, and scaled or added in another: linear")
+    (piece,) = (registration for registration in net.registrations if registration.parameters == ("first.weight[0:1]",))
+    assert piece.approximation == "full" and len(piece.uses) == 2 and not generic_reasons(net)
 
 
 def generic_reasons(net: Any) -> dict[tuple[str, ...], str | None]:
