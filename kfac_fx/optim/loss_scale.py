@@ -26,7 +26,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.declared import LossSpec, RowsOfLoss
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.optim.loss_parts import part_around, weights_of_cases
 from kfac_fx.passes import results
@@ -92,6 +92,11 @@ class Watched:
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
 
     @property
+    def is_given(self) -> bool:
+        """Whether forward divides its loss by a number that does not grow with the batch."""
+        return not self.recorder.losses.is_mean and any(rows.divisor is not None for rows in self.rows[:1])
+
+    @property
     def value(self) -> float | None:
         """The value of the loss that was differentiated; None if it was not one number."""
         values = list(self.roots.values())
@@ -132,8 +137,8 @@ class Watched:
             outputs[place] = constant
         tree, of = results.tree_unflatten(outputs, self.spec), self.recorder.losses
         pairs = of.on(tree, tuple(constants), self.targets, self.rows)
-        weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
-        return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
+        means = self.recorder.losses.averaged(pairs)
+        return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
 
 
 def watch(
@@ -295,10 +300,11 @@ class LossFactor:
 
     multiple: float
     loss: LossFunction  # the registered one
-    coefficient: float  # its weight
-    cases: int  # of the whole batch, also those without a target
-    with_targets: float  # the part of the cases that has a target
+    coefficient: float  # its weight, that of a mean case where they differ
+    cases: int  # of the whole batch, also those without a target unless forward computes the loss
+    with_targets: float  # the part of these cases that has a target
     spec: object  # the origin of the loss
+    given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
 
 
 def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
@@ -315,7 +321,8 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     taken: set[int] = set()
     for registered, weight, loss in weighted:
         gradient = gradient_behind(loss.inputs, leaves, arrived)
-        if gradient is None or not bool(gradient.isfinite().all()):
+        cases = loss.all_cases if spec is not None or loss.kept is None else int(loss.cases)
+        if gradient is None or not bool(gradient.isfinite().all()) or not cases:
             continue
         if loss.targets is None:
             targets = loss.targets_behind(gradient)
@@ -326,15 +333,21 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                     known.append(LossFactor(multiple * loss_scale, loss, registered, loss.all_cases, 1.0, spec))
                 continue
             loss.with_targets(targets)
+        (of_sum,) = torch.autograd.grad(loss.evaluate(), loss.inputs, retain_graph=True)
+        rows = of_sum * weight / cases if loss.weights is None else of_sum * loss.weights * weight / cases
         expected = torch.autograd.grad(
-            weight * loss.evaluate() / loss.all_cases, leaves, allow_unused=True, retain_graph=True
+            loss.inputs, leaves, rows.to(loss.inputs.dtype), allow_unused=True, retain_graph=True
         )
         reached = {n: gradient for n, gradient in enumerate(expected) if gradient is not None}
         multiple = None if taken & {*reached} else ratio([arrived[n] for n in reached], [*reached.values()])
         taken |= {*reached}
         if multiple is not None:
-            cases = round(loss.all_cases / watched.part)
-            known.append(LossFactor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
+            with_targets = part_with_targets(loss) if cases == loss.all_cases else 1.0
+            whole = round(cases / watched.part)
+            of_cases = float(weight) if isinstance(registered, Tensor) else registered
+            known.append(
+                LossFactor(multiple / watched.part, loss, of_cases, whole, with_targets, spec, watched.is_given)
+            )
     return known
 
 
@@ -342,7 +355,8 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
     """The gradient g of `inputs` that arrives at the leaves as `vectors`, v = Jᵀ g.
 
     Every element of `inputs` must be a function of one element of the leaves. Then g = J v / diag(J Jᵀ). Products with
-    J are those of reverse mode, twice. None if `inputs` needs no gradient.
+    J are those of reverse mode, twice. Elements that are constant, as those of cases without a target, have a g of
+    zero. None if `inputs` needs no gradient.
     """
     if not inputs.requires_grad:
         return None
@@ -361,7 +375,8 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
     ones = torch.autograd.grad(
         inputs, leaves, torch.ones_like(inputs), retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    return derivative(vectors) / derivative(ones)
+    squares = derivative(ones)
+    return torch.where(squares == 0, 0, derivative(vectors) / squares)
 
 
 def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
@@ -451,21 +466,30 @@ def check_scale(
 def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:
     """The factor of one loss in all forwards of a step, relative to its mean, or sum, over all cases.
 
-    None if the forwards differ.
+    Where forward computes the loss it may also be a mean of means over different numbers of cases. None if the forwards
+    differ in another way.
     """
     scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
     if reduction == "sum":
         scales = [scale / cases for scale in scales]
     mean = sum(scales) / len(scales)
-    return mean if all(near(scale, mean) for scale in scales) else None
+    if all(near(scale, mean) for scale in scales):
+        return mean
+    of_means = [factor.multiple / loss_scale * len(of_loss) for factor in of_loss]
+    mean = sum(of_means) / len(of_means)
+    inside = reduction == "mean" and all(factor.spec is None for factor in of_loss)
+    return mean if inside and all(near(multiple, mean) for multiple in of_means) else None
 
 
 def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """Cases without a target may count, or not.
 
     The divisor may also be between the two numbers: the labels of sequences are counted before they are shifted, as for
-    the `num_items_in_batch` of Hugging Face's Trainer.
+    the `num_items_in_batch` of Hugging Face's Trainer. Where forward divides by it, it may be that of all processes, and
+    only a number of another size is told.
     """
+    if all(factor.given for factor in of_loss):
+        return DIVIDED_BY_CASES[0] <= multiple <= DIVIDED_BY_CASES[1]
     labels = sum(factor.with_targets * factor.cases for factor in of_loss)
     most = sum(factor.cases for factor in of_loss) / labels
     return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * most
@@ -507,6 +531,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
         if isinstance(factor.spec, LossSpec)
         else f"register it on a LayerCollection with coeff={weight:.4g}"
+        if factor.spec is not None
+        else f"let forward multiply its loss by {multiple:.4g}"
     )
     if reduction == "mean":
         usual = [

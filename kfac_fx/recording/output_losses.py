@@ -20,6 +20,7 @@ from kfac_fx.losses.declared import (
     RowsOfLoss,
     WeightedLosses,
     constant_of,
+    divisor_of,
     perturbed,
     replaced,
 )
@@ -118,7 +119,7 @@ class OutputLosses:
     def first_rows(self, fisher: Sequence[Tensor], values: Any, cases: int | None, part: float) -> list[RowsOfLoss]:
         """`rows` of the first cases, which are this part of all; None: of all."""
         pairs = zip(self.rows(fisher, values), self.emitted.loss_sites, strict=True) if self.given is None else ()
-        return [rows.first(cases, part, site.reduction) for rows, site in pairs]
+        return [rows.first(cases, part, self.is_mean and site.reduction != "mean") for rows, site in pairs]
 
     def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
         kept = self.not_ignored(site, values, target)
@@ -128,7 +129,17 @@ class OutputLosses:
         if told and isinstance(weights, Tensor) and weights.dim():
             counted = weights != 0
             kept = counted if kept is None else kept & counted
-        return RowsOfLoss(kept, weights if way is not None and way.linear else None)
+        return RowsOfLoss(kept, weights if way is not None and way.linear else None, self.divisor(site, values))
+
+    def divisor(self, site: FoundLoss, values: Any) -> Tensor | float | None:
+        """The number that the returned sum over cases is divided by; None if there is none."""
+        if self.is_mean or isinstance(site, ObservedLoss) or site.way is None:
+            return None if self.is_mean else divisor_of(site)
+        divisor: Tensor | float | None = None
+        for number, exponent in site.way.divisors:
+            given = self.emitted.target_values(number, values)
+            divisor = (1.0 if divisor is None else divisor) * (given if exponent == 1 else 1.0 / given)
+        return divisor
 
     def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
         """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
@@ -197,9 +208,10 @@ class OutputLosses:
         """Whether the returned loss is known to be a weighted sum of log-likelihoods, and nothing else."""
         return self.given is not None or (self.emitted.whole and self.emitted.program.likelihood)
 
-    def scale(self, losses: WeightedLosses) -> int | Tensor:
-        """The multiple of the returned loss that is the sum over the cases of the first loss."""
-        return self.cases(losses) if self.is_mean else 1
+    def scale(self, losses: WeightedLosses, values: Any) -> float | Tensor:
+        """The multiple of the returned loss that is the sum over the cases of the first loss. values: the inputs."""
+        divisor = None if self.is_mean else self.divisor(self.emitted.loss_sites[0], values)
+        return self.cases(losses) if self.is_mean else 1 if divisor is None else divisor
 
     # --- on one batch -----------------------------------------------------------------------------------------------
 
