@@ -485,8 +485,8 @@ def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """Cases without a target may count, or not.
 
     The divisor may also be between the two numbers: the labels of sequences are counted before they are shifted, as for
-    the `num_items_in_batch` of Hugging Face's Trainer. Where forward divides by it, it may be that of all processes, and
-    only a number of another size is told.
+    the `num_items_in_batch` of Hugging Face's Trainer. Where forward divides by it, it may be that of all processes,
+    and only a number of another size is told.
     """
     if all(factor.given for factor in of_loss):
         return DIVIDED_BY_CASES[0] <= multiple <= DIVIDED_BY_CASES[1]

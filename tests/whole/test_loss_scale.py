@@ -573,7 +573,7 @@ def test_the_factor_of_a_loss_in_forward_is_told_if_cases_have_no_target(loss: A
     ("a sum by the labels of the step", 0.1, "the trained loss is 8.421 times"),
     ("a mask", 1, ""),
     ("a mean", 3, ""),
-    ("a mean", 1, "the trained loss is 3 times the mean of the registered Categorical loss over its 32 cases; the step"),
+    ("a mean", 1, "the trained loss is 3 times the mean of the registered Categorical loss over its 32 cases; the"),
 ])  # fmt: skip
 def test_a_sum_is_divided_by_the_targets_of_all_micro_batches(name: str, divisor: float, told: str, mode: str) -> None:
     args = IDS, LABELS, torch.tensor(38)
