@@ -15,7 +15,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.optim.loss_parts import part_around, weights_of_cases
+from kfac_fx.optim.squared_errors import EXACT, SquaredError, factors_of_squares
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -40,7 +41,6 @@ from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
 PROPORTIONAL = 1e-3  # relative error of a gradient that is a multiple of another, in float32
-EXACT = 1e-4  # of a factor that is only told by the loss's value, which may hold other terms
 SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
@@ -94,7 +94,7 @@ class Watched:
     @property
     def is_given(self) -> bool:
         """Whether forward divides its loss by a number that does not grow with the batch."""
-        return not self.recorder.losses.is_mean and any(rows.divisor is not None for rows in self.rows[:1])
+        return any(rows.divisor is not None for rows in self.rows[:1]) and not self.recorder.losses.is_mean
 
     @property
     def value(self) -> float | None:
@@ -304,6 +304,7 @@ class LossFactor:
     cases: int  # of the whole batch, also those without a target unless forward computes the loss
     with_targets: float  # the part of these cases that has a target
     spec: object  # the origin of the loss
+    sure: bool = True  # not a number that only agrees with other forwards tell
     given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
 
 
@@ -318,7 +319,9 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     arrived, spec = watched.arrived(), watched.recorder.loss
     leaves, weighted = watched.losses()
     known: list[LossFactor] = []
+    squares: list[tuple[SquaredError, LossFactor]] = []
     taken: set[int] = set()
+    rest = value if watched.part == 1 else None  # of the value, which the known losses do not explain
     for registered, weight, loss in weighted:
         gradient = gradient_behind(loss.inputs, leaves, arrived)
         cases = loss.all_cases if spec is not None or loss.kept is None else int(loss.cases)
@@ -326,11 +329,10 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             continue
         if loss.targets is None:
             targets = loss.targets_behind(gradient)
+            if targets is None and isinstance(loss, Normal):
+                unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec)
+                squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
             if targets is None:
-                alone = len(weighted) == 1 and watched.part == 1
-                multiple = factor_of_value(weight, loss, gradient / loss_scale, value, parts) if alone else None
-                if multiple is not None:
-                    known.append(LossFactor(multiple * loss_scale, loss, registered, loss.all_cases, 1.0, spec))
                 continue
             loss.with_targets(targets)
         (of_sum,) = torch.autograd.grad(loss.evaluate(), loss.inputs, retain_graph=True)
@@ -341,13 +343,21 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         reached = {n: gradient for n, gradient in enumerate(expected) if gradient is not None}
         multiple = None if taken & {*reached} else ratio([arrived[n] for n in reached], [*reached.values()])
         taken |= {*reached}
-        if multiple is not None:
+        if multiple is None:
+            rest = None
+        else:
+            explained = multiple / loss_scale * weight * float(loss.evaluate().detach()) / cases
+            rest = None if rest is None else rest - explained
             with_targets = part_with_targets(loss) if cases == loss.all_cases else 1.0
             whole = round(cases / watched.part)
             of_cases = float(weight) if isinstance(registered, Tensor) else registered
             known.append(
-                LossFactor(multiple / watched.part, loss, of_cases, whole, with_targets, spec, watched.is_given)
+                LossFactor(multiple / watched.part, loss, of_cases, whole, with_targets, spec, given=watched.is_given)
             )
+    told = factors_of_squares([of for of, _ in squares], rest, parts)
+    if told is not None:
+        pairs = zip(told, (unknown for _, unknown in squares), strict=True)
+        known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
     return known
 
 
@@ -397,22 +407,6 @@ def part_with_targets(loss: LossFunction) -> float:
     return 1.0 if kept is None else max(1, int(kept.sum())) / loss.all_cases
 
 
-def factor_of_value(
-    weight: float, loss: LossFunction, gradient: Tensor, value: float | None, parts: int = 1
-) -> float | None:
-    """The factor of a squared error with this value and this gradient, if it is one that people write.
-
-    |f c (m - t) / (var N)|² = 2 f c / (var N) · f c |m - t|² / (2 var N); other terms of the loss would hide it.
-    """
-    if not isinstance(loss, Normal) or not value or not 0 < value < math.inf:
-        return None
-    factor = float(gradient.double().square().sum()) * loss.var * loss.all_cases / (2 * weight * value)
-    cases, elements = loss.all_cases, loss.inputs.numel() / loss.all_cases
-    usual = (1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
-    some = [*usual, *(number / parts for number in (1.0, *usual))] if parts > 1 else usual
-    return next((float(number) for number in some if abs(factor - number) <= EXACT * number), None)
-
-
 # --- a multiple of the registered loss ------------------------------------------------------------------------------
 
 
@@ -456,7 +450,8 @@ def check_scale(
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
-            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
+            several = sum(type(of[0].loss) is type(of_loss[0].loss) for of in zip(*each, strict=True)) > 1
+            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction, several))
     with torch.enable_grad():
         lines += untrained(used)
     if lines:
@@ -469,6 +464,10 @@ def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, lo
     Where forward computes the loss it may also be a mean of means over different numbers of cases. None if the forwards
     differ in another way.
     """
+    multiples = [factor.multiple for factor in of_loss]
+    agreed = len(of_loss) > 1 and max(multiples) - min(multiples) <= EXACT * max(multiples)
+    if not agreed and not all(factor.sure for factor in of_loss):
+        return None
     scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
     if reduction == "sum":
         scales = [scale / cases for scale in scales]
@@ -522,8 +521,13 @@ def is_power_of_two(multiple: float) -> bool:
     return power > 0 and abs(multiple / 2**power - 1) < PROPORTIONAL
 
 
-def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
-    """The line of the warning: the multiple, its usual cause, and the code to write instead."""
+def advice(
+    multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str, several: bool = False
+) -> str:
+    """The line of the warning: the multiple, its usual cause, and the code to write instead.
+
+    several: several losses of this distribution have a factor that is known, so the shape tells which it is.
+    """
     loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
     name, weight = type(loss).__name__, factor.coefficient * multiple
     variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
@@ -557,7 +561,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
     other = f"{scaler}take the factor out, or {register}"
     return (
-        f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss over its {cases} "
+        f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss "
+        f"{f'of {list(loss.inputs.shape)} ' if several else ''}over its {cases} "
         f"cases; {next((text for number, text in usual if near(multiple, number)), other)}."
     )
 

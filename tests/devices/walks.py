@@ -30,7 +30,7 @@ FIRST_STEP = {
     "loss_scale.py:value",
     "loss_scale.py:ratio",
     "loss_scale.py:part_with_targets",
-    "loss_scale.py:factor_of_value",
+    "squared_errors.py:size",
     "loss_parts.py:weights_of_cases",  # does it weigh or leave out cases?
     "loss_parts.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due

@@ -588,6 +588,79 @@ def test_a_sum_is_divided_by_the_targets_of_all_micro_batches(name: str, divisor
     assert len(texts) == bool(told) and all(text.startswith(told) for text in texts)
 
 
+def first_step(loss: Any, parts: int, trained: Callable[[Any, Tensor], Tensor], model: nn.Module) -> str:
+    """The first line of the warning of a step of some micro-batches; "" for none."""
+    optimizer = kfac_fx.KFAC(net := kfac_fx.compile(model, (X,), loss=loss))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for x, y in zip(X.chunk(parts), VALUES.chunk(parts), strict=True):
+            (trained(net(x), y) / parts).backward()
+        optimizer.step()
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    assert len(texts) <= 1
+    return texts[0].splitlines()[0] if texts else ""
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", ["mse", "normal"])
+def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: str, parts: int) -> None:
+    def trained(y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) if kind == "mse" else (y - t).square().sum(1).mean()
+
+    for factor in (1.0, 10.0, 100.0, 0.1, 0.37):
+        text = first_step(kind, parts, lambda y, t, factor=factor: factor * trained(y, t), nn.Linear(3, 4))
+        told = factor != 1 and (factor != 0.37 or parts > 1)  # it is no number that people write, or two forwards agree
+        assert (
+            text.startswith(f"the trained loss is {factor:.4g} times the mean of" if told else "")
+            and bool(text) == told
+        )
+    for other in (F.huber_loss, F.l1_loss):  # no squared errors, and the docs name "normal" for them
+        for factor in (1, 10):
+            assert not first_step(kind, parts, lambda y, t, f=other, c=factor: c * f(y, t), nn.Linear(3, 4))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.size = nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kind(x), self.size(x)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("smooth", [0.0, 0.1])
+@pytest.mark.parametrize("first", ["Categorical", "Normal"])
+def test_the_factor_of_a_squared_error_next_to_another_loss_is_told(first: str, smooth: float, parts: int) -> None:
+    if smooth and first == "Normal":
+        pytest.skip("it has no classes")
+
+    def registered(out: tuple[Tensor, Tensor]) -> list[Any]:
+        return [getattr(losses, first)(out[0]), (0.2, losses.Normal(out[1]))]
+
+    def trained(out: tuple[Tensor, Tensor], y: Tensor, factor: float) -> Tensor:
+        classes = y.argmax(1)
+        of_kind = (
+            F.cross_entropy(out[0], classes, label_smoothing=smooth)
+            if first == "Categorical"
+            else (out[0] - y).square().sum(1).mean()
+        )
+        return of_kind + factor * 0.2 * (out[1] - y[:, 2:]).square().sum(1).mean()
+
+    for factor in (1, 10, 0.1):
+        text = first_step(registered, parts, lambda out, y, c=factor: trained(out, y, c), TwoHeads())
+        told = factor != 1 and not smooth  # with smoothing the value of the first loss is not known
+        loss = (
+            "Normal loss"
+            if first == "Categorical"
+            else "Normal loss of [4, 2]"
+            if parts == 2
+            else "Normal loss of [8, 2]"
+        )
+        wanted = f"the trained loss is {factor:.4g} times the mean of the registered {loss} over its 8 cases; "
+        assert text.startswith(wanted) if told else not text
+
+
 def test_half_a_mean_of_squares_is_told_without_the_loss() -> None:
     """As reinforcement learning writes it for value functions."""
     for kind, factor in (("normal", 1 / 8), ("mse", 1 / 2)):
