@@ -57,6 +57,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "returned_loss.py:size_of_gradient",  # is the loss that forward returns a mean or a sum?
 }
 MEETING = {f"meeting_cases.py:{name}" for name in ("revealing", "halves", "keys_that_meet")}  # in the first exact batch
+LEFT_OUT = {"recorder.py:tell_left_out"}  # once: has a case no target?
 PADDED = {"output_losses.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
 BRANCHES = {"the model"}  # on values
@@ -98,7 +99,7 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     for mode in MODES:
         moments = net.record(inputs, {}, mode=mode, targets=given if mode == "empirical" else None)
         all_on_device(moments.statistics)
-    waits.only(purpose | MEETING)
+    waits.only(purpose | MEETING | LEFT_OUT)
     outputs, pending = (
         net.record_in_training(inputs, {}) if not net.captures.first.capture.effects else (net(*inputs), None)
     )
