@@ -525,6 +525,9 @@ class LossSpec(DeclaredLosses):
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
         single = not isinstance(result, list | tuple) or _is_pair(result)
         losses = [_pair(loss, self.name) for loss in ([result] if single else result)]
+        for _, loss in losses:
+            if not loss.inputs.ndim:
+                raise loss_of_number(self.name, loss, outputs)
         if targets is None:
             return losses
         each_targets = targets if isinstance(targets, (list, tuple)) or len(losses) > 1 else [targets]
@@ -533,6 +536,18 @@ class LossSpec(DeclaredLosses):
         for (_, loss), target in zip(losses, each_targets, strict=True):
             loss.with_targets(target)
         return losses
+
+
+def loss_of_number(name: str, loss: LossFunction, outputs: Any) -> LossError:
+    """The error for a distribution of a single number, such as the loss that a model returns next to its logits."""
+    kind, key = type(loss).__name__, key_of_tensor(outputs)
+    others = isinstance(outputs, (Mapping, list, tuple)) and isinstance(outputs[key], Tensor) and outputs[key].ndim
+    output = f"outputs[{key!r}]" if others else "outputs"
+    return LossError(
+        f"{name} gives a {kind} of one number, as a loss is, and a distribution is that of outputs with a dimension of "
+        f"cases: write loss=lambda outputs: kfac_fx.losses.{kind}({output}), or leave loss= out if forward computes a "
+        "loss of torch"
+    )
 
 
 def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec:

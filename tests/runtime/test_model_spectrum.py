@@ -381,7 +381,7 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.correct([(x, y)], "rows")
     with pytest.raises(ValueError, match=r"corrected without cases: `batches` has none"):
         spectrum.correct([])
-    with pytest.raises(ValueError, match=r"estimation_mode 'sampled' is none of"):
+    with pytest.raises(ValueError, match=r"mode 'sampled' is none of"):
         spectrum.correct([(x, y)], mode="sampled")
     with pytest.raises(kfac_fx.TargetsMissing):
         spectrum.correct([x])
