@@ -134,7 +134,7 @@ class Outcome:
         return self.change / self.predicted
 
 
-class Declared(dict[str, Tensor]):
+class Known(dict[str, Tensor]):
     """Tensors by name, which say where a name that is missing is declared."""
 
     def __init__(self, tensors: Mapping[str, Tensor], place: str) -> None:
@@ -214,7 +214,7 @@ class BlockStep:
     @property
     def state(self) -> Tensors:
         """The vectors of the rule's state, [P], by name."""
-        return self.flat.state if self.own is None else Declared(self.flat.state, f"{self.own}.new_state")
+        return self.flat.state if self.own is None else Known(self.flat.state, f"{self.own}.new_state")
 
     @cached_property
     def absent(self) -> Tensors:
@@ -452,7 +452,7 @@ class Rule:
         for other shapes than those of `step.g` and `step.state`."""
         name = type(self).__name__
         if not type(self).__module__.startswith("kfac_fx."):
-            step.own, step.scalars = name, Declared(step.scalars, f"{name}.scalars")
+            step.own, step.scalars = name, Known(step.scalars, f"{name}.scalars")
         update = self.direction(step)
         if not isinstance(update, Update):
             raise TypeError(
@@ -475,7 +475,9 @@ class Rule:
         pairs += [(f"state {key!r}", value, step.state[key].shape) for key, value in update.state.items()]
         pairs += [(repr(key), value, torch.Size()) for key, value in numbers.items() if value is not None]
         wrong = [
-            (what, f"{kind}, expected {list(shape)}") for what, value, shape in pairs if (kind := unlike(value, shape))
+            (place, f"{kind}, expected {list(shape)}")
+            for place, value, shape in pairs
+            if (kind := unlike(value, shape))
         ]
         if wrong:
             raise ValueError(
@@ -552,7 +554,7 @@ class CheckedRule(Rule):
 
 
 def unlike(value: object, shape: torch.Size) -> str:
-    """What a value is, if it is no tensor of this shape; else nothing."""
+    """The kind or the shape of a value that is no tensor of this shape; "" for one that is."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}"
     return "" if value.shape == shape else f"is {list(value.shape)}"

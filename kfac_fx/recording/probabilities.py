@@ -2,8 +2,8 @@
 
     return torch.sigmoid(self.head(h))      with loss="bce_with_logits": a sigmoid of a sigmoid
 
-Nothing else would say so. Such a training runs, and its factors are those of the loss of such logits, which are all
-between 0 and 1. A logarithm of probabilities is a logit, so a log_softmax is right.
+Such a training runs, and its factors are right for the loss as it is written, so no other check would say so. A
+logarithm of probabilities is a logit, so a log_softmax is right.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def are_probabilities(values: Tensor, kind: type[LossFunction]) -> bool:
     return bool((values.double().sum(-1) - 1).abs().max() <= ONE)
 
 
-def in_words(node: fx.Node | None, loss: LossFunction, spec: object) -> str:
+def sentence_of(node: fx.Node | None, loss: LossFunction, spec: object) -> str:
     """The sentence of the warning.
 
     node: that makes the probabilities; None: it is not known. spec: of the loss; None: forward computes it.
@@ -86,7 +86,7 @@ def taken_for_logits(
     Args:
         losses: on the Fisher's outputs.
         fisher, nodes: these outputs, and their nodes in one graph of the whole model; no nodes if there is none.
-        spec: see `in_words`.
+        spec: see `sentence_of`.
     """
     sentences = []
     for loss in losses:
@@ -102,7 +102,7 @@ def taken_for_logits(
         with torch.no_grad():
             told = found is not None or (not nodes and are_probabilities(loss.inputs.detach(), kind))
         if told:
-            sentences.append(in_words(found, loss, spec))
+            sentences.append(sentence_of(found, loss, spec))
     return list(dict.fromkeys(sentences))
 
 

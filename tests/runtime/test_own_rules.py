@@ -18,7 +18,7 @@ X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.aran
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mine(Rule):
-    """What it returns is given."""
+    """A rule whose direction and first state are given."""
 
     name: ClassVar[str] = "mine"
     exps: ClassVar[tuple[float, ...]] = ()
