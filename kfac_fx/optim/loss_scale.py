@@ -532,7 +532,9 @@ def advice(
     name, weight = type(loss).__name__, factor.coefficient * multiple
     variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
     register = (
-        f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
+        f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
+        if isinstance(factor.spec, LossSpec) and several
+        else f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
         if isinstance(factor.spec, LossSpec)
         else f"register it on a LayerCollection with coeff={weight:.4g}"
         if factor.spec is not None

@@ -218,6 +218,9 @@ def test_the_advice_names_the_usual_cause_and_the_code() -> None:
     assert "the step has 2 forwards" in advice(2.0, collection, 8, 2, "mean")
     assert advice(3.0, collection, 8, 1, "mean").endswith("register it on a LayerCollection with coeff=3.")
     assert advice(3.0, told(8.0), 8, 1, "mean").endswith("let forward multiply its loss by 3.")
+    several = advice(3.0, spec, 8, 1, "mean", several=True)
+    assert "Categorical loss of [8, 3] over its" in several
+    assert several.endswith("give it the coefficient of (3, kfac_fx.losses.Categorical(...)) in loss=.")
     assert advice(3.0, spec, 8, 1, "mean").endswith("loss=lambda outputs: (3, kfac_fx.losses.Categorical(outputs)).")
 
 

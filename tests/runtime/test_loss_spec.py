@@ -189,3 +189,11 @@ def test_a_distribution_of_the_returned_loss_is_refused(kind: Any, outputs: Any,
     text = rf"gives a {kind.__name__} of one number, as a loss is.*: write loss=.*{kind.__name__}\({written}\)"
     with pytest.raises(LossError, match=text):
         loss_from(lambda outputs: kind(outputs[key]))(outputs)
+
+
+def test_the_loss_of_a_training_is_no_distribution() -> None:
+    text = (
+        "returned a tensor, as the loss of a training is. loss= names the distribution of the outputs, without targets"
+    )
+    with pytest.raises(LossError, match=text):
+        loss_from(lambda outputs: outputs.square().mean())(X)
