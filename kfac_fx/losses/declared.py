@@ -686,8 +686,8 @@ def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
     if isinstance(loss, Tensor) and not loss.ndim:
         raise LossError(
             f"{name} returned a tensor, as the loss of a training is. loss= names the distribution of the outputs, "
-            "without targets, as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs), and you train your own loss "
-            "of net(x). A coefficient is a number, as in (0.5, kfac_fx.losses.Normal(outputs))"
+            "without targets, as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs), and you train a loss of "
+            "net(x). A coefficient is a number, as in (0.5, kfac_fx.losses.Normal(outputs))"
         )
     if not isinstance(loss, LossFunction):
         raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
