@@ -296,7 +296,7 @@ class ObservedLoss:
         result: its value.
         weights: the gradient of the returned loss with respect to the result; None: there is no gradient.
         linear, elementwise: see `passes.ir.Way`.
-        divisor: the inverse of its largest weight, if the returned loss divides it by something; None if not.
+        divisor: the number that the returned loss divides it by; None: there is no way between.
     """
 
     loss: str

@@ -154,13 +154,22 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
             ones = [torch.ones_like(root) for root in roots]
             (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
             linear, elementwise, divided = way_back(roots, loss.result)
-            divisor = 1.0 / weights.abs().max() if divided and weights.numel() else None
+            divisor = inverse_weight(weights, divided) if weights.numel() else None
         sources = [source_of_piece(other.inputs) for other in found]
         source = source_of_piece(loss.inputs)
         first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
         weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor)
         found.append(replace(weighted, linear=linear, elementwise=elementwise))
     return found
+
+
+def inverse_weight(weights: Tensor, divided: bool) -> Tensor:
+    """The number that a returned loss divides another one by, [], as its weights tell: 1 / the largest. Without a
+    division it is one if it is a whole number from 3 on and no power of ten, as in a product with 1 / 37; else 1."""
+    inverse = 1.0 / weights.abs().max()
+    exponent = inverse.log10()
+    whole = ((inverse - inverse.round()).abs() <= 1e-6 * inverse) & (inverse > 2.5)
+    return inverse if divided else torch.where(whole & ((exponent - exponent.round()).abs() > 1e-4), inverse, 1.0)
 
 
 # Operations by the names of their backwards.
