@@ -558,8 +558,9 @@ WITH_TARGETS: dict[str, tuple[Any, float]] = {  # with the multiple of the mean 
 @pytest.mark.parametrize(("loss", "multiple"), WITH_TARGETS.values(), ids=WITH_TARGETS)
 def test_the_factor_of_a_loss_in_forward_is_told_if_cases_have_no_target(loss: Any, multiple: float) -> None:
     args = IDS, LABELS, torch.tensor(38)
+    net = kfac_fx.compile(Language(loss), args)
     for factor in (1.0, 0.1, 100.0):
-        texts = in_steps(kfac_fx.compile(Language(loss), args), lambda loss, factor=factor: factor * loss, *args)
+        texts = in_steps(net, lambda loss, factor=factor: factor * loss, *args)
         wanted = [f"the trained loss is {factor * multiple:.4g} times the mean of the registered Categorical loss over"]
         assert [text.split(" its 32 cases; ")[0] for text in texts] == ([] if factor == 1 else wanted) or (
             math.isnan(multiple) and not texts
@@ -588,9 +589,10 @@ def test_a_sum_is_divided_by_the_targets_of_all_micro_batches(name: str, divisor
     assert len(texts) == bool(told) and all(text.startswith(told) for text in texts)
 
 
-def first_step(loss: Any, parts: int, trained: Callable[[Any, Tensor], Tensor], model: nn.Module) -> str:
+def first_step(net: kfac_fx.CompiledModule, parts: int, trained: Callable[[Any, Tensor], Tensor]) -> str:
     """The first line of the warning of a step of some micro-batches; "" for none."""
-    optimizer = kfac_fx.KFAC(net := kfac_fx.compile(model, (X,), loss=loss))
+    optimizer = kfac_fx.KFAC(net)
+    net.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LossScaleWarning)
         for x, y in zip(X.chunk(parts), VALUES.chunk(parts), strict=True):
@@ -607,8 +609,9 @@ def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: st
     def trained(y: Tensor, t: Tensor) -> Tensor:
         return F.mse_loss(y, t) if kind == "mse" else (y - t).square().sum(1).mean()
 
+    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
     for factor in (1.0, 10.0, 100.0, 0.1, 0.37):
-        text = first_step(kind, parts, lambda y, t, factor=factor: factor * trained(y, t), nn.Linear(3, 4))
+        text = first_step(net, parts, lambda y, t, factor=factor: factor * trained(y, t))
         told = factor != 1 and (factor != 0.37 or parts > 1)  # it is no number that people write, or two forwards agree
         assert (
             text.startswith(f"the trained loss is {factor:.4g} times the mean of" if told else "")
@@ -616,7 +619,7 @@ def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: st
         )
     for other in (F.huber_loss, F.l1_loss):  # no squared errors, and the docs name "normal" for them
         for factor in (1, 10):
-            assert not first_step(kind, parts, lambda y, t, f=other, c=factor: c * f(y, t), nn.Linear(3, 4))
+            assert not first_step(net, parts, lambda y, t, f=other, c=factor: c * f(y, 9 * t))
 
 
 class TwoHeads(nn.Module):
@@ -647,8 +650,9 @@ def test_the_factor_of_a_squared_error_next_to_another_loss_is_told(first: str, 
         )
         return of_kind + factor * 0.2 * (out[1] - y[:, 2:]).square().sum(1).mean()
 
+    net = kfac_fx.compile(TwoHeads(), (X,), loss=registered)
     for factor in (1, 10, 0.1):
-        text = first_step(registered, parts, lambda out, y, c=factor: trained(out, y, c), TwoHeads())
+        text = first_step(net, parts, lambda out, y, c=factor: trained(out, y, c))
         told = factor != 1 and not smooth  # with smoothing the value of the first loss is not known
         loss = (
             "Normal loss"
