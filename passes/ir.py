@@ -286,6 +286,8 @@ class Way:
     linear: whether the returned loss is linear in this one.
     elementwise: whether a weight of zero says that a row is left out, whatever its value.
     constant: the weight of the loss where it is the same for all inputs; None: it depends on the inputs.
+    divisors: the single numbers that the loss is divided by, nodes or constants, each with the exponent 1; or with -1
+        if the loss is multiplied with the inverse.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -294,6 +296,7 @@ class Way:
     linear: bool = True
     elementwise: bool = True
     constant: float | None = None
+    divisors: tuple[tuple[Any, int], ...] = ()
 
 
 @dataclass(frozen=True)

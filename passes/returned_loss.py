@@ -13,6 +13,7 @@ of the distributions, weighted. Every other loss has a gradient, and no Fisher w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
@@ -106,11 +107,39 @@ def way_of(
         read |= len(others) > len(lost)
         its_linear = is_linear(node, inside) if not adds else name != "where" or node.args[0] not in inside
         linear, elementwise = linear and its_linear, elementwise and (its_linear or name in SMOOTH)
-    way = Way(tuple(inside), tuple(end for end in ends if end in inside), tuple(dropped), linear, elementwise)
+    divisors = tuple(divisor for node in list(inside)[1:] if (divisor := divisor_of(node, inside)) is not None)
+    reached = tuple(end for end in ends if end in inside)
+    way = Way(tuple(inside), reached, tuple(dropped), linear, elementwise, divisors=divisors)
     if len(inside) > 1 and (not linear or read or shape_of(site)):
         return way
     leaf = torch.ones((), dtype=torch.float64)
     return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
+
+
+def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | None:
+    """The single number that an operation divides a loss `inside` by, and 1; or the one that it multiplies with, as an
+    inverse is, and -1; None if it does neither."""
+    name, operands = op_name(node), [operand for operand in node.args if operand not in inside]
+    if name not in ("div", "mul") or len(operands) != 1 or (name == "div" and operands[0] is node.args[0]):
+        return None
+    (operand,) = operands
+    if isinstance(operand, fx.Node):
+        value = operand.meta.get("val")
+        if isinstance(value, Tensor) and math.prod(shape_of(operand)) != 1:
+            return None
+    if name == "div":
+        return operand, 1
+    return (operand, -1) if is_inverse(operand) else None
+
+
+def is_inverse(operand: Any) -> bool:
+    """Whether an operand is 1 / n of something, times numbers."""
+    if not isinstance(operand, fx.Node):
+        return False
+    name = op_name(operand)
+    if name in ("mul", *CASTS, *VIEWS):
+        return any(map(is_inverse, operand.args))
+    return name in ("reciprocal", "div") or (name == "pow" and operand.args[1] in (-1, -1.0))
 
 
 def mask_on(way: Way) -> fx.Node | None:

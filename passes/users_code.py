@@ -50,6 +50,13 @@ def where(node: fx.Node) -> str:
     return f"{node.name} ({line})" if line else node.name
 
 
+def module_of(node: fx.Node) -> str | None:
+    """The path of the innermost module that a node was computed in; None if the capture kept none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path.removeprefix("model").lstrip(".") if "L__self__" in stack else path for path, _ in stack.values()]
+    return next((path for path in reversed(paths) if path), None)
+
+
 def running_line() -> str:
     """`"model.py:33"`, the innermost line of the user's that runs now."""
     frames = (frame for frame in reversed(traceback.extract_stack()) if is_users(frame.filename))

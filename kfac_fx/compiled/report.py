@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from itertools import chain, repeat
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.captures import CompileArguments, without_loss
 from kfac_fx.recording.case_gradients import CaseRecorder
+from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import described
@@ -174,6 +176,10 @@ class Report:
         )
         if count["generic"]:
             text += f", {percent(count['structured'], count['registered'])} of them structured"
+        if silent := sum(row.reason == NO_LOSS for row in self.rows):
+            text += (
+                f", {plural(silent, 'block')} without curvature: no loss depends on {'it' if silent == 1 else 'them'}"
+            )
         return text
 
     @property
@@ -334,13 +340,18 @@ class Report:
         """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def to_html(self) -> str:
+    def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained page: a table to search and sort, and the graph of the uses.
 
         A click on a row selects its uses in the graph, and the reverse; the source line of a use is shown with it. The
         page is light or dark as the reader's system is.
+
+        path: of a file that is written, too; None: the page is returned alone.
         """
-        return printable(page(self._contents))
+        text = printable(page(self._contents))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     def _repr_html_(self) -> str:
         """The headline and the table, for a notebook; rows of equal layers are one, as in the text."""
@@ -565,7 +576,8 @@ def fallbacks(
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
     sentences += [
-        f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form. "
+        f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form, with "
+        "parameters that its layouts fit. "
         "`kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
         for name in unmatched(arguments.layers, program)
     ]

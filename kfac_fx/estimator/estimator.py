@@ -140,7 +140,7 @@ class FisherEstimator(BlockDiagonalFisher):
         named = dict((net.model if isinstance(net, LayerCollection) else net).named_parameters())
         if variables is not None and collection is None:
             variables = refuse_other_variables(variables, net)
-        check_mode(estimation_mode)
+        check_mode(estimation_mode, "estimation_mode")
         refuse_untrained(named.items())
         a_weight("cov_ema_decay", cov_ema_decay)
         a_share("fraction", fraction)

@@ -53,7 +53,7 @@ from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
-from kfac_fx.losses.sources import Measurement
+from kfac_fx.losses.sources import Measurement, check_mode
 from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.users_code import warn_user
@@ -127,6 +127,7 @@ def fit_spectrum(
             'a measurement is of the corrected eigenvalues, and case=None corrects none: pass case="sequence", or '
             'case="row" for one row an example.'
         )
+    check_mode(mode)
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:
         raise ValueError("save_every needs a folder, into which the sums are written: pass folder=.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
 from kfac_fx.estimator.batches import as_batch
 from kfac_fx.estimator.queries import Queries, in_order, recording
+from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
 from kfac_fx.fisher.systems import System
@@ -58,6 +59,8 @@ class ModelSpectrum(Spectrum):
         case: the kind of case of the eigenvalues; None: they are those of the factors.
         replicas: the processes over which its sums are; None: this process alone.
         data: the digest of the data, if `fit_spectrum` wrote it into a folder.
+        any_weights: whether it may be used after the weights of the module have changed.
+        weights: those that it was made with; None: any.
     """
 
     net: CompiledModule = field(kw_only=True)
@@ -65,6 +68,41 @@ class ModelSpectrum(Spectrum):
     case: str | None = field(default=None, kw_only=True)
     replicas: Replicas | None = field(default=None, kw_only=True)
     data: str | None = field(default=None, kw_only=True)
+    any_weights: bool = field(default=False, kw_only=True)
+    weights: Weights | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights = None if self.any_weights else self.weights or Weights.of(self.net.model)
+        object.__setattr__(self, "weights", weights)
+
+    def at(
+        self,
+        *,
+        scale: float | Tensor | None = None,
+        damping: Damping | None = None,
+        any_weights: bool | None = None,
+    ) -> Self:
+        """The same spectrum with another s or δ, without a decomposition.
+
+        Args:
+            any_weights: whether it may be used after the weights of the module have changed. Gradients of examples are
+                then those of the new weights, and the blocks those of the old ones. None: as before.
+
+        Raises ValueError if the weights have changed already, for any_weights=False.
+        """
+        moved = super().at(scale=scale, damping=damping)
+        if any_weights is None or any_weights == self.any_weights:
+            return moved
+        if not any_weights:
+            raise ValueError("any_weights=False: it is not known any more which weights this spectrum was made with")
+        return replace(moved, any_weights=True)
+
+    def refuse_other_weights(self) -> None:
+        """Raises ValueError if the weights of the module have changed since the spectrum was made."""
+        if self.weights is not None:
+            remedy = "Or take it as it is, by spectrum.at(any_weights=True)."
+            self.weights.refuse_others(self.net.model, "this spectrum was", remedy)
 
     def correct(
         self,
@@ -246,8 +284,9 @@ class ModelSpectrum(Spectrum):
         self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
         # Blocks that this path of the model does not use are zero in the queries.
-        record = self.record if matrices.keys() == set(self.keys) else recording(self.net, [*matrices])
-        return Queries(of_rank(matrices, rank), record, net=self.net)
+        return Queries(
+            of_rank(matrices, rank), recording(self.net, [*matrices], self.weights), net=self.net, weights=self.weights
+        )
 
     def queries(self, vector: Vector, *, rank: int | None = None) -> Queries:
         """Vectors of your own as queries: the score of an example is its gradient times the vector.
@@ -267,7 +306,8 @@ class ModelSpectrum(Spectrum):
         for system in self.systems:
             packed = vmap(system.group.pack)(parts)
             matrices |= {r.parameters: packed[:, index] for index, r in enumerate(system.group.registrations)}
-        return Queries(of_rank({key: matrices[key] for key in self.keys}, rank), self.record, net=self.net)
+        ordered = of_rank({key: matrices[key] for key in self.keys}, rank)
+        return Queries(ordered, recording(self.net, self.keys, self.weights), net=self.net, weights=self.weights)
 
     def self_scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
         """∇ℓᵀ (s F + δ I)⁻¹ ∇ℓ of every example: [N], or by block {key: [N]} with by="block".
@@ -316,6 +356,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError if the outputs are something else, or if an eigenvalue of s F + δ I is zero.
         """
+        self.refuse_other_weights()
         self.refuse_singular()
         weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
         for system in self.used:
@@ -334,31 +375,13 @@ class ModelSpectrum(Spectrum):
         by_block = [in_order(parts[key]) if key in parts else weights[key].new_zeros(shape) for key in self.keys]
         return torch.stack(by_block).sum(0)
 
-    def refuse_singular(self) -> None:
-        """Raises ValueError for blocks with eigenvalues of zero, to rounding, and no damping. Waits for the device."""
-        singular = [
-            ", ".join(key) for key, (system, index) in self.places().items() if bool(self.zeros(system, index).any())
-        ]
-        if singular:
-            raise ValueError(
-                f"{len(singular)} of {len(self.keys)} blocks have eigenvalues of zero, so they have no "
-                f"inverse: {'; '.join(singular)}.\nAdd a damping, as in "
-                "spectrum.at(damping=kfac_fx.Relative(0.1))."
-            )
-
-    def zeros(self, system: System, index: int) -> Tensor:
-        """Which eigenvalues of a block are zero to rounding, and not damped: [g, o, i].
-
-        An eigenvalue of the factors is rounded to ε of the largest. A corrected one is a mean of squares of coordinates
-        that are rounded to ε of the gradient, so its rounding is ε² of the largest.
-        """
-        shifted = self.shifted(system)[index].detach()
-        rounding = torch.finfo(shifted.dtype).eps ** (1 if self.case is None else 2)
-        undamped = shifted <= self.scale * system.values[index]
-        return (undamped & (shifted <= rounding * shifted.max())) | ~(1 / shifted).isfinite()
+    @property
+    def squared(self) -> bool:
+        return self.case is not None
 
     def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
         """See `queries.recording`."""
+        self.refuse_other_weights()
         return recording(self.net, self.keys)(batch, consume, measurement)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -460,6 +483,7 @@ class Correction:
 
     def add(self, batch: Any) -> None:
         """Record a batch."""
+        self.spectrum.refuse_other_weights()
         by_row, batch = self.case == "row", as_batch(batch)
 
         @torch.no_grad()

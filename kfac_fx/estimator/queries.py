@@ -42,6 +42,7 @@ from kfac_fx.estimator.manifests import (
     warn_of_no_digests,
     write_manifest,
 )
+from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text
 from kfac_fx.linalg.arguments import a_process_group, choice, optional
 from kfac_fx.linalg.matrices import full_precision
@@ -52,17 +53,22 @@ from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
 
 BY = ("sum", "block", "position")  # how scores are added up
+OF_QUERIES = "Or take queries of any weights, by spectrum.at(any_weights=True) or load_queries(..., any_weights=True)."
 Record = Callable[[Any, Consumer, Measurement | None], Counts]
 
 
-def recording(net: CompiledModule, keys: Sequence[Key]) -> Record:
+def recording(net: CompiledModule, keys: Sequence[Key], weights: Weights | None = None) -> Record:
     """A function that hands the gradients of the loss, or of a measurement, of single examples of a batch to a
     consumer, for some blocks.
 
     Functions of the damping and the scale that the consumer computes are differentiable in these.
+
+    weights: those that the net must still have when the function is called, else it raises ValueError; None: any.
     """
 
     def record(batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
+        if weights is not None:
+            weights.refuse_others(net.model, "these queries were", OF_QUERIES)
         batch, graph = as_batch(batch), torch.is_grad_enabled()
 
         def consume_with_graph(key: Key, cases: Cases) -> None:
@@ -90,11 +96,13 @@ class Queries:
         matrices: by block [Q, g, o, i], or the factors of matrices of low rank.
         record: hands over the gradients of the examples of a batch; see `recording`.
         net: the compiled module; None: it is not known, so a folder of scores is not compared with its weights.
+        weights: those that the module must still have; None: any.
     """
 
     matrices: Mapping[Key, QueryGradients]
     record: Record
     net: CompiledModule | None = field(default=None, kw_only=True)
+    weights: Weights | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(next(iter(self.matrices.values())))

@@ -43,7 +43,8 @@ from kfac_fx.estimator.manifests import (
     write_manifest,
 )
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
-from kfac_fx.estimator.queries import Queries, recording
+from kfac_fx.estimator.queries import OF_QUERIES, Queries, recording
+from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.spectrum import Damping
@@ -246,12 +247,15 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     """Write a spectrum into a folder: one safetensors file a block, and a manifest of model, weights, loss and blocks.
 
     A spectrum of the same blocks that is there is replaced, and a process that is killed meanwhile leaves the old one.
-    The weights are those that the net has now. The files have A and G, too, unless the spectrum was loaded itself, or
-    fitted in several parts. If its sums are over several processes, the first one writes.
+    The weights are those that the net has now, which must be those of the spectrum. The files have A and G, too, unless
+    the spectrum was loaded itself, or fitted in several parts. If its sums are over several processes, the first one
+    writes.
 
-    Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one.
+    Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one; and
+    if the weights have changed since the spectrum was made.
     """
     folder, net = path_of(folder), spectrum.net
+    spectrum.refuse_other_weights()
     registrations = sorted(spectrum.registrations, key=lambda block: list(net.registrations).index(block))
     manifest = manifest_of(net, registrations, spectrum.mode, case=spectrum.case)
     manifest["made of"] = made_of(net) | ({} if spectrum.data is None else {"data": spectrum.data})
@@ -321,6 +325,7 @@ def load_spectrum(
         case=manifest.get("case"),
         data=manifest.get("made of", {}).get("data"),
         replicas=None if process_group is None else Replicas(process_group),
+        any_weights=any_weights,
     )
 
 
@@ -339,6 +344,8 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
     folder, net = path_of(folder), queries.net
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
+    if queries.weights is not None:
+        queries.weights.refuse_others(net.model, "these queries were", OF_QUERIES)
     blocks, origin = {}, made_of(net)
     is_written(folder)  # raises for what is no folder, before one is made
     with writing(folder):
@@ -396,7 +403,8 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
             wanted = [manifest["queries"], *group.shape]
             raise damaged(path, f"has queries {list(shape_of(matrix))}, and those of {registration} are {wanted}")
         matrices[registration.parameters] = matrix
-    return Queries(matrices, recording(net, list(matrices)), net=net)
+    weights = None if any_weights else Weights.of(net.model)
+    return Queries(matrices, recording(net, list(matrices), weights), net=net, weights=weights)
 
 
 def shape_of(matrix: QueryGradients) -> tuple[int, ...]:

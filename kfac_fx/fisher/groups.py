@@ -744,4 +744,7 @@ def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
     if isinstance(root, str):
         return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
     exps = tuple(sorted({exp for exp in roots if not isinstance(exp, str)} | {root}))
-    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
+    return (
+        f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator, or write exps: ClassVar = {exps} in the "
+        "class of your rule."
+    )

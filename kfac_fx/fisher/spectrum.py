@@ -254,15 +254,55 @@ class Spectrum:
             for registration, values in zip(system.group.registrations, self.shifted(system), strict=True)
         }
 
+    @property
+    def squared(self) -> bool:
+        """Whether eigenvalues are means of squares, and not those of the factors."""
+        return False
+
+    def zeros(self, system: System, index: int) -> Tensor:
+        """Which eigenvalues of a block are zero to rounding, and not damped: [g, o, i].
+
+        An eigenvalue of the factors is rounded to ε of the largest. A corrected one is a mean of squares of coordinates
+        that are rounded to ε of the gradient, so its rounding is ε² of the largest.
+        """
+        shifted = self.shifted(system)[index].detach()
+        rounding = torch.finfo(shifted.dtype).eps ** (2 if self.squared else 1)
+        undamped = shifted <= self.scale * system.values[index]
+        return (undamped & (shifted <= rounding * shifted.max())) | ~(1 / shifted).isfinite()
+
+    @cached_property
+    def singular(self) -> list[str]:
+        """The blocks with eigenvalues of zero, to rounding, and no damping. Waits for the device."""
+        return [
+            ", ".join(registration.parameters)
+            for system in self.used
+            for index, registration in enumerate(system.group.registrations)
+            if bool(self.zeros(system, index).any())
+        ]
+
+    def refuse_singular(self, what: str = "inverse") -> None:
+        """Raises ValueError if there are such blocks. what: they have none."""
+        if self.singular:
+            raise ValueError(
+                f"{len(self.singular)} of {len(self.keys)} blocks have eigenvalues of zero, so they have no {what}: "
+                f"{'; '.join(self.singular)}.\nAdd a damping, as in spectrum.at(damping=kfac_fx.Relative(0.1))."
+            )
+
     def log_determinant(self) -> Tensor:
-        """log det(s F + δ I) over all blocks, []."""
+        """log det(s F + δ I) over all blocks, [].
+
+        Raises ValueError for blocks with eigenvalues of zero, to rounding, and no damping.
+        """
+        self.refuse_singular("logarithm of a determinant")
         logs = [self.shifted(system).log().sum() for system in self.used]
         return torch.stack(
             [*logs, *(2 * system.root.log().sum() for system in self.used if system.root is not None)]
         ).sum()
 
     def trace(self, exp: float = 1.0) -> Tensor:
-        """tr (s F + δ I)^exp over all blocks, []."""
+        """tr (s F + δ I)^exp over all blocks, []. Raises ValueError for negative powers of singular blocks."""
+        if exp < 0:
+            self.refuse_singular()
         return torch.stack(
             [
                 (self.shifted(system) ** exp if system.root is None else self.diagonal_of(system, exp)).sum()
@@ -281,8 +321,11 @@ class Spectrum:
         return self.multiply_matpower(-1.0, vector)
 
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
-        """(s F + δ I)^exp v for any real exp. Raises NotRegisteredError if the vector does not fit."""
+        """(s F + δ I)^exp v for any real exp. Raises NotRegisteredError if the vector does not fit, ValueError for
+        negative powers of singular blocks."""
         lead, parts = self.many(vector)
+        if exp < 0:
+            self.refuse_singular()
 
         def product(system: System) -> dict[str, Tensor]:
             group, operators, root = system.group, system.operators, self.root_of(system, exp)
@@ -307,7 +350,12 @@ class Spectrum:
     # --- diagonals and samples --------------------------------------------------------------------------------------
 
     def diagonal(self, exp: float = 1.0) -> dict[str, Tensor]:
-        """The diagonal of (s F + δ I)^exp by parameter; with exp = -1 the variances of single elements."""
+        """The diagonal of (s F + δ I)^exp by parameter; with exp = -1 the variances of single elements.
+
+        Raises ValueError for negative powers of singular blocks.
+        """
+        if exp < 0:
+            self.refuse_singular()
 
         def diagonal(system: System) -> dict[str, Tensor]:
             return self.unpacked(system, self.diagonal_of(system, exp))
@@ -321,8 +369,10 @@ class Spectrum:
         return diagonal if root is None else diagonal * root.square()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]."""
+        """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]. Raises ValueError for singular
+        blocks."""
         whole_number(1, "samples")("count", count)
+        self.refuse_singular()
 
         def drawn(system: System) -> dict[str, Tensor]:
             values = system.values

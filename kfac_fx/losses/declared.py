@@ -30,6 +30,7 @@ from kfac_fx.passes.torch_losses import BY_NAME, SHORT, TORCH_LOSSES, TorchLoss
 
 WeightedLosses = list[tuple[float, LossFunction]]
 TARGET_MODES = ("data", "sample")
+DIVIDED_BY_CASES = (2 / 3, 3 / 2)  # a sum of so many means is divided by a number of cases, though by another one
 COEFFICIENTS: Mapping[str, Callable[[float], float]] = {
     "regular": float,
     "sqrt": math.sqrt,
@@ -50,21 +51,24 @@ class RowsOfLoss:
         kept: those that count, of the shape of the targets of classes; None: all, or `weights` tells.
         weights: the gradient of the returned loss with respect to this one, of its shape; None: it is not known from
             the inputs.
+        divisor: the number that the returned loss is divided by, which does not grow with the batch; None: there is
+            none.
     """
 
     kept: Tensor | None = None
     weights: Tensor | float | None = None
+    divisor: Tensor | float | None = None
 
-    def first(self, cases: int | None, part: float, reduction: str) -> RowsOfLoss:
+    def first(self, cases: int | None, part: float, of_mean: bool) -> RowsOfLoss:
         """The rows of the first cases, which are this part of all, so that they stand for all; None: of all.
 
-        reduction: of the loss.
+        of_mean: the loss of torch is a sum, and the returned one a mean.
         """
         if cases is None:
             return self
         kept, weights = None if self.kept is None else self.kept[:cases], self.weights
         weights = weights[:cases] if isinstance(weights, Tensor) and weights.dim() else weights
-        return RowsOfLoss(kept, weights if weights is None or reduction == "mean" else weights / part)
+        return RowsOfLoss(kept, weights / part if of_mean and weights is not None else weights, self.divisor)
 
 
 ALL_ROWS = RowsOfLoss()
@@ -292,6 +296,7 @@ class ObservedLoss:
         result: its value.
         weights: the gradient of the returned loss with respect to the result; None: there is no gradient.
         linear, elementwise: see `passes.ir.Way`.
+        divisor: the number that the returned loss divides it by; None: there is no way between.
     """
 
     loss: str
@@ -305,6 +310,7 @@ class ObservedLoss:
     weights: Tensor | float | None = None
     linear: bool = True
     elementwise: bool = True
+    divisor: Tensor | None = None
 
 
 FoundLoss = LossSite | ObservedLoss
@@ -315,7 +321,9 @@ class LossesInForward(DeclaredLosses):
     """Losses of torch that forward computes: their inputs are the Fisher's outputs.
 
     Attributes:
-        is_mean: whether what forward returns is a mean over cases, and not a sum.
+        is_mean: whether what forward returns is a mean over cases, and not a sum. A sum may be divided by a number that
+            is given, such as that of the cases in all micro-batches of a step. The division is no part of the
+            coefficients, as it is none where the user divides what forward returns.
     """
 
     found: Sequence[FoundLoss]
@@ -349,17 +357,22 @@ class LossesInForward(DeclaredLosses):
             raise no_loss_known()
         number = len(self.found)
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
-        rows = rows or [RowsOfLoss(weights=constant_of(site)) for site in self.found]
+        rows = rows or [RowsOfLoss(weights=constant_of(site), divisor=divisor_of(site)) for site in self.found]
         every = list(zip(self.found, fisher, by_site, case_dims or [0] * number, rows, strict=True))
         pairs = [
             likelihood(BY_NAME[site.loss], site.reduction, inputs, target, dim, its_rows)
             for site, inputs, target, dim, its_rows in every
         ]
-        cases = self.cases_by_loss(pairs)
+        cases, undivided = self.cases_by_loss(pairs), self.undivided(rows)
         return [
-            (self.coefficient(site, weight, loss, its_rows.weights, dim, its_cases, cases[0]), loss)
+            (self.coefficient(site, weight, loss, its_rows.weights, dim, its_cases, cases[0], undivided), loss)
             for (site, _, _, dim, its_rows), (weight, loss), its_cases in zip(every, pairs, cases, strict=True)
         ]
+
+    def undivided(self, rows: Sequence[RowsOfLoss]) -> Tensor | float:
+        """The multiple of the returned loss that is a sum over cases, if the returned loss is no mean over them."""
+        divisor = None if self.is_mean else next((of_loss.divisor for of_loss in rows), None)
+        return 1.0 if divisor is None else divisor
 
     def coefficient(
         self,
@@ -370,6 +383,7 @@ class LossesInForward(DeclaredLosses):
         case_dim: int,
         cases: int | Tensor,
         first: int | Tensor,
+        undivided: float | Tensor,
     ) -> Any:
         """The weight of a loss in the mean over its cases; of several numbers, one a case or an element, they broadcast
         with the inputs.
@@ -381,6 +395,7 @@ class LossesInForward(DeclaredLosses):
             weight: of its mean over cases in its own value.
             weights: see `RowsOfLoss`; None: the loss stands for itself.
             cases: the number that the loss is averaged over, with those of its other chunks. first: that of the first.
+            undivided: see the method.
         """
         if weights is None:
             return weight
@@ -395,6 +410,7 @@ class LossesInForward(DeclaredLosses):
             row = weights * weight / loss.cases
         if self.is_mean:
             return row * cases
+        row = row * undivided
         return row if site.chunk_of == self.found[0].chunk_of else row * cases / first
 
 
@@ -403,6 +419,16 @@ def constant_of(site: FoundLoss) -> float | None:
     if isinstance(site, ObservedLoss):
         return site.weights if isinstance(site.weights, float) else None
     return None if site.way is None else site.way.constant
+
+
+def divisor_of(site: FoundLoss) -> Tensor | float | None:
+    """The number that the returned loss divides a loss by, where it is the same for all inputs; None if there is none,
+    or if the inputs tell it."""
+    if isinstance(site, ObservedLoss):
+        return site.divisor
+    divisors = () if site.way is None else site.way.divisors
+    constants = [divisor**exponent for divisor, exponent in divisors if isinstance(divisor, (int, float))]
+    return math.prod(constants) if constants and len(constants) == len(divisors) else None
 
 
 def no_loss_known() -> LossError:
@@ -498,6 +524,9 @@ class LossSpec(DeclaredLosses):
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
         single = not isinstance(result, list | tuple) or _is_pair(result)
         losses = [_pair(loss, self.name) for loss in ([result] if single else result)]
+        for _, loss in losses:
+            if not loss.inputs.ndim:
+                raise loss_of_number(self.name, loss, outputs)
         if targets is None:
             return losses
         each_targets = targets if isinstance(targets, (list, tuple)) or len(losses) > 1 else [targets]
@@ -506,6 +535,18 @@ class LossSpec(DeclaredLosses):
         for (_, loss), target in zip(losses, each_targets, strict=True):
             loss.with_targets(target)
         return losses
+
+
+def loss_of_number(name: str, loss: LossFunction, outputs: Any) -> LossError:
+    """The error for a distribution of a single number, such as the loss that a model returns next to its logits."""
+    kind, key = type(loss).__name__, key_of_tensor(outputs)
+    others = isinstance(outputs, (Mapping, list, tuple)) and isinstance(outputs[key], Tensor) and outputs[key].ndim
+    output = f"outputs[{key!r}]" if others else "outputs"
+    return LossError(
+        f"{name} gives a {kind} of one number, as a loss is, and a distribution is that of outputs with a dimension of "
+        f"cases: write loss=lambda outputs: kfac_fx.losses.{kind}({output}), or leave loss= out if forward computes a "
+        "loss of torch"
+    )
 
 
 def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec:
@@ -640,7 +681,11 @@ def _is_pair(value: Any) -> bool:
 def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
     coefficient, loss = value if _is_pair(value) else (1.0, value)
     if isinstance(loss, Tensor) and not loss.ndim:
-        raise LossError(f"{name} returned a tensor; a coefficient is a number, as in (0.5, kfac_fx.losses.Normal(out))")
+        raise LossError(
+            f"{name} returned a tensor, as the loss of a training is. loss= names the distribution of the outputs, "
+            "without targets, as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs), and you train a loss of "
+            "net(x). A coefficient is a number, as in (0.5, kfac_fx.losses.Normal(outputs))"
+        )
     if not isinstance(loss, LossFunction):
         raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
     if not 0 < coefficient < math.inf:

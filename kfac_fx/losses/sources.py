@@ -35,9 +35,9 @@ LossPairs = Sequence[tuple[Any, LossFunction]]  # (coefficient, a number or one 
 Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is sent back
 
 
-def check_mode(mode: object) -> None:
-    """Raises ValueError for a mode that does not exist."""
-    choice("estimation_mode", mode, MODES)
+def check_mode(mode: object, name: str = "mode") -> None:
+    """Raises ValueError for a mode that does not exist. name: of the argument that it was given as."""
+    choice(name, mode, MODES)
 
 
 def is_exact(mode: str) -> bool:
@@ -84,11 +84,11 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
             (f"{type(loss).__name__} of {list(loss.inputs.shape)}", f"wants {loss.targets_like}") for loss in missing
         ]
         raise TargetsMissing(
-            f"estimation_mode='empirical' needs the true targets, and {len(missing)} of {len(losses)} losses have "
+            f"the mode 'empirical' needs the true targets, and {len(missing)} of {len(losses)} losses have "
             f"none:\n{table(rows)}\n"
             "Pass them, as a tuple if there are several losses, as in estimator.update_covariances(x, targets=y), "
             "net.record((x,), {}, mode='empirical', targets=y) or spectrum.precondition((x, y)); or sample them with "
-            "estimation_mode='gradients'."
+            "the mode 'gradients'."
         )
 
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,9 +27,10 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.declared import LossSpec, RowsOfLoss
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.optim.loss_parts import part_around, weights_of_cases
+from kfac_fx.optim.squared_errors import EXACT, SquaredError, factors_of_squares
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -41,7 +42,6 @@ from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
 PROPORTIONAL = 1e-3  # relative error of a gradient that is a multiple of another, in float32
-EXACT = 1e-4  # of a factor that is only told by the loss's value, which may hold other terms
 SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
@@ -99,6 +99,11 @@ class Watched:
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
 
     @property
+    def is_given(self) -> bool:
+        """Whether forward divides its loss by a number that does not grow with the batch."""
+        return any(rows.divisor is not None for rows in self.rows[:1]) and not self.recorder.losses.is_mean
+
+    @property
     def value(self) -> float | None:
         """The value of the loss that was differentiated; None if it was not one number."""
         values = list(self.roots.values())
@@ -139,8 +144,8 @@ class Watched:
             outputs[place] = constant
         tree, of = results.tree_unflatten(outputs, self.spec), self.recorder.losses
         pairs = of.on(tree, tuple(constants), self.targets, self.rows)
-        weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
-        return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
+        means = self.recorder.losses.averaged(pairs)
+        return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
 
 
 def watch(
@@ -342,10 +347,12 @@ class LossFactor:
 
     multiple: float
     loss: LossFunction  # the registered one
-    coefficient: float  # its weight
-    cases: int  # of the whole batch, also those without a target
-    with_targets: float  # the part of the cases that has a target
+    coefficient: float  # its weight, that of a mean case where they differ
+    cases: int  # of the whole batch, also those without a target unless forward computes the loss
+    with_targets: float  # the part of these cases that has a target
     spec: object  # the origin of the loss
+    sure: bool = True  # not a number that only agrees with other forwards tell
+    given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
 
 
 def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
@@ -359,29 +366,45 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     arrived, spec = watched.arrived(), watched.recorder.loss
     leaves, weighted = watched.losses()
     known: list[LossFactor] = []
+    squares: list[tuple[SquaredError, LossFactor]] = []
     taken: set[int] = set()
+    rest = value if watched.part == 1 else None  # of the value, which the known losses do not explain
     for registered, weight, loss in weighted:
         gradient = gradient_behind(loss.inputs, leaves, arrived)
-        if gradient is None or not bool(gradient.isfinite().all()):
+        cases = loss.all_cases if spec is not None or loss.kept is None else int(loss.cases)
+        if gradient is None or not bool(gradient.isfinite().all()) or not cases:
             continue
         if loss.targets is None:
             targets = loss.targets_behind(gradient)
+            if targets is None and isinstance(loss, Normal):
+                unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec)
+                squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
             if targets is None:
-                alone = len(weighted) == 1 and watched.part == 1
-                multiple = factor_of_value(weight, loss, gradient / loss_scale, value, parts) if alone else None
-                if multiple is not None:
-                    known.append(LossFactor(multiple * loss_scale, loss, registered, loss.all_cases, 1.0, spec))
                 continue
             loss.with_targets(targets)
+        (of_sum,) = torch.autograd.grad(loss.evaluate(), loss.inputs, retain_graph=True)
+        rows = of_sum * weight / cases if loss.weights is None else of_sum * loss.weights * weight / cases
         expected = torch.autograd.grad(
-            weight * loss.evaluate() / loss.all_cases, leaves, allow_unused=True, retain_graph=True
+            loss.inputs, leaves, rows.to(loss.inputs.dtype), allow_unused=True, retain_graph=True
         )
         reached = {n: gradient for n, gradient in enumerate(expected) if gradient is not None}
         multiple = None if taken & {*reached} else ratio([arrived[n] for n in reached], [*reached.values()])
         taken |= {*reached}
-        if multiple is not None:
-            cases = round(loss.all_cases / watched.part)
-            known.append(LossFactor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
+        if multiple is None:
+            rest = None
+        else:
+            explained = multiple / loss_scale * weight * float(loss.evaluate().detach()) / cases
+            rest = None if rest is None else rest - explained
+            with_targets = part_with_targets(loss) if cases == loss.all_cases else 1.0
+            whole = round(cases / watched.part)
+            of_cases = float(weight) if isinstance(registered, Tensor) else registered
+            known.append(
+                LossFactor(multiple / watched.part, loss, of_cases, whole, with_targets, spec, given=watched.is_given)
+            )
+    told = factors_of_squares([of for of, _ in squares], rest, parts)
+    if told is not None:
+        pairs = zip(told, (unknown for _, unknown in squares), strict=True)
+        known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
     return known
 
 
@@ -389,7 +412,8 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
     """The gradient g of `inputs` that arrives at the leaves as `vectors`, v = Jᵀ g.
 
     Every element of `inputs` must be a function of one element of the leaves. Then g = J v / diag(J Jᵀ). Products with
-    J are those of reverse mode, twice. None if `inputs` needs no gradient.
+    J are those of reverse mode, twice. Elements that are constant, as those of cases without a target, have a g of
+    zero. None if `inputs` needs no gradient.
     """
     if not inputs.requires_grad:
         return None
@@ -408,7 +432,8 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
     ones = torch.autograd.grad(
         inputs, leaves, torch.ones_like(inputs), retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    return derivative(vectors) / derivative(ones)
+    squares = derivative(ones)
+    return torch.where(squares == 0, 0, derivative(vectors) / squares)
 
 
 def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
@@ -427,22 +452,6 @@ def part_with_targets(loss: LossFunction) -> float:
     """The part of the cases that has a target."""
     kept = loss.not_ignored()
     return 1.0 if kept is None else max(1, int(kept.sum())) / loss.all_cases
-
-
-def factor_of_value(
-    weight: float, loss: LossFunction, gradient: Tensor, value: float | None, parts: int = 1
-) -> float | None:
-    """The factor of a squared error with this value and this gradient, if it is one that people write.
-
-    |f c (m - t) / (var N)|² = 2 f c / (var N) · f c |m - t|² / (2 var N); other terms of the loss would hide it.
-    """
-    if not isinstance(loss, Normal) or not value or not 0 < value < math.inf:
-        return None
-    factor = float(gradient.double().square().sum()) * loss.var * loss.all_cases / (2 * weight * value)
-    cases, elements = loss.all_cases, loss.inputs.numel() / loss.all_cases
-    usual = (1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
-    some = [*usual, *(number / parts for number in (1.0, *usual))] if parts > 1 else usual
-    return next((float(number) for number in some if abs(factor - number) <= EXACT * number), None)
 
 
 # --- a multiple of the registered loss ------------------------------------------------------------------------------
@@ -488,7 +497,8 @@ def check_scale(
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
-            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
+            several = sum(type(of[0].loss) is type(of_loss[0].loss) for of in zip(*each, strict=True)) > 1
+            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction, several))
     with torch.enable_grad():
         lines += untrained(used)
     if lines:
@@ -498,21 +508,34 @@ def check_scale(
 def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:
     """The factor of one loss in all forwards of a step, relative to its mean, or sum, over all cases.
 
-    None if the forwards differ.
+    Where forward computes the loss it may also be a mean of means over different numbers of cases. None if the forwards
+    differ in another way.
     """
+    multiples = [factor.multiple for factor in of_loss]
+    agreed = len(of_loss) > 1 and max(multiples) - min(multiples) <= EXACT * max(multiples)
+    if not agreed and not all(factor.sure for factor in of_loss):
+        return None
     scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
     if reduction == "sum":
         scales = [scale / cases for scale in scales]
     mean = sum(scales) / len(scales)
-    return mean if all(near(scale, mean) for scale in scales) else None
+    if all(near(scale, mean) for scale in scales):
+        return mean
+    of_means = [factor.multiple / loss_scale * len(of_loss) for factor in of_loss]
+    mean = sum(of_means) / len(of_means)
+    inside = reduction == "mean" and all(factor.spec is None for factor in of_loss)
+    return mean if inside and all(near(multiple, mean) for multiple in of_means) else None
 
 
 def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """Cases without a target may count, or not.
 
     The divisor may also be between the two numbers: the labels of sequences are counted before they are shifted, as for
-    the `num_items_in_batch` of Hugging Face's Trainer.
+    the `num_items_in_batch` of Hugging Face's Trainer. Where forward divides by it, it may be that of all processes,
+    and only a number of another size is told.
     """
+    if all(factor.given for factor in of_loss):
+        return DIVIDED_BY_CASES[0] <= multiple <= DIVIDED_BY_CASES[1]
     labels = sum(factor.with_targets * factor.cases for factor in of_loss)
     most = sum(factor.cases for factor in of_loss) / labels
     return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * most
@@ -545,15 +568,24 @@ def is_power_of_two(multiple: float) -> bool:
     return power > 0 and abs(multiple / 2**power - 1) < PROPORTIONAL
 
 
-def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
-    """The line of the warning: the multiple, its usual cause, and the code to write instead."""
+def advice(
+    multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str, several: bool = False
+) -> str:
+    """The line of the warning: the multiple, its usual cause, and the code to write instead.
+
+    several: several losses of this distribution have a factor that is known, so the shape tells which it is.
+    """
     loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
     name, weight = type(loss).__name__, factor.coefficient * multiple
     variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
     register = (
-        f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
+        f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
+        if isinstance(factor.spec, LossSpec) and several
+        else f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
         if isinstance(factor.spec, LossSpec)
         else f"register it on a LayerCollection with coeff={weight:.4g}"
+        if factor.spec is not None
+        else f"let forward multiply its loss by {multiple:.4g}"
     )
     if reduction == "mean":
         usual = [
@@ -578,7 +610,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
     other = f"{scaler}take the factor out, or {register}"
     return (
-        f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss over its {cases} "
+        f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss "
+        f"{f'of {list(loss.inputs.shape)} ' if several else ''}over its {cases} "
         f"cases; {next((text for number, text in usual if near(multiple, number)), other)}."
     )
 

@@ -226,7 +226,7 @@ class KFAC(Optimizer, Joinable):
             estimator=self.estimator,
             forwards=self._forwards,
             replicas=replicas,
-            vectors=Vectors(names, self.registered, scalar, rule.new_state, self.estimator, replicas, shards),
+            vectors=Vectors(names, self.registered, scalar, rule.state_maker(), self.estimator, replicas, shards),
             damping=scalar + rule.first_damping,
         )
         self._stand_in: StandIn | None = None  # inside of Join

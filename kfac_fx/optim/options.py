@@ -51,7 +51,7 @@ def a_grad_scaler(name: str, value: Any) -> None:
 
 def a_mode(name: str, value: Any) -> None:
     if value is not None:
-        check_mode(value)
+        check_mode(value, name)
 
 
 def in_any_case(known: Sequence[str]) -> Callable[[str, Any], None]:

@@ -34,6 +34,7 @@ from kfac_fx.optim.bases import basis_of, new_bases, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize
 from kfac_fx.optim.damping import DampingRule
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
+from kfac_fx.passes.errors import table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -133,6 +134,20 @@ class Outcome:
         return self.change / self.predicted
 
 
+class Known(dict[str, Tensor]):
+    """Tensors by name, which say where a name that is missing is declared."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], place: str) -> None:
+        super().__init__(tensors)
+        self.place = place
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(
+            f"direction reads {name!r}, and {self.place} has {', '.join(map(repr, self)) or 'nothing'}: "
+            "declare it there"
+        )
+
+
 class Memory:
     """The things that a rule remembers next to its state, as long as the optimizer lives; they are in no checkpoint."""
 
@@ -188,6 +203,7 @@ class BlockStep:
     check: Check | None = None
     risen: Tensor | None = None
     undone: Tensor | None = None
+    own: str | None = field(init=False, default=None)  # the name of the rule's class, if it is the user's
     ok: Tensor = field(init=False)
 
     @property
@@ -198,7 +214,7 @@ class BlockStep:
     @property
     def state(self) -> Tensors:
         """The vectors of the rule's state, [P], by name."""
-        return self.flat.state
+        return self.flat.state if self.own is None else Known(self.flat.state, f"{self.own}.new_state")
 
     @cached_property
     def absent(self) -> Tensors:
@@ -400,9 +416,44 @@ class Rule:
         """Δ and the new state."""
         raise NotImplementedError(f"{type(self).__name__} has no direction: write direction(self, step) -> Update")
 
+    def state_maker(self) -> Callable[[Tensor], Tensors]:
+        """`new_state`, whose results are checked: ValueError for what is no tensor of the parameter's shape and no
+        number, and for other names than those of the first parameter."""
+        name, names = type(self).__name__, list[str]()
+
+        def made(parameter: Tensor) -> Tensors:
+            state: Any = self.new_state(parameter)
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"new_state of {name} returns a {type(state).__name__}: return tensors by name, {{}} for none"
+                )
+            wrong = [
+                (repr(key), unlike(value, parameter.shape))
+                for key, value in state.items()
+                if unlike(value, parameter.shape) and unlike(value, torch.Size())
+            ]
+            if wrong:
+                raise ValueError(
+                    f"new_state of {name} returns what is no tensor of the shape of the parameter, "
+                    f"{list(parameter.shape)}, or []:\n{table(wrong)}\nWrite kfac_fx.rules.zeros_for(parameter)."
+                )
+            names[:] = names or list(state)
+            if sorted(state) != sorted(names):
+                raise ValueError(
+                    f"new_state of {name} has {', '.join(map(repr, state)) or 'nothing'} for a parameter, and "
+                    f"{', '.join(map(repr, names)) or 'nothing'} for another: return the same names for all"
+                )
+            return {str(key): value for key, value in state.items()}
+
+        return made
+
     def update(self, step: BlockStep) -> Update:
-        """The update of `direction`. Raises TypeError if it is none, and ValueError for names that nothing keeps."""
-        name, update = type(self).__name__, self.direction(step)
+        """The update of `direction`. Raises TypeError if it is none, and ValueError for names that nothing keeps, and
+        for other shapes than those of `step.g` and `step.state`."""
+        name = type(self).__name__
+        if not type(self).__module__.startswith("kfac_fx."):
+            step.own, step.scalars = name, Known(step.scalars, f"{name}.scalars")
+        update = self.direction(step)
         if not isinstance(update, Update):
             raise TypeError(
                 f"direction of {name} returns a {type(update).__name__}: write return Update(vector, state), with the "
@@ -412,6 +463,26 @@ class Rule:
             raise ValueError(
                 f"direction of {name} returns a state with {', '.join(map(repr, unknown))}, and {name}.new_state has "
                 f"{', '.join(map(repr, step.state)) or 'none'}: name the same vectors in both"
+            )
+        if unknown := [key for key in update.scalars if key not in StepSize.__dataclass_fields__]:
+            raise ValueError(
+                f"direction of {name} returns scalars with {', '.join(map(repr, unknown))}: those of an Update are of "
+                f"the step size, {', '.join(map(repr, StepSize.__dataclass_fields__))}. Write numbers of the rule into "
+                f"step.scalars[...].copy_(...), declared in {name}.scalars"
+            )
+        numbers = {**update.scalars, "ok": update.ok, "kappa": update.kappa}
+        pairs = [("the update", update.vector, step.g.shape)]
+        pairs += [(f"state {key!r}", value, step.state[key].shape) for key, value in update.state.items()]
+        pairs += [(repr(key), value, torch.Size()) for key, value in numbers.items() if value is not None]
+        wrong = [
+            (place, f"{kind}, expected {list(shape)}")
+            for place, value, shape in pairs
+            if (kind := unlike(value, shape))
+        ]
+        if wrong:
+            raise ValueError(
+                f"direction of {name} returns other shapes than those of step.g, step.state and numbers:\n"
+                f"{table(wrong)}"
             )
         return update
 
@@ -480,6 +551,13 @@ class CheckedRule(Rule):
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         """Called when a check may have undone the steps since the last one; risen: whether it has, 0-dim."""
+
+
+def unlike(value: object, shape: torch.Size) -> str:
+    """The kind or the shape of a value that is no tensor of this shape; "" for one that is."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}"
+    return "" if value.shape == shape else f"is {list(value.shape)}"
 
 
 def zeros_for(parameter: Tensor) -> Tensor:

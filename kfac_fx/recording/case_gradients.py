@@ -456,7 +456,7 @@ class CaseRecorder:
                     self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
                     self.grouped = True
                 if returned:
-                    sources = self.of_returned(returned, fisher, leaves, losses, layout, by_row, backward)
+                    sources = self.of_returned(returned, values, fisher, leaves, losses, layout, by_row, backward)
                 else:
                     sources = (
                         CaseSource([loss.inputs for _, loss in sums], vectors, leaves, lambda: [o for o, _ in layout()])
@@ -509,6 +509,7 @@ class CaseRecorder:
     def of_returned(
         self,
         returned: Sequence[Tensor],
+        values: Any,
         fisher: Sequence[Tensor],
         leaves: Sequence[Tensor],
         losses: WeightedLosses,
@@ -519,12 +520,13 @@ class CaseRecorder:
         """The sources of the loss that forward returned: its gradient is cut where cases are still apart.
 
         Args:
+            values: the model's inputs.
             fisher: the inputs of its losses; `backward.outputs` has the last activations of its other terms, too.
             leaves: the same as constants. losses: on these. layout: see `record`.
 
         Raises LossError for gradients of single rows or examples, if the terms of the loss do not tell them.
         """
-        scale = self.losses.scale(losses)
+        scale = self.losses.scale(losses, values)
         vectors = [torch.ones_like(loss) * scale for loss in returned]
         direct = direct_gradients(returned, vectors, backward.outputs, self.order_of_cut)
         by_row = by_row and any(loss.all_cases != backward.examples for _, loss in losses)

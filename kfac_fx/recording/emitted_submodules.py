@@ -136,7 +136,7 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     if transforms():
         earlier = before if len(before) == len(losses) else losses
         return [
-            replace(loss, weights=other.weights, linear=other.linear)
+            replace(loss, weights=other.weights, linear=other.linear, divisor=other.divisor)
             for loss, other in zip(losses, earlier, strict=True)
         ]
     of_losses = [loss.result for loss in losses]
@@ -149,15 +149,27 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     for loss in (losses[number] for number in sorted(used)):
         weights: Tensor | float = 1.0
         linear = elementwise = True
+        divisor: Tensor | None = None
         if len(roots) > 1 or loss.result is not roots[0]:
             ones = [torch.ones_like(root) for root in roots]
             (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
-            linear, elementwise = way_back(roots, loss.result)
+            linear, elementwise, divided = way_back(roots, loss.result)
+            divisor = inverse_weight(weights, divided) if weights.numel() else None
         sources = [source_of_piece(other.inputs) for other in found]
         source = source_of_piece(loss.inputs)
         first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
-        found.append(replace(loss, weights=weights, chunk_of=first, linear=linear, elementwise=elementwise))
+        weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor)
+        found.append(replace(weighted, linear=linear, elementwise=elementwise))
     return found
+
+
+def inverse_weight(weights: Tensor, divided: bool) -> Tensor:
+    """The number that a returned loss divides another one by, [], as its weights tell: 1 / the largest. Without a
+    division it is one if it is a whole number from 3 on and no power of ten, as in a product with 1 / 37; else 1."""
+    inverse = 1.0 / weights.abs().max()
+    exponent = inverse.log10()
+    whole = ((inverse - inverse.round()).abs() <= 1e-6 * inverse) & (inverse > 2.5)
+    return inverse if divided else torch.where(whole & ((exponent - exponent.round()).abs() > 1e-4), inverse, 1.0)
 
 
 # Operations by the names of their backwards.
@@ -174,9 +186,9 @@ def operation(step: Any) -> str:
     return name.removesuffix("Backward")
 
 
-def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool]:
+def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool]:
     """(whether the roots are linear in the result, whether all operations between act on single elements, or are
-    linear): by the names that autograd has for them."""
+    linear, whether one of them is a division): by the names that autograd has for them."""
     target, order, seen, stack = result.grad_fn, list[Any](), set[Any](), [(root.grad_fn, False) for root in roots]
     while stack:
         step, left = stack.pop()
@@ -185,7 +197,7 @@ def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool]:
         elif step is not None and step not in seen and step is not target:
             seen.add(step)
             stack += [(step, True), *((following, False) for following, _ in step.next_functions)]
-    between, linear, elementwise = {target}, True, True
+    between, linear, elementwise, divided = {target}, True, True, False
     for step in order:
         inside = sum(following in between for following, _ in step.next_functions if following is not None)
         if inside:
@@ -195,7 +207,8 @@ def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool]:
             its_linear = single or name in VIEWED | PIECES | ADDS | ONE_BY_ONE
             linear = linear and its_linear
             elementwise = elementwise and (its_linear or name in SMOOTH | {"Mul", "Div"})
-    return linear, elementwise
+            divided = divided or name == "Div"
+    return linear, elementwise, divided
 
 
 def source_of_piece(tensor: Tensor) -> Any:

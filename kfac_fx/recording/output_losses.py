@@ -20,6 +20,7 @@ from kfac_fx.losses.declared import (
     RowsOfLoss,
     WeightedLosses,
     constant_of,
+    divisor_of,
     perturbed,
     replaced,
 )
@@ -33,6 +34,7 @@ from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel
 from kfac_fx.recording.emitted_submodules import among_returned
+from kfac_fx.recording.probabilities import taken_for_logits
 
 TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
 
@@ -84,13 +86,21 @@ class OutputLosses:
             ) from error
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
-        """Sentences about declared losses with rows that the padding mask does not tell apart.
+        """Sentences about losses that take probabilities for logits, and about declared losses with rows that the
+        padding mask does not tell apart.
 
         Raises LossError, or the error of the user's function, for losses that do not fit the outputs of a run.
         """
-        if not self.declared.of_outputs:
+        if not self.are_known:
             return []
         losses = self.on(self.rebuilt(output, (), ()), fisher)
+        program = self.emitted.program
+        nodes = program.outputs if self.emitted.whole else ()
+        sentences = taken_for_logits([loss for _, loss in losses], fisher, nodes, self.given)
+        return sentences + (self.misfits_of_padding(losses, fisher, values) if self.declared.of_outputs else [])
+
+    def misfits_of_padding(self, losses: WeightedLosses, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
+        """See `misfits`."""
         padding = self.emitted.padding(values, fisher)
         if padding is None or any(dims is not None for dims in padding[1]):
             return []
@@ -127,7 +137,7 @@ class OutputLosses:
     def first_rows(self, fisher: Sequence[Tensor], values: Any, cases: int | None, part: float) -> list[RowsOfLoss]:
         """`rows` of the first cases, which are this part of all; None: of all."""
         pairs = zip(self.rows(fisher, values), self.emitted.loss_sites, strict=True) if self.given is None else ()
-        return [rows.first(cases, part, site.reduction) for rows, site in pairs]
+        return [rows.first(cases, part, self.is_mean and site.reduction != "mean") for rows, site in pairs]
 
     def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
         kept = self.not_ignored(site, values, target)
@@ -137,7 +147,17 @@ class OutputLosses:
         if told and isinstance(weights, Tensor) and weights.dim():
             counted = weights != 0
             kept = counted if kept is None else kept & counted
-        return RowsOfLoss(kept, weights if way is not None and way.linear else None)
+        return RowsOfLoss(kept, weights if way is not None and way.linear else None, self.divisor(site, values))
+
+    def divisor(self, site: FoundLoss, values: Any) -> Tensor | float | None:
+        """The number that the returned sum over cases is divided by; None if there is none."""
+        if self.is_mean or isinstance(site, ObservedLoss) or site.way is None:
+            return None if self.is_mean else divisor_of(site)
+        divisor: Tensor | float | None = None
+        for number, exponent in site.way.divisors:
+            given = self.emitted.target_values(number, values)
+            divisor = (1.0 if divisor is None else divisor) * (given if exponent == 1 else 1.0 / given)
+        return divisor
 
     def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
         """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
@@ -206,9 +226,10 @@ class OutputLosses:
         """Whether the returned loss is known to be a weighted sum of log-likelihoods, and nothing else."""
         return self.given is not None or (self.emitted.whole and self.emitted.program.likelihood)
 
-    def scale(self, losses: WeightedLosses) -> int | Tensor:
-        """The multiple of the returned loss that is the sum over the cases of the first loss."""
-        return self.cases(losses) if self.is_mean else 1
+    def scale(self, losses: WeightedLosses, values: Any) -> float | Tensor:
+        """The multiple of the returned loss that is the sum over the cases of the first loss. values: the inputs."""
+        divisor = None if self.is_mean else self.divisor(self.emitted.loss_sites[0], values)
+        return self.cases(losses) if self.is_mean else 1 if divisor is None else divisor
 
     # --- on one batch -----------------------------------------------------------------------------------------------
 

@@ -392,7 +392,7 @@ class Recorder:
                 return Moments(statistics, cases, gradients, self.frozen, used=self.used)
             sent_from: Sequence[Tensor] = returned or fisher
             if returned:
-                cotangents: Cotangents = [torch.ones_like(loss) * losses_of.scale(losses) for loss in returned]
+                cotangents: Cotangents = [torch.ones_like(loss) * losses_of.scale(losses, values) for loss in returned]
             else:
                 cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, constant_of, divisor_of
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import LossSite
@@ -45,7 +46,20 @@ def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return probably_mean(sites), f"the model does not run on a batch with all examples twice ({first_line(error)})"
     if not (0 < once < math.inf and 0 < twice < math.inf):
         return probably_mean(sites), "its gradient is zero, or not finite, on the first batch"
-    return twice < math.sqrt(2.0) * once, None
+    return twice < math.sqrt(2.0) * once or is_weighed_as_mean(recorder, args, kwargs), None
+
+
+def is_weighed_as_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a sum over cases is multiplied with a number of Python that is about 1 / their number in this batch."""
+    site = next(iter(recorder.emitted.loss_sites), None)  # None: Python computes it, in the run to come
+    weight = None if site is None or site.reduction != "sum" else constant_of(site)
+    if site is None or weight is None or abs(weight) == 1 or divisor_of(site) is not None:
+        return False
+    values = recorder.capture.flatten(args, kwargs)
+    _, fisher = recorder.outputs({}, values)
+    cases = recorder.losses.cases(recorder.losses.real(lambda outputs: None, fisher, values))
+    least, most = DIVIDED_BY_CASES
+    return least <= abs(weight) * int(cases) <= most
 
 
 def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:

@@ -183,10 +183,12 @@ class Layer:
 
 
 def layer(
+    function: Callable[..., Any] | None = None,
+    /,
     *,
-    rows: RowsFn,
-    grad_rows: RowsFn,
-    example: Example | tuple[Example, ...],
+    rows: RowsFn | None = None,
+    grad_rows: RowsFn | None = None,
+    example: Example | tuple[Example, ...] | None = None,
     layouts: Mapping[str, LayoutSpec] | None = None,
     sizes: Callable[[Attrs], dict[str, int]] = lambda attrs: {},
     where: Callable[[Attrs], bool] = lambda attrs: True,
@@ -236,9 +238,11 @@ def layer(
         name: the layer's name; the function's, unless given.
 
     Raises:
-        LayerError: the form has no parameters, or others than `weight` and `bias`.
+        LayerError: the form has no parameters, or others than `weight` and `bias`; or rows, gradient rows or the
+            example are missing.
     """
-
+    if function is not None or rows is None or grad_rows is None or example is None:
+        raise incomplete(function, {"rows": rows, "grad_rows": grad_rows, "example": example})
     functions = {"rows": rows, "grad_rows": grad_rows, "where": where, "sizes": sizes}
     optional = {"pixels": pixels, "second_moment": second_moment}
     functions |= {argument: value for argument, value in optional.items() if value is not None}
@@ -270,6 +274,17 @@ def layer(
         return Layer(layer_name, [form], default, names, (), location(function), tf_kind)
 
     return declare
+
+
+def incomplete(function: object, given: Mapping[str, object]) -> LayerError:
+    """The error for a declaration that lacks some of what every layer has. function: that stands in its place."""
+    missing = ", ".join(f"{argument}=" for argument, value in given.items() if value is None)
+    of = "" if function is None else f" of {getattr(function, '__name__', type(function).__name__)}"
+    return LayerError(
+        f"the declaration{of} lacks {missing or 'brackets'}: write @kfac_fx.layer(rows=lambda x, attrs: ..., "
+        "grad_rows=lambda dy, attrs: ..., example=lambda: (module, input)) above the form. The rows of a batch are "
+        "[N, S, i], its gradient rows [N, S, o], and the example a module that contains the layer once, with an input."
+    )
 
 
 def composite(

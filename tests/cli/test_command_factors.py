@@ -68,7 +68,7 @@ def test_the_default_seed_is_zero(mine: Path, capsys: pytest.CaptureFixture[str]
         ({"--data": "mine.py:broken"}, 1, "mine.py:broken() failed: OSError: no disk"),
         ({"--data": "mine.py:stream"}, 1, "mine.py:stream is of type list_iterator, not a DataLoader or a list"),
         ({"--data": "mine.py:empty"}, 1, "mine.py:empty has no batches"),
-        ({"--mode": "sampled"}, 1, "ValueError: estimation_mode 'sampled' is none of"),
+        ({"--mode": "sampled"}, 1, "ValueError: mode 'sampled' is none of"),
         ({"--case": "word"}, 2, "argument --case: invalid choice: 'word'"),
         ({"--memory": "1e-9"}, 1, "RegistrationError: memory=1 bytes are too few"),
     ],

@@ -160,7 +160,7 @@ def test_groups_and_single_axes_are_no_typos() -> None:
     ("options", "text"),
     [
         ({"rows": 3}, "rows is 3, not a function"),
-        ({"grad_rows": None}, "grad_rows is None, not a function"),
+        ({"grad_rows": 4}, "grad_rows is 4, not a function"),
         ({"example": 3}, "example 0 is 3, not a function"),
         ({"where": 3, "sizes": 4}, "where is 3, not a function; sizes is 4, not a function"),
         ({"second_moment": 3}, "second_moment is 3, not a function"),
@@ -180,3 +180,25 @@ def test_arguments_of_another_kind_are_named(options: dict[str, Any], text: str)
 def test_a_form_is_a_function() -> None:
     with pytest.raises(LayerError, match="form is 3, not a function"):
         layer(rows=as_rows, grad_rows=as_rows, example=example)(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lacks"),
+    [
+        ({"rows": as_rows, "grad_rows": as_rows}, "example="),
+        ({"example": example}, "rows=, grad_rows="),
+        ({}, "rows=, grad_rows=, example="),
+    ],
+)
+def test_a_declaration_that_lacks_something_says_what_to_write(arguments: Any, lacks: str) -> None:
+    text = rf"^the declaration lacks {lacks}: write @kfac_fx\.layer\(rows=lambda x, attrs: \.\.\., grad_rows="
+    with pytest.raises(LayerError, match=text):
+        layer(**arguments)
+
+
+def test_a_declaration_without_brackets_names_its_form() -> None:
+    with pytest.raises(LayerError, match="^the declaration of mine lacks rows=, grad_rows=, example=: write"):
+
+        @layer
+        def mine(x: Tensor, *, weight: Tensor) -> Tensor:
+            return x @ weight

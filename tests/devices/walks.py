@@ -31,7 +31,7 @@ FIRST_STEP = {
     "loss_scale.py:value",
     "loss_scale.py:ratio",
     "loss_scale.py:part_with_targets",
-    "loss_scale.py:factor_of_value",
+    "squared_errors.py:size",
     "loss_parts.py:weights_of_cases",  # does it weigh or leave out cases?
     "loss_parts.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
@@ -59,6 +59,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "returned_loss.py:size_of_gradient",  # is the loss that forward returns a mean or a sum?
 }
 MEETING = {f"meeting_cases.py:{name}" for name in ("revealing", "halves", "keys_that_meet")}  # in the first exact batch
+LEFT_OUT = {"recorder.py:tell_left_out"}  # once: has a case no target?
 PADDED = {"output_losses.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
 BRANCHES = {"the model"}  # on values
@@ -100,7 +101,7 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     for mode in MODES:
         moments = net.record(inputs, {}, mode=mode, targets=given if mode == "empirical" else None)
         all_on_device(moments.statistics)
-    waits.only(purpose | MEETING)
+    waits.only(purpose | MEETING | LEFT_OUT)
     outputs, pending = (
         net.record_in_training(inputs, {}) if not net.captures.first.capture.effects else (net(*inputs), None)
     )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, Normal, OnehotCategorical
-from kfac_fx.losses.declared import LossSpec, loss_from
+from kfac_fx.losses.declared import LossSpec, RegisteredLosses, loss_from
 from kfac_fx.optim import loss_scale
 from kfac_fx.optim.loss_scale import (
     LossFactor,
@@ -22,7 +22,6 @@ from kfac_fx.optim.loss_scale import (
     axis_of_classes,
     enough,
     factor_of_step,
-    factor_of_value,
     factors,
     first,
     gradient_behind,
@@ -33,6 +32,7 @@ from kfac_fx.optim.loss_scale import (
     ratio,
     short_name,
 )
+from kfac_fx.optim.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.passes import results
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -144,16 +144,35 @@ def test_a_ratio_is_that_of_proportional_gradients(arrived: Tensor, expected: fl
     assert ratio([arrived], [torch.zeros_like(LOGITS)]) is None
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25, 0.5, 6.0, 1.3])
+@pytest.mark.parametrize("factor", [1.0, 0.25, 0.5, 6.0, 10.0, 1e-3, 0.37])
 def test_a_squared_error_s_factor_is_told_by_its_value_if_people_write_it(factor: float) -> None:
     loss = Normal(LOGITS, var=0.5)
     error = LOGITS - 0.3
     value = factor * float(error.square().sum()) / 6
     gradient = factor * 2 * error / 6
-    told = factor_of_value(1.0, loss, gradient, value)
-    assert told == (pytest.approx(factor) if factor in (0.25, 0.5, 6.0) else None)
-    assert all(factor_of_value(1.0, loss, gradient, bad) is None for bad in (None, 0.0, math.nan, math.inf))
-    assert factor_of_value(1.0, Categorical(LOGITS), gradient, value) is None
+    square = SquaredError(loss, 1.0, gradient)
+    assert factors_of_squares([square], value) == [(pytest.approx(factor), factor != 0.37)]
+    assert all(factors_of_squares([square], bad) is None for bad in (None, 0.0, math.nan, math.inf))
+    still = SquaredError(loss, 1.0, 0 * gradient)
+    assert factors_of_squares([still], value) is None and factors_of_squares([], value) is None
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("factors", "told"),
+    [((1, 1), True), ((1, 10), True), ((100, 1), True), ((5, 5), True), ((0.37, 1), False), ((1.7, 11.3), False)],
+)
+def test_one_value_tells_the_factor_of_one_of_several_squared_errors(
+    factors: tuple[float, float], told: bool, parts: int
+) -> None:
+    squares, value = [], 0.0
+    for number, factor in enumerate(factors):
+        loss, weight, error = Normal(LOGITS, var=0.5 + number), 1.0 + number, (LOGITS - 0.3 * number) / 3
+        scale = factor / parts * weight / (loss.var * len(LOGITS))
+        squares.append(SquaredError(loss, weight, scale * error))
+        value += scale * float(error.square().sum()) / 2
+    expected = [(pytest.approx(factor / parts), True) for factor in factors]
+    assert factors_of_squares(squares, value, parts) == (expected if told else None)
 
 
 def test_cases_without_a_target_are_told() -> None:
@@ -194,10 +213,14 @@ def test_large_powers_of_two_may_be_a_loss_scale(multiple: float, autocast: bool
 
 
 def test_the_advice_names_the_usual_cause_and_the_code() -> None:
-    collection, spec = told(8.0), told(3.0, spec=LossSpec(Categorical, "Categorical"))
+    collection, spec = told(8.0, spec=RegisteredLosses(())), told(3.0, spec=LossSpec(Categorical, "Categorical"))
     assert "it is their sum: divide it" in advice(8.0, collection, 8, 1, "mean")
     assert "the step has 2 forwards" in advice(2.0, collection, 8, 2, "mean")
     assert advice(3.0, collection, 8, 1, "mean").endswith("register it on a LayerCollection with coeff=3.")
+    assert advice(3.0, told(8.0), 8, 1, "mean").endswith("let forward multiply its loss by 3.")
+    several = advice(3.0, spec, 8, 1, "mean", several=True)
+    assert "Categorical loss of [8, 3] over its" in several
+    assert several.endswith("give it the coefficient of (3, kfac_fx.losses.Categorical(...)) in loss=.")
     assert advice(3.0, spec, 8, 1, "mean").endswith("loss=lambda outputs: (3, kfac_fx.losses.Categorical(outputs)).")
 
 

@@ -174,3 +174,26 @@ def test_targets_in_a_list_of_numbers_are_no_sequence_of_targets() -> None:
 def test_a_function_whose_arguments_python_cannot_tell_is_taken() -> None:
     ((_, loss),) = loss_from(operator.itemgetter("of the model"))({"of the model": Normal(X)})
     assert loss.inputs is X
+
+
+@pytest.mark.parametrize("kind", [Categorical, Normal, MultiBernoulli])
+@pytest.mark.parametrize(
+    ("outputs", "key", "written"),
+    [
+        ({"loss": torch.tensor(1.0), "logits": X}, "loss", r"outputs\['logits'\]"),
+        ((torch.tensor(1.0), X), 0, r"outputs\[1\]"),
+        ([torch.tensor(1.0)], 0, "outputs"),
+    ],
+)
+def test_a_distribution_of_the_returned_loss_is_refused(kind: Any, outputs: Any, key: Any, written: str) -> None:
+    text = rf"gives a {kind.__name__} of one number, as a loss is.*: write loss=.*{kind.__name__}\({written}\)"
+    with pytest.raises(LossError, match=text):
+        loss_from(lambda outputs: kind(outputs[key]))(outputs)
+
+
+def test_the_loss_of_a_training_is_no_distribution() -> None:
+    text = (
+        "returned a tensor, as the loss of a training is. loss= names the distribution of the outputs, without targets"
+    )
+    with pytest.raises(LossError, match=text):
+        loss_from(lambda outputs: outputs.square().mean())(X)

@@ -381,7 +381,7 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.correct([(x, y)], "rows")
     with pytest.raises(ValueError, match=r"corrected without cases: `batches` has none"):
         spectrum.correct([])
-    with pytest.raises(ValueError, match=r"estimation_mode 'sampled' is none of"):
+    with pytest.raises(ValueError, match=r"mode 'sampled' is none of"):
         spectrum.correct([(x, y)], mode="sampled")
     with pytest.raises(kfac_fx.TargetsMissing):
         spectrum.correct([x])
@@ -408,6 +408,24 @@ def test_scores_without_inverses_are_refused_with_the_blocks() -> None:
     for scores in (factors.self_scores, corrected.precondition, corrected.self_scores):
         with pytest.raises(ValueError, match=text):
             scores((x, y))
+    vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    for spectrum in (factors, corrected):
+        for inverse in (
+            lambda of: of.multiply_inverse(vector),
+            lambda of: of.multiply_matpower(-0.5, vector),
+            lambda of: of.trace(-1),
+            lambda of: of.diagonal(-1),
+            lambda of: of.sample(3),
+            lambda of: of.solve(vector, of.multiply),
+        ):
+            with pytest.raises(ValueError, match=text):
+                inverse(spectrum)
+        with pytest.raises(ValueError, match="^2 of 2 blocks have eigenvalues of zero, so they have no logarithm of a"):
+            spectrum.log_determinant()
+        damped = spectrum.at(damping=0.1)
+        values = torch.cat([values.flatten() for values in spectrum.eigenvalues().values()])
+        torch.testing.assert_close(damped.log_determinant(), (values + 0.1).log().sum())
+        assert float(spectrum.trace(0.5)) > 0
     for spectrum in (factors, corrected):  # a damping that is asked for is used, however small
         assert bool(spectrum.at(damping=1e-12).self_scores((x, y)).isfinite().all())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +234,26 @@ def test_the_memory_of_factors_is_that_of_their_precision(program: Program) -> N
     double = program.but(parameters={name: nn.Parameter(p.double()) for name, p in program.parameters.items()})
     single = row(program, head(program))
     assert single.bytes == 4 * (33 * 33 + 10 * 10) and row(double, head(program)).bytes == 2 * single.bytes
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.size = nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kind(x), self.size(x)
+
+
+def test_a_head_in_no_loss_is_in_the_headline() -> None:
+    x, heads = torch.randn(5, 3), ("kind", "size")
+    for left_out, text in ((heads[1:], "1 block without curvature: no loss depends on it"), ((), "")):
+        kept = [number for number, name in enumerate(heads) if name not in left_out]
+        net = kfac_fx.compile(TwoHeads(), (x,), loss=lambda o, kept=kept: [kfac_fx.losses.Normal(o[n]) for n in kept])
+        assert ("without curvature" in net.report.headline) == bool(left_out) and net.report.headline.endswith(text)
+        assert " ".join(net.report.to_text().split()).startswith(net.report.headline)
+
+
+def test_a_report_is_written_where_its_page_is_wanted(tmp_path: Path) -> None:
+    report = kfac_fx.compile(nn.Linear(3, 2), (torch.randn(2, 3),), loss="normal").report
+    assert report.to_html(tmp_path / "report.html") == report.to_html() == (tmp_path / "report.html").read_text("utf-8")

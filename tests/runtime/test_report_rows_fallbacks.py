@@ -28,7 +28,8 @@ def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
         return nn.functional.linear(2 * x, weight)
 
     words = (
-        "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form. "
+        "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form, with "
+        "parameters that its layouts fit. "
         "`kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
     )
     plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])

@@ -95,7 +95,7 @@ def test_the_empirical_fisher_names_the_losses_without_targets() -> None:
 
 
 def test_a_mode_that_does_not_exist_shows_the_one_that_was_meant() -> None:
-    with pytest.raises(ValueError, match=r"estimation_mode 'exct' is none of 'gradients', .* Did you mean 'exact'"):
+    with pytest.raises(ValueError, match=r"mode 'exct' is none of 'gradients', .* Did you mean 'exact'"):
         check_mode("exct")
 
 

@@ -187,7 +187,7 @@ INPUTS: Rows = {
         for listener in (None, 3)
     },
     "a generator": (lambda: recorded("gradients", generator=3), ValueError, "generator is 3; it must be a torch.Gener"),
-    "mode=None": (lambda: recorded(None), ValueError, "estimation_mode None is none of 'gradients', "),  # type: ignore[arg-type]
+    "mode=None": (lambda: recorded(None), ValueError, "mode None is none of 'gradients', "),  # type: ignore[arg-type]
 }  # fmt: skip
 LOSSES: Rows = {
     "a loss of no outputs": (

@@ -280,7 +280,7 @@ def test_where_vmap_fails_sources_go_one_by_one_and_the_report_says_why() -> Non
 def test_an_unknown_mode_is_refused() -> None:
     model, x = case()
     net = kfac_fx.compile(model, (x,), loss=two_losses)
-    text = r"estimation_mode 'exakt' is none of 'gradients', .*'exact_GGN'\. Did you mean 'exact'"
+    text = r"^mode 'exakt' is none of 'gradients', .*'exact_GGN'\. Did you mean 'exact'"
     with pytest.raises(ValueError, match=text):
         net.record((x,), {}, mode="exakt")
 

@@ -197,7 +197,8 @@ def test_probabilities_are_no_logits() -> None:
     """Another function of the outputs still fits no targets."""
     torch.manual_seed(0)
     x, y = torch.randn(12, 5), torch.randint(3, (12,))
-    net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1)), (x,), loss="categorical")
+    with pytest.warns(UserWarning, match="the registered Categorical loss takes logits"):
+        net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1)), (x,), loss="categorical")
     optimizer = kfac_fx.KFAC(net)
     F.nll_loss(net(x).log(), y).backward()
     with pytest.warns(kfac_fx.LossScaleWarning, match="fits no targets of the registered Categorical loss"):

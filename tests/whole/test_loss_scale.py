@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -361,11 +362,7 @@ def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     if factor is None:
         optimizer.step()
         return
-    rest = (
-        SUM
-        if factor == "8"
-        else f"take the factor out, or register it on a LayerCollection with coeff={inside * outside:g}."
-    )
+    rest = SUM if factor == "8" else f"take the factor out, or let forward multiply its loss by {outside:g}."
     with pytest.warns(LossScaleWarning) as caught:
         optimizer.step()
     assert str(caught[0].message).startswith(times(factor, "Categorical") + rest)
@@ -452,14 +449,14 @@ def test_a_division_too_many_or_too_few_is_not_taken_for_the_other_reduction(
         opt.step()
 
 
-def in_steps(net: kfac_fx.CompiledModule, loss: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> list[str]:
+def in_steps(net: kfac_fx.CompiledModule, loss: Callable[[Tensor], Tensor], *args: Tensor, **options: Any) -> list[str]:
     """The warnings of two steps."""
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LossScaleWarning)
         for _ in range(2):
             optimizer.zero_grad()
-            loss(net(x)).backward()
+            loss(net(*args)).backward()
             optimizer.step()
     return [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
 
@@ -521,6 +518,151 @@ def test_a_squared_error_is_no_cross_entropy(targets: Tensor) -> None:
                     parameter.mul_(factor)
             texts = in_steps(kfac_fx.compile(head, loss="mse"), loss, X)
             assert not any("cross entropy" in text for text in texts)
+
+
+class Language(nn.Module):
+    """Returns its loss, as models of Hugging Face do; the last positions, and some others, have no target."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.tokens, self.head, self.loss = nn.Embedding(12, 8), nn.Linear(8, 12), loss
+
+    def forward(self, ids: Tensor, labels: Tensor, items: Tensor) -> Tensor:
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        loss: Tensor = self.loss(self.head(self.tokens(ids)).flatten(0, 1), targets, items)
+        return loss
+
+
+def masked(logits: Tensor, targets: Tensor, items: Tensor) -> Tensor:
+    rows = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+    return (rows * (targets >= 0)).sum() / items
+
+
+IDS = torch.randint(12, (6, 7), generator=torch.Generator().manual_seed(0))
+LABELS = torch.where((torch.arange(42).view(6, 7) % 10 == 3), -100, IDS)  # 38 labels, of which 32 are targets
+WITH_TARGETS: dict[str, tuple[Any, float]] = {  # with the multiple of the mean over targets
+    "a mean": (lambda z, y, n: F.cross_entropy(z, y), 1),
+    "a sum by the labels of the step": (lambda z, y, n: F.cross_entropy(z, y, reduction="sum") / n, 32 / 38),
+    "a sum times an inverse": (lambda z, y, n: F.cross_entropy(z, y, reduction="sum") * (1 / n), 32 / 38),
+    "a sum by a number of Python": (lambda z, y, n: F.cross_entropy(z, y, reduction="sum") / 38, 32 / 38),
+    "a sum times a number of Python": (lambda z, y, n: F.cross_entropy(z, y, reduction="sum") * (1 / 38), 1),
+    "a sum by its own targets": (lambda z, y, n: F.cross_entropy(z, y, reduction="sum") / (y != -100).sum(), 1),
+    "rows by the labels of the step": (lambda z, y, n: (F.cross_entropy(z, y, reduction="none") / n).sum(), 32 / 38),
+    "a mask": (masked, 32 / 38),
+    "half a mean, as is written": (lambda z, y, n: 0.5 * F.cross_entropy(z, y), 1),
+    "label smoothing": (lambda z, y, n: F.cross_entropy(z, y, label_smoothing=0.1), math.nan),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")  # of A, in which masked cases are
+@pytest.mark.parametrize(("loss", "multiple"), WITH_TARGETS.values(), ids=WITH_TARGETS)
+def test_the_factor_of_a_loss_in_forward_is_told_if_cases_have_no_target(loss: Any, multiple: float) -> None:
+    args = IDS, LABELS, torch.tensor(38)
+    net = kfac_fx.compile(Language(loss), args)
+    for factor in (1.0, 0.1, 100.0):
+        texts = in_steps(net, lambda loss, factor=factor: factor * loss, *args)
+        wanted = [f"the trained loss is {factor * multiple:.4g} times the mean of the registered Categorical loss over"]
+        assert [text.split(" its 32 cases; ")[0] for text in texts] == ([] if factor == 1 else wanted) or (
+            math.isnan(multiple) and not texts
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pytest.mark.parametrize(("name", "divisor", "told"), [
+    ("a sum by the labels of the step", 1, ""),
+    ("a sum by the labels of the step", 0.1, "the trained loss is 8.421 times"),
+    ("a mask", 1, ""),
+    ("a mean", 3, ""),
+    ("a mean", 1, "the trained loss is 3 times the mean of the registered Categorical loss over its 32 cases; the"),
+])  # fmt: skip
+def test_a_sum_is_divided_by_the_targets_of_all_micro_batches(name: str, divisor: float, told: str, mode: str) -> None:
+    args = IDS, LABELS, torch.tensor(38)
+    torch.manual_seed(0)
+    optimizer = kfac_fx.KFAC(net := kfac_fx.compile(Language(WITH_TARGETS[name][0]), args), estimation_mode=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for ids, labels in zip(IDS.split([1, 3, 2]), LABELS.split([1, 3, 2]), strict=True):
+            (net(ids, labels, args[2]) / divisor).backward()
+        optimizer.step()
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    assert len(texts) == bool(told) and all(text.startswith(told) for text in texts)
+
+
+def first_step(net: kfac_fx.CompiledModule, parts: int, trained: Callable[[Any, Tensor], Tensor]) -> str:
+    """The first line of the warning of a step of some micro-batches; "" for none."""
+    optimizer = kfac_fx.KFAC(net)
+    net.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for x, y in zip(X.chunk(parts), VALUES.chunk(parts), strict=True):
+            (trained(net(x), y) / parts).backward()
+        optimizer.step()
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    assert len(texts) <= 1
+    return texts[0].splitlines()[0] if texts else ""
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", ["mse", "normal"])
+def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: str, parts: int) -> None:
+    def trained(y: Tensor, t: Tensor) -> Tensor:
+        return F.mse_loss(y, t) if kind == "mse" else (y - t).square().sum(1).mean()
+
+    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    for factor in (1.0, 10.0, 100.0, 0.1, 0.37):
+        text = first_step(net, parts, lambda y, t, factor=factor: factor * trained(y, t))
+        told = factor != 1 and (factor != 0.37 or parts > 1)  # it is no number that people write, or two forwards agree
+        assert (
+            text.startswith(f"the trained loss is {factor:.4g} times the mean of" if told else "")
+            and bool(text) == told
+        )
+    for other in (F.huber_loss, F.l1_loss):  # no squared errors, and the docs name "normal" for them
+        for factor in (1, 10):
+            assert not first_step(net, parts, lambda y, t, f=other, c=factor: c * f(y, 9 * t))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.size = nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kind(x), self.size(x)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("smooth", [0.0, 0.1])
+@pytest.mark.parametrize("first", ["Categorical", "Normal"])
+def test_the_factor_of_a_squared_error_next_to_another_loss_is_told(first: str, smooth: float, parts: int) -> None:
+    if smooth and first == "Normal":
+        pytest.skip("it has no classes")
+
+    def registered(out: tuple[Tensor, Tensor]) -> list[Any]:
+        return [getattr(losses, first)(out[0]), (0.2, losses.Normal(out[1]))]
+
+    def trained(out: tuple[Tensor, Tensor], y: Tensor, factor: float) -> Tensor:
+        classes = y.argmax(1)
+        of_kind = (
+            F.cross_entropy(out[0], classes, label_smoothing=smooth)
+            if first == "Categorical"
+            else (out[0] - y).square().sum(1).mean()
+        )
+        return of_kind + factor * 0.2 * (out[1] - y[:, 2:]).square().sum(1).mean()
+
+    net = kfac_fx.compile(TwoHeads(), (X,), loss=registered)
+    for factor in (1, 10, 0.1):
+        text = first_step(net, parts, lambda out, y, c=factor: trained(out, y, c))
+        told = factor != 1 and not smooth  # with smoothing the value of the first loss is not known
+        loss = (
+            "Normal loss"
+            if first == "Categorical"
+            else "Normal loss of [4, 2]"
+            if parts == 2
+            else "Normal loss of [8, 2]"
+        )
+        wanted = f"the trained loss is {factor:.4g} times the mean of the registered {loss} over its 8 cases; "
+        assert text.startswith(wanted) if told else not text
 
 
 def test_half_a_mean_of_squares_is_told_without_the_loss() -> None:
@@ -702,7 +844,11 @@ def test_forwards_of_a_step_count_by_their_cases(reduction: str) -> None:
     of_step = [LossFactor(n / 8, loss, 1.0, n, 1.0, None) for n in (2, 6)]
     assert factor_of_step(of_step, 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
     assert factor_of_step([of_step[0], of_step[0]], 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
-    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.25)], 8, reduction, 1.0) is None
+    of_means = [replace(factor, multiple=0.25) for factor in of_step]  # half a mean of two means, if forward has them
+    assert factor_of_step(of_means, 8, reduction, 1.0) == (0.5 if reduction == "mean" else None)
+    outside = [replace(factor, spec="a collection") for factor in of_means]
+    assert factor_of_step(outside, 8, reduction, 1.0) is None
+    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.5)], 8, reduction, 1.0) is None
 
 
 class Inside(nn.Module):

@@ -81,6 +81,9 @@ LIKELIHOODS: dict[str, tuple[Loss, str]] = {
     "a factor": (lambda o, h, c, x, y, m: 3 * ce(o, y), "all"),
     "a negative": (lambda o, h, c, x, y, m: -ce(o, y), "all"),
     "a sum": (lambda o, h, c, x, y, m: ce(o, y, reduction="sum"), "one"),
+    "a sum by a given number": (lambda o, h, c, x, y, m: ce(o, y, reduction="sum") / 7, "seven"),
+    "a sum by a number of the batch": (lambda o, h, c, x, y, m: ce(o, y, reduction="sum") / m[0, 0].mul(7), "seven"),
+    "a sum times an inverse": (lambda o, h, c, x, y, m: ce(o, y, reduction="sum") * (1 / m[0, 0].mul(7)), "seven"),
     "a sum by size": (lambda o, h, c, x, y, m: ce(o, y, reduction="sum") / x.shape[0], "all"),
     "a sum by len": (lambda o, h, c, x, y, m: ce(o, y, reduction="sum") / len(x), "all"),
     "weights of cases": (lambda o, h, c, x, y, m: (rows(o, y) * (1 + x[..., 0] ** 2).flatten()).mean(), "all"),
@@ -123,6 +126,9 @@ KINDS = LIKELIHOODS | OTHERS
 QUICK = {
     ("a product with a mask", False, True),
     ("chunks", False, False),
+    ("a sum by a given number", False, True),
+    ("a sum times an inverse", False, True),
+    ("a sum by a number of the batch", False, False),
     ("z-loss", True, False),
     ("weights of classes", True, True),
     ("focal, twice computed", False, False),
@@ -141,7 +147,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def number(kind: str, mask: Tensor) -> float:
     """The multiple of the returned loss that is the sum over its rows."""
-    return {"all": N * T, "one": 1, "cases": N, "masked": float(mask.sum())}[KINDS[kind][1]]
+    return {"all": N * T, "one": 1, "seven": 7, "cases": N, "masked": float(mask.sum())}[KINDS[kind][1]]
 
 
 def main_number(returned: Any) -> Tensor:
@@ -203,9 +209,12 @@ def test_empirical_factors_are_of_the_returned_loss(kind: str) -> None:
     torch.testing.assert_close(trace, wanted.square().sum(1).mean())
 
 
+GIVEN = "a sum by a number of the batch"
 WEIGHTS: dict[str, Callable[[Tensor, Tensor], list[tuple[int, Tensor]]]] = {
     "a factor": lambda x, m: [(0, 3 * torch.ones(N * T))],
     "a negative": lambda x, m: [(0, torch.ones(N * T))],
+    "a sum by a given number": lambda x, m: [(0, torch.ones(N * T))],
+    "a sum by a number of the batch": lambda x, m: [(0, torch.ones(N * T))],
     "a sum by len": lambda x, m: [(0, torch.full((N * T,), float(T)))],
     "weights of cases": lambda x, m: [(0, (1 + x[..., 0] ** 2).flatten())],
     "a product with a mask": lambda x, m: [(0, m.flatten() * (N * T / m.sum()))],
@@ -216,7 +225,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], list[tuple[int, Tensor]]]] = {
 
 
 @pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", marked(WEIGHTS, {"weights of cases", "a product with a mask"}))
+@pytest.mark.parametrize("kind", marked(WEIGHTS, {"weights of cases", "a product with a mask", GIVEN}))
 def test_the_fisher_of_a_weighted_likelihood_has_its_weights(kind: str, divided: bool) -> None:
     model, args = Trained(LIKELIHOODS[kind][0], divided=divided).eval(), batch()
     net = kfac_fx.compile(model, tuple(value[:3] for value in args), approximations={"*": "diagonal"})
@@ -233,6 +242,22 @@ def test_the_fisher_of_a_weighted_likelihood_has_its_weights(kind: str, divided:
         by_row = jacobian["b.weight"] if place == 0 else jacobian["b.weight"] * 0
         wanted += torch.einsum("n,nc...,ncd,nd...->...", weights, by_row, hessian, by_row).detach() / (N * T)
     torch.testing.assert_close(estimator.spectrum(damping=0.0).diagonal()["body.b.weight"], wanted)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "empirical"])
+def test_a_sum_that_is_divided_by_the_cases_of_a_step_has_the_factors_of_their_mean(mode: str, divided: bool) -> None:
+    x, y, mask = batch()
+    diagonals = []
+    for loss, parts in ((LIKELIHOODS["plain"][0], [N]), (lambda *a: LIKELIHOODS["a sum"][0](*a) / (N * T), [3, 2])):
+        torch.manual_seed(0)
+        net = kfac_fx.compile(Trained(loss, divided=divided).eval(), (x, y, mask), approximations={"*": "diagonal"})
+        estimator = FisherEstimator(net, estimation_mode=mode)
+        for args in zip(*(value.split(parts) for value in (x, y, mask)), strict=True):
+            estimator.update_covariances(*args, fold=False)
+        estimator.fold()
+        diagonals.append(estimator.spectrum(damping=0.0).diagonal())
+    torch.testing.assert_close(*diagonals)
 
 
 def test_terms_of_no_row_have_no_rows_and_terms_of_python_no_examples_where_those_are_needed() -> None:

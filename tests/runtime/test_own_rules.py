@@ -1,0 +1,106 @@
+"""Mistakes in rules of one's own are errors that name the rule, the vector and what to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.rules import BlockStep, Rule, Update, zeros_for
+
+X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mine(Rule):
+    """A rule whose direction and first state are given."""
+
+    name: ClassVar[str] = "mine"
+    exps: ClassVar[tuple[float, ...]] = ()
+    returned: Any = None
+    first: Any = None
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = super().new_state(parameter) if self.first is None else self.first(parameter)
+        return made
+
+    def direction(self, step: BlockStep) -> Update:
+        update: Update = self.returned(step)
+        return update
+
+
+def step_with(rule: Rule) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4)), (X,), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, rule=rule)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), Y).backward()
+        optimizer.step()
+
+
+OTHER = "^direction of Mine returns other shapes than those of step.g, step.state and numbers:\n"
+WRONG: dict[str, tuple[Any, str]] = {
+    "an undeclared vector": (
+        lambda s: Update(s.g + s.state["m"]),
+        "^direction reads 'm', and Mine.new_state has 'velocity': declare it there$",
+    ),
+    "an undeclared number": (
+        lambda s: Update(s.g * s.scalars["m"]), "^direction reads 'm', and Mine.scalars has .*: declare it there$"
+    ),
+    "a short update": (lambda s: Update(s.g[:-1]), OTHER + r"  the update  is \[33\], expected \[34\]$"),
+    "a row": (lambda s: Update(s.g[None]), OTHER + r"  the update  is \[1, 34\], expected"),
+    "no tensor": (lambda s: Update({"a": s.g}), OTHER + r"  the update  is a dict, expected"),
+    "a short state, too": (
+        lambda s: Update(s.g.sum(), {"velocity": s.g[:-1]}),
+        OTHER + r"  the update        is \[\], expected \[34\]\n  state 'velocity'  is \[33\], expected \[34\]$",
+    ),
+    "a number as state": (lambda s: Update(s.g, {"velocity": 1.0}), OTHER + "  state 'velocity'  is a float, expected"),
+    "a vector as number": (lambda s: Update(s.g, kappa=s.g), OTHER + r"  'kappa'  is \[34\], expected \[\]$"),
+    "an unknown number": (
+        lambda s: Update(s.g, {}, {"q": s.g.sum()}), r"^direction of Mine returns scalars with 'q': those of an Update"
+    ),
+    "a power": (
+        lambda s: Update(s.power(-0.5, s.g)), r"or write exps: ClassVar = \(-0\.5,\) in the class of your rule\."
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("returned", "text"), WRONG.values(), ids=WRONG)
+def test_a_wrong_direction_is_told(returned: Any, text: str) -> None:
+    with pytest.raises((ValueError, KeyError), match=f"(?s){text}"):
+        step_with(Mine(returned=returned))
+
+
+FIRST: dict[str, tuple[Any, str]] = {
+    "another shape": (
+        lambda p: {"m": torch.zeros(2)},
+        r"the parameter, \[3, 5\], or \[\]:\n  'm'  is \[2\]\nWrite kfac_fx",
+    ),
+    "a number": (lambda p: {"m": 0.0}, r"of the shape of the parameter, \[3, 5\], or \[\]:\n  'm'  is a float\nWrite"),
+    "nothing": (lambda p: None, r"^new_state of Mine returns a NoneType: return tensors by name, \{\} for none$"),
+    "sometimes": (
+        lambda p: {"m": zeros_for(p)} if p.dim() > 1 else {},
+        "^new_state of Mine has nothing for a parameter, and 'm' for another: return the same names for all$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "text"), FIRST.values(), ids=FIRST)
+def test_a_wrong_first_state_is_told(first: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        step_with(Mine(returned=lambda step: Update(step.g), first=first))
+
+
+def test_a_key_error_of_the_rule_s_own_stays_one() -> None:
+    with pytest.raises(KeyError, match="own"):
+        step_with(Mine(returned=lambda step: {}["own"]))
+
+
+def test_what_is_right_steps() -> None:
+    step_with(Mine(returned=lambda step: Update(step.g + step.state["velocity"], {"velocity": step.g})))
