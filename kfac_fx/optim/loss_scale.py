@@ -205,7 +205,7 @@ def watch_leaves(
         rows=recorder.losses.first_rows(fisher, values, cases, part),
         around=around,
     )
-    axes = recorder.axes_of_log_probabilities(outputs, places)
+    axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), places)
     for leaf in hooked:
         take_gradient(leaves[leaf], watched.take, leaf, axes.get(leaf))
     return watched
