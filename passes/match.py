@@ -24,7 +24,16 @@ from .cases import number_of_cases, with_batch_dim, with_mask
 from .errors import LayerError, fatal
 from .graphs.edit import attribute, functional
 from .graphs.labels import Label, ancestors, labels_of, parameters_behind
-from .graphs.operations import CASTS, PERMUTES, SPELLED_OUT, bound_parameter, complex_parameter, dims_after, op_name
+from .graphs.operations import (
+    CASTS,
+    PERMUTES,
+    SPELLED_OUT,
+    bound_parameter,
+    complex_parameter,
+    dims_after,
+    function_matched,
+    op_name,
+)
 from .graphs.spelling import order_operands, respell
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
@@ -122,8 +131,8 @@ def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
 def patterns_at(patterns: Mapping[Any, list[Pattern]], root: fx.Node) -> Iterator[Pattern]:
     """The patterns that may compute the output at `root`."""
     if root.target is torch.add and root.args and isinstance(root.args[0], fx.Node):
-        yield from patterns.get((torch.add, moved(root.args[0])[0].target), ())
-    yield from patterns.get(root.target, ())
+        yield from patterns.get((torch.add, function_matched(moved(root.args[0])[0])), ())
+    yield from patterns.get(function_matched(root), ())
 
 
 def moved(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -355,7 +364,7 @@ class Binding:
         actual = self.uncast(actual)
         if wanted is self.pattern.product and isinstance(actual, fx.Node):
             actual = self.unmoved(actual)
-        if not isinstance(actual, fx.Node) or (wanted.op, wanted.target) != (actual.op, actual.target):
+        if not isinstance(actual, fx.Node) or (wanted.op, wanted.target) != (actual.op, function_matched(actual)):
             return False
         if self.nodes.setdefault(wanted, actual) is not actual or set(wanted.kwargs) != set(actual.kwargs):
             return False

@@ -302,8 +302,12 @@ def precise(tensor: Tensor) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Around sums that autocast must not round. To enter a context of autocast takes longer than to ask for it."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+    return torch.autocast(device.type, enabled=False) if has_autocast(device) else nullcontext()
+
+
+def has_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device. "meta" has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:

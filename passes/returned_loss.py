@@ -107,13 +107,21 @@ def way_of(
         read |= len(others) > len(lost)
         its_linear = is_linear(node, inside) if not adds else name != "where" or node.args[0] not in inside
         linear, elementwise = linear and its_linear, elementwise and (its_linear or name in SMOOTH)
-    divisors = tuple(divisor for node in list(inside)[1:] if (divisor := divisor_of(node, inside)) is not None)
+    divisors = counts_among(divisor for node in list(inside)[1:] if (divisor := divisor_of(node, inside)) is not None)
     reached = tuple(end for end in ends if end in inside)
     way = Way(tuple(inside), reached, tuple(dropped), linear, elementwise, divisors=divisors)
     if len(inside) > 1 and (not linear or read or shape_of(site)):
         return way
     leaf = torch.ones((), dtype=torch.float64)
     return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
+
+
+def counts_among(divisors: Iterable[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
+    """The divisors that may be numbers of cases: those that forward is given, or else whole constants. Other constants
+    are factors of the loss, such as ln 2."""
+    every = list(divisors)
+    given = tuple(pair for pair in every if isinstance(pair[0], fx.Node))
+    return given or tuple(pair for pair in every if float(pair[0]).is_integer() and pair[0] > 1)
 
 
 def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | None:

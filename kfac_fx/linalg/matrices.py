@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.matrix import precise, products_of_columns, row_products, without_autocast
+from kfac_fx.passes.matrix import has_autocast, precise, products_of_columns, row_products, without_autocast
 from kfac_fx.passes.torch_private import is_batched
 
 
@@ -108,7 +108,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     A bias makes sides of odd width. A CPU takes 2/3 of the time if every row of the result begins a line of its cache;
     where the rows of the operands begin does not matter. Compilers and autograd cannot handle such results.
     """
-    if torch.is_autocast_enabled(left.device.type):  # it would round the products of an estimator
+    if has_autocast(left.device):  # it would round the products of an estimator
         with without_autocast(left.device):
             return matmul(left, right)
     columns = right.shape[-1]

@@ -76,8 +76,11 @@ class ObservedForward:
 
     @property
     def as_arrived(self) -> ObservedForward:
-        """This, or that of the returned losses if gradients arrived there alone."""
-        return self if self.gradients or self.otherwise is None else self.otherwise
+        """This, or that of the returned losses if gradients arrived there; without gradients if they arrived at both,
+        because each has a part of the loss then."""
+        if self.otherwise is None or not self.otherwise.gradients:
+            return self
+        return replace(self, gradients={}) if self.gradients else self.otherwise
 
     @staticmethod
     def of(

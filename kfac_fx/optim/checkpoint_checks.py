@@ -252,9 +252,9 @@ def refuse_other_frozen(state: StepState, blocks: Mapping[str, Any]) -> None:
     earlier = [name for text in sorted(absent) for name in text.split(",") if name not in in_state]
     if earlier:
         raise ValueError(
-            f"the state has no block of parameters that are trained here: {', '.join(earlier)}. They were frozen when "
-            "it was saved.\nCreate the optimizer while they have requires_grad=False, load the state, and unfreeze "
-            "them then."
+            f"the state has no block of parameters that are trained here: {', '.join(earlier)}. They were frozen, or "
+            "took no part, when it was saved.\nIf they were frozen, create the optimizer while they have "
+            "requires_grad=False, load the state, and unfreeze them then."
         )
 
 

@@ -14,7 +14,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,11 +30,11 @@ from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.optim.loss_parts import part_around, weights_of_cases
-from kfac_fx.optim.squared_errors import EXACT, SquaredError, factors_of_squares
+from kfac_fx.optim.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
-from kfac_fx.passes.torch_private import backward_roots, pytree
+from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.proof import NO_LOSS
@@ -82,19 +82,23 @@ class Watched:
     rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
     around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
-    roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
+    roots: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # differentiated, by backward and identity
     otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
 
     @property
-    def as_arrived(self) -> Watched:
-        """This, or that of the returned losses if gradients arrived there alone."""
-        return self if self.gradients or self.otherwise is None else self.otherwise
+    def as_arrived(self) -> Watched | None:
+        """This, or that of the returned losses if gradients arrived there; None if they arrived at both, because each
+        has a part of the loss then."""
+        if self.otherwise is None or not self.otherwise.gradients:
+            return self
+        return None if self.gradients else self.otherwise
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor | None) -> None:
         if gradient is None:
             return
-        self.roots |= {id(root): root.detach() for root in backward_roots(self.thread)}
+        now = backward_here()
+        self.roots |= {(now, id(root)): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
 
@@ -229,8 +233,11 @@ def take_gradient(
     if log_softmax is not None:
         logarithms = output.detach()
 
-        def take_of_logits(gradient: Tensor) -> None:
-            take(leaf, gradient - logarithms.exp() * gradient.sum(log_softmax, keepdim=True))
+        def take_of_logits(gradient: Tensor | None) -> None:
+            take(
+                leaf,
+                None if gradient is None else gradient - logarithms.exp() * gradient.sum(log_softmax, keepdim=True),
+            )
 
         output.register_hook(take_of_logits)
         return
@@ -273,7 +280,8 @@ def losses_apart(recorder: Recorder, leaves: Sequence[Any], places: Sequence[int
 
     A forward that torch.compile made one function of has such losses: the outputs next to them are results, too.
     """
-    losses, outputs = recorder.losses.returned(leaves), [leaves[place].grad_fn for place in places]
+    losses = recorder.losses.returned(leaves)
+    outputs = [node for place in places if (node := leaves[place].grad_fn) is not None]
     places_of_losses = [n for n, leaf in enumerate(leaves) if any(leaf is loss for loss in losses)]
     return [n for n in places_of_losses if not comes_from(leaves[n].grad_fn, outputs)]
 
@@ -376,10 +384,11 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             continue
         if loss.targets is None:
             targets = loss.targets_behind(gradient)
-            if targets is None and isinstance(loss, Normal):
+            if targets is None and isinstance(loss, Normal) and bool((gradient != 0).all()):  # all of them are trained
                 unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec)
                 squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
             if targets is None:
+                rest = rest if isinstance(loss, Normal) else None
                 continue
             loss.with_targets(targets)
         (of_sum,) = torch.autograd.grad(loss.evaluate(), loss.inputs, retain_graph=True)
@@ -481,7 +490,14 @@ def check_scale(
         lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
         lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
-        seen = [None if forward.value is None else forward.value / loss_scale for forward in used]
+        roots = Counter(root for forward in used for root in forward.roots)
+        alone = [
+            all(roots[root] == 1 for root in forward.roots) for forward in used
+        ]  # no other has a part of its value
+        seen = [
+            None if forward.value is None or not own_value else forward.value / loss_scale
+            for forward, own_value in zip(used, alone, strict=True)
+        ]
         values = [value] if value is not None and len(used) == 1 else seen
         pairs = [] if lines else zip(used, values, strict=True)
         each = [factors(forward, known, len(used), loss_scale) for forward, known in pairs]
@@ -511,9 +527,7 @@ def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, lo
     Where forward computes the loss it may also be a mean of means over different numbers of cases. None if the forwards
     differ in another way.
     """
-    multiples = [factor.multiple for factor in of_loss]
-    agreed = len(of_loss) > 1 and max(multiples) - min(multiples) <= EXACT * max(multiples)
-    if not agreed and not all(factor.sure for factor in of_loss):
+    if not all(factor.sure for factor in of_loss):
         return None
     scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
     if reduction == "sum":

@@ -179,7 +179,8 @@ class MicroBatches:
 
     @property
     def watched(self) -> list[Watched]:
-        return [batch.watched.as_arrived for batch in self.batches if batch.watched is not None]
+        each = (batch.watched.as_arrived for batch in self.batches if batch.watched is not None)
+        return [watched for watched in each if watched is not None]
 
     @property
     def observed(self) -> list[ObservedForward]:

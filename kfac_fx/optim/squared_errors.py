@@ -7,8 +7,7 @@ t' = m - f (m - t). The value of the trained loss tells f. With N cases, the var
 
 So the values of several squared errors add up to Σ s_i / f_i, which is what the losses whose factors are known leave
 of the value. Other terms, such as a penalty on parameters, hide the factors, as do other losses that are registered as
-squared errors, such as Huber's: then the equation gives any number. So a factor counts if it is one that people write,
-or if all forwards of a step agree on it.
+squared errors, such as Huber's: then the equation gives any number. So a factor counts if it is one that people write.
 """
 
 from __future__ import annotations

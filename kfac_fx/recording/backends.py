@@ -146,9 +146,7 @@ class CompiledOrPlain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_statistics and autocast():
-            self.reason = (
-                self.reason or f"{self.backend} would round statistics under autocast: recordings run in eager mode"
-            )
+            self.reason = self.reason or f"{self.backend} would round statistics under autocast"
         elif self.compiled is not None:
             try:
                 return self.compiled(*args, **kwargs)

@@ -11,9 +11,8 @@ probes. Its "gradient" says nothing, but autograd computes it. So the backward o
 taps, and returns the sums as the gradients of the probes. A tap that the loss leaves out hands over nothing.
 
 The rows wait in a list, which takes memory in addition to that of autograd. So the list is summed up once it has
-`TIMES` as many numbers as the factors, and `FEW` at least. Rows of another backward, which did not reach the probes,
-are forgotten. A compiler cannot trace the list, and vmap over cotangents would need a list for itself. So compiled and
-exact recordings have a sum for every use.
+`TIMES` as many numbers as the factors, and `FEW` at least. A compiler cannot trace the list, and vmap over cotangents
+would need a list for itself. So compiled and exact recordings have a sum for every use.
 """
 
 from __future__ import annotations
@@ -38,29 +37,42 @@ FEW = 1 << 20  # numbers
 
 
 class WaitingRows:
-    """The rows of one forward and one registration that wait to be summed up.
+    """The rows of one forward and one registration that wait to be summed up, by the number of their backward.
+
+    A backward may run inside of another one, as in the hooks of equilibrium models. It brings rows of its own.
 
     names: of the statistics that are made of them. most: numbers that may wait.
     """
 
     def __init__(self, names: Sequence[str], most: int) -> None:
         self.names, self.most = names, most
-        self.backward = -1  # the number of the backward that the rows are of
-        self.forget()
+        self.of_backward: dict[int, RowsOfBackward] = {}
 
-    def forget(self) -> None:
+    def add(self, rows: Rows) -> None:
+        now = backward_here()
+        if now not in self.of_backward:
+            self.of_backward[now] = RowsOfBackward(self.names, self.most)
+        self.of_backward[now].add(rows)
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums of this backward by name; empty if it brought no rows. Those of backwards inside of it, which did
+        not reach the probes, are forgotten."""
+        now = backward_here()
+        own = self.of_backward.pop(now, None)
+        self.of_backward = {number: rows for number, rows in self.of_backward.items() if number < now}
+        return {} if own is None else own.take()
+
+
+class RowsOfBackward:
+    """The rows of one backward that wait, and the sums of earlier ones; as of `WaitingRows`."""
+
+    def __init__(self, names: Sequence[str], most: int) -> None:
+        self.names, self.most = names, most
         self.rows: list[Rows] = []
         self.numbers = 0
         self.sums: dict[str, Tensor] = {}
 
-    def begin(self) -> None:
-        """Forget what another backward has left."""
-        if self.backward != (now := backward_here()):
-            self.backward = now
-            self.forget()
-
     def add(self, rows: Rows) -> None:
-        self.begin()
         if rows.repeats != 1 or rows.routed:  # their sums have factors of their own
             self.sum_up(rows)
             return
@@ -82,13 +94,9 @@ class WaitingRows:
             self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
     def take(self) -> dict[str, Tensor]:
-        """The sums of this backward by name; empty if it brought no rows."""
-        self.begin()
         if self.rows:
             self.sum_up_waiting()
-        sums = self.sums
-        self.forget()
-        return sums
+        return self.sums
 
 
 def are_alike(first: Rows, second: Rows) -> bool:

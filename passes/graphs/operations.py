@@ -188,6 +188,11 @@ def matmul(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.mv(matrix, vector)
 
 
+def function_matched(node: fx.Node) -> Any:
+    """The target of a node, and torch.matmul for the function above."""
+    return torch.matmul if node.target is matmul else node.target
+
+
 @cache
 def aten_order(overload: Any, name: str) -> tuple[str, ...]:
     """The arguments of an ATen operation in ATen's order, under the names that `SPELLED_OUT[name]` has for them."""

@@ -252,8 +252,8 @@ def test_nothing_keeps_the_rows_of_a_forward_that_is_given_up() -> None:
     try:
         loss, pending = in_training(net, torch.randn(5, 4))
         torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
-        held = [weakref.ref(value) for value in gc.get_objects() if isinstance(value, gathering.WaitingRows)]
-        assert held and any(value().rows for value in held)  # type: ignore[union-attr]
+        held = [weakref.ref(value) for value in gc.get_objects() if type(value) is gathering.WaitingRows]
+        assert held and any(value().of_backward for value in held)  # type: ignore[union-attr]
         del loss, pending
         assert not any(value() for value in held)
     finally:
@@ -318,3 +318,35 @@ def test_calls_of_one_submodule_are_summed_up_together(products: list[int], monk
 def test_statistics_that_know_cases_uses_or_an_order_do_not_add_up() -> None:
     adding = {name for name, statistic in STATISTICS.items() if gathering.adds_up(statistic)}
     assert adding == {"count", "A", "A_diag", "G", "G_diag", "count/reduced", "A/reduced", "G/reduced"}
+
+
+def test_a_backward_inside_of_another_one_leaves_its_rows_alone() -> None:
+    """The hook of an equilibrium model differentiates a use of the layer of its own."""
+
+    class Equilibrium(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            if hidden.sum() < torch.inf:  # Python divides the model
+                point = torch.tanh(self.middle(hidden))
+                if point.requires_grad:
+                    other = point.detach().requires_grad_()
+                    again = torch.tanh(self.middle(other))
+                    point.register_hook(lambda g: g + torch.autograd.grad(again, other, g, retain_graph=True)[0])
+                hidden = torch.tanh(self.middle(point))
+            return self.head(hidden)
+
+    torch.manual_seed(0)
+    model, x, y = Equilibrium().double(), torch.randn(8, 4).double(), torch.randint(3, (8,))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    sums = net.record((x,), {}, mode="empirical", targets=y).statistics["middle.weight", "middle.bias"]
+    assert float(sums["count"]) == 16.0
+    rows: list[Tensor] = []
+    hooks = [model.middle.register_full_backward_hook(lambda layer, inputs, outputs: rows.append(outputs[0] * len(x)))]
+    F.cross_entropy(model(x), y).backward()
+    hooks[0].remove()
+    expected = sum(row.T @ row for row in (rows[0], rows[-1]))
+    torch.testing.assert_close(sums["G"].squeeze(), expected)

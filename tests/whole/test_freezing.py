@@ -538,7 +538,7 @@ def test_a_training_that_unfroze_a_layer_goes_on_if_it_is_unfrozen_after_the_sta
     unfrozen.load_state_dict(parameters)
     text = (
         rf"the state has no block of parameters that are trained here: {re.escape(', '.join(frozen))}\. They were "
-        r"frozen when it was saved\.\nCreate the optimizer while they have requires_grad=False, load the state"
+        r"frozen, or took no part, when it was saved\.\nIf they were frozen, create the optimizer while they have"
     )
     with pytest.raises(ValueError, match=text):
         Training(unfrozen, **options).opt.load_state_dict(state)

@@ -612,7 +612,7 @@ def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: st
     net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
     for factor in (1.0, 10.0, 100.0, 0.1, 0.37):
         text = first_step(net, parts, lambda y, t, factor=factor: factor * trained(y, t))
-        told = factor != 1 and (factor != 0.37 or parts > 1)  # it is no number that people write, or two forwards agree
+        told = factor not in (1, 0.37)  # the latter is no number that people write
         assert (
             text.startswith(f"the trained loss is {factor:.4g} times the mean of" if told else "")
             and bool(text) == told
@@ -898,3 +898,27 @@ def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode
     assert re.match(text, told[0])
     if "%" in text:
         assert "(square (test_loss_scale.py:" in told[0] and 'estimation_mode="empirical"' in told[0]
+
+
+SILENT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a critic": lambda net, x, t: net(x[:4]).mean() - net(x[4:]).mean(),
+    "a hinge of two batches": lambda net, x, t: F.relu(1 - net(x[:4])).mean() + F.relu(1 + net(x[4:])).mean(),
+    "two views": lambda net, x, t: F.l1_loss(net(x), t) + F.l1_loss(net(x.flip(1)), t),
+    "one output of each row": lambda net, x, t: F.mse_loss(net(x)[:, 0], t[:, 0]),
+    "chosen outputs": lambda net, x, t: F.mse_loss(net(x).gather(1, torch.arange(8)[:, None] % 4), t[:, :1]),
+    "half of the rows": lambda net, x, t: F.mse_loss(net(x)[:4], t[:4]),
+    "a small penalty": lambda net, x, t: F.mse_loss(net(x), t) + 0.02 * sum(p.square().sum() for p in net.parameters()),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["one batch", "the same batch twice"])
+@pytest.mark.parametrize("name", SILENT)
+def test_a_loss_next_to_squared_errors_is_not_told_a_factor(name: str, steps: int) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss="mse")
+    optimizer = kfac_fx.KFAC(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossScaleWarning)
+        for _ in range(steps):
+            (SILENT[name](net, X, VALUES) / steps).backward()
+        optimizer.step()

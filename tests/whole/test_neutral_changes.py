@@ -1,4 +1,4 @@
-"""What must not matter does not: a training with and without a neutral change ends with the same bits.
+"""Neutral changes change no bit: a training with one ends where the same training without it ends.
 
 Neutral are reports, metrics, forwards in between, closures, in_place, a checkpoint and so on. Model, rule and options
 of each training are drawn by a seed, so that the changes meet in combinations that nobody has thought of.
@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import kfac_fx
 
 STEPS, CASES, CLASSES = 6, 6, 3
-DRAWS_A_CHANGE, DRAWS_OF_SLOW = 2, 40
+DRAWS_A_CHANGE, DRAWS_OF_SLOW = 1, 40
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ WITHOUT_LR = ("qmodel", "qmodel_fixedmu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a training is of; drawn by a seed."""
+    """The model, the rule and the options of a training; drawn by a seed."""
 
     model: str
     rule: str

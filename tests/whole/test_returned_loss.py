@@ -260,7 +260,7 @@ def test_a_sum_that_is_divided_by_the_cases_of_a_step_has_the_factors_of_their_m
     torch.testing.assert_close(*diagonals)
 
 
-def test_terms_of_no_row_have_no_rows_and_terms_of_python_no_examples_where_those_are_needed() -> None:
+def test_terms_of_no_row_have_no_rows() -> None:
     x, y, mask = batch()
     penalty = OTHERS["a penalty"][0]
     net = kfac_fx.compile(Trained(penalty).eval(), (x, y, mask))
@@ -268,13 +268,19 @@ def test_terms_of_no_row_have_no_rows_and_terms_of_python_no_examples_where_thos
     estimator.update_covariances(x, y, mask)
     with pytest.raises(LossError, match=r'belong to no single row of its losses, at square.*Write case="sequence"'):
         estimator.spectrum().correct([Batch(x, y, mask)], "row")
-    net = kfac_fx.compile(Trained(penalty, odd=True, divided=True).eval(), (x, y, mask))
-    estimator = FisherEstimator(net, estimation_mode="empirical")
-    estimator.update_covariances(x, y, mask)
-    with pytest.raises(
-        LossError, match="the loss that Trained returns has terms beside those.*Score with measurement="
-    ):
-        estimator.spectrum(damping=1.0).self_scores(Batch(x, y, mask))
+
+
+def test_terms_of_python_are_in_the_scores_of_a_divided_model() -> None:
+    x, y, mask = batch()
+    scores = []
+    for divided in (False, True):
+        torch.manual_seed(0)
+        net = kfac_fx.compile(Trained(OTHERS["a penalty"][0], odd=True, divided=divided).eval(), (x, y, mask))
+        assert net.recorder((x, y, mask), {}).whole is not divided
+        estimator = FisherEstimator(net, estimation_mode="empirical")
+        estimator.update_covariances(x, y, mask)
+        scores.append(estimator.spectrum(damping=1.0).self_scores(Batch(x, y, mask)))
+    torch.testing.assert_close(scores[1], scores[0])
 
 
 def test_a_measurement_is_squared_where_the_loss_is_outside() -> None:
