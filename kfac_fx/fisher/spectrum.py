@@ -277,7 +277,7 @@ class Spectrum:
             ", ".join(registration.parameters)
             for system in self.used
             for index, registration in enumerate(system.group.registrations)
-            if bool(self.zeros(system, index).any())
+            if not bool((~self.zeros(system, index)).all())
         ]
 
     def refuse_singular(self, what: str = "inverse") -> None:

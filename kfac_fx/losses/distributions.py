@@ -393,8 +393,8 @@ def axis_of_log_probabilities(outputs: Tensor) -> int | None:
         return None
     limit = max(SMALL, 8 * torch.finfo(outputs.dtype).eps)
     values = precise(outputs.detach())
-    are_one = torch.stack([(values.logsumexp(axis).abs() <= limit).all() for axis in axes]).tolist()
-    return next((axis for axis, is_one in zip(axes, are_one, strict=True) if is_one), None)
+    apart = torch.stack([(~(values.logsumexp(axis).abs() <= limit)).any() for axis in axes]).tolist()  # also if NaN
+    return next((axis for axis, is_apart in zip(axes, apart, strict=True) if not is_apart), None)
 
 
 class OnehotCategorical(Categorical):
