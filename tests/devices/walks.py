@@ -69,6 +69,7 @@ SPECTRUM = {  # so it has here
     "systems.py:of",  # whether there is anything to decompose
     "uncorrelated.py:eigensystem",  # a basis of places is made on the host
 }
+SINGULAR = {"spectrum.py:singular"}  # determinants and inverses refuse blocks with eigenvalues of zero
 BASES = {  # of "eigen_moments"
     "matrices.py:rescued_eigh",  # whether to try again; `eigh` has waited already
     "matrices.py:renewed_eigh",  # whether an iteration failed
@@ -140,7 +141,7 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     all_on_device(
         spectrum.corrected([{name: tensor.expand(2, *tensor.shape) for name, tensor in vector.items()}]).diagonal()
     )
-    waits.only(purpose)
+    waits.only(purpose | SINGULAR)
     with without_numbers():
         estimator.load_state_dict(estimator.state_dict())
 
