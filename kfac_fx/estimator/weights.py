@@ -2,7 +2,8 @@
 
 Factors are of the weights of their time, and gradients of examples are of the present ones, so scores of both together
 would be of no model. A digest of all weights before every batch would take longer than its scores, and versions of
-tensors do not know what is written through `.data`. So three sums over every tensor tell.
+tensors do not know what is written through `.data`. So three sums over numbers of every tensor tell: over all of a
+small tensor, and over `SAMPLED` of a large one, all of which a step or a swap of weights changes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kfac_fx.linalg.matrices import dense, real_numbers
 from kfac_fx.linalg.processes import shard
 
 LISTED = 4  # names in an error
+SAMPLED = 4096  # numbers of a tensor
 STRIDE = 3  # a sum over every third number tells permutations apart
 
 
@@ -82,9 +84,11 @@ def stacked(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def sums_of(tensor: Tensor) -> Tensor:
-    """The sum of the numbers, that of every third, and the root of that of the squares, [3], in double precision and
-    without a copy of a large tensor."""
-    numbers = real_numbers(dense(tensor)).flatten()
+    """The sum of the sampled numbers, that of every third, and the root of that of the squares, [3], in double
+    precision."""
+    numbers = real_numbers(dense(tensor))
+    numbers = numbers.view(-1) if numbers.is_contiguous() else numbers.flatten()
+    numbers = numbers[:: max(1, -(-numbers.numel() // SAMPLED))]
     numbers = numbers if numbers.is_floating_point() and numbers.element_size() > 1 else numbers.double()
     sums = [part.sum(dtype=torch.float64) for part in (numbers, numbers[::STRIDE])]
     return torch.nan_to_num(torch.stack([*sums, torch.linalg.vector_norm(numbers, dtype=torch.float64)]))
