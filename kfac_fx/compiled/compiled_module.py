@@ -943,20 +943,21 @@ OF_STATE = "kfac/"  # begins the names of what KFAC keeps of no parameter
 
 
 def refuse_unfit_names(model: nn.Module) -> None:
-    """Raises UntraceableError for names of modules and parameters that torch cannot write into the code of a graph.
+    """Raises UntraceableError for names of modules, parameters and buffers that torch cannot write into the code of a graph.
 
     Quotes in a name would be executed as code.
     """
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    names = dict.fromkeys(name for name, _ in (*model.named_modules(), *model.named_parameters()))
+    quoted = names | dict.fromkeys(name for name, _ in model.named_buffers())
     unfit = [
         name
-        for name in dict.fromkeys(names)
-        if any(c in UNFIT for c in name) or any(map(keyword.iskeyword, name.split(".")))
+        for name in quoted
+        if any(c in UNFIT for c in name) or (name in names and any(map(keyword.iskeyword, name.split("."))))
     ]
     if unfit:
         raise UntraceableError(
             f"torch cannot write these names into the code of a graph: {', '.join(map(ascii, unfit))}.\n"
-            "Rename the modules and parameters, without quotes, backslashes, line breaks and keywords of Python."
+            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks and keywords of Python."
         )
     if taken := [name for name, _ in model.named_parameters() if f"{name}/".startswith(OF_STATE)]:
         raise UntraceableError(

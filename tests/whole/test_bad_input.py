@@ -130,7 +130,7 @@ INPUTS: Rows = {
     ),
     "capture of a name that would be executed": (
         lambda: kfac_fx.capture(nn.Sequential(__import__("collections").OrderedDict({'a"b': nn.Linear(4, 3)})), (X,)),
-        UntraceableError, "Rename the modules and parameters",
+        UntraceableError, "Rename the modules, parameters and buffers",
     ),
     "inputs, a number": (lambda: compiled(inputs=3), TypeError, r"example_inputs is a int; .* write \(x,\) for one"),
     "inputs, a dict": (lambda: compiled(inputs={"x": X}), TypeError, "must be a tuple: write example_kwargs={'x': x}"),
