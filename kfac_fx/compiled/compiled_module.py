@@ -943,7 +943,8 @@ OF_STATE = "kfac/"  # begins the names of what KFAC keeps of no parameter
 
 
 def refuse_unfit_names(model: nn.Module) -> None:
-    """Raises UntraceableError for names of modules, parameters and buffers that torch cannot write into the code of a graph.
+    """Raises UntraceableError for names that torch cannot write into the code of a graph, of modules, parameters and
+    buffers.
 
     Quotes in a name would be executed as code.
     """
@@ -957,7 +958,8 @@ def refuse_unfit_names(model: nn.Module) -> None:
     if unfit:
         raise UntraceableError(
             f"torch cannot write these names into the code of a graph: {', '.join(map(ascii, unfit))}.\n"
-            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks and keywords of Python."
+            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks and keywords of "
+            "Python."
         )
     if taken := [name for name, _ in model.named_parameters() if f"{name}/".startswith(OF_STATE)]:
         raise UntraceableError(
