@@ -69,6 +69,7 @@ from kfac_fx.recording.model_checks import (
     refuse_compiled,
     refuse_inference_mode,
     refuse_unfit,
+    refuse_without_values,
     unwrapped,
 )
 from kfac_fx.recording.output_gradients import OutputConsumer, record_outputs
@@ -319,6 +320,7 @@ class CompiledModule(nn.Module):
         Raises TypeError and ValueError for `parameters` that are no tensors by name.
         """
         refuse_other_parameters(options.get("parameters", {}), self.model)
+        refuse_without_values(self.model)
         record = functools.partial(
             Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
         )
