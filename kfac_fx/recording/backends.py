@@ -127,7 +127,7 @@ class CompiledOrPlain:
         has_statistics: whether its backward computes statistics.
 
     Attributes:
-        reason: why it is not compiled any more; None as long as it is.
+        reason: why a call ran in eager mode; None if none did.
     """
 
     def __init__(

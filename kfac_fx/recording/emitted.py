@@ -108,7 +108,7 @@ class EmittedModel(ABC):
         capture: the calling convention, and the effects of forward that the graph does not have.
         program: the graph and its registrations.
         model: the original module.
-        backend: of `run`; see `compiled_function`.
+        backend: of `run`; see `compiled_graph`.
         make_tap: the kind of taps.
         taps: those of the emitted module.
         parameter_names, buffer_names: those that a run reads.
