@@ -23,6 +23,10 @@ help: ## this list
 demo: .venv/installed ## train the demo and print its report
 	$(BIN)/kfac-fx demo
 
+# torch keeps the shapes that it works out while it captures a model. For models of one layer each, as those of most
+# tests, that takes longer than to work them out again: a seventh of the time of the tests.
+test quick: export TORCH_FAKE_TENSOR_DISPATCH_CACHE = 0
+
 # The tests of a file run in one worker, so that the processes, environments and trainings of a file start once.
 test: .venv/installed ## format, lint, types and all quick tests
 	$(BIN)/ruff format --check --quiet .
