@@ -1,6 +1,7 @@
 """The same in every run, in any order: one seed before each test, nothing compiled yet, and no clock in hypothesis."""
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 
@@ -45,3 +46,25 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged from the level "info" on. pytest's own plugin also listens to torch's traces, which are then
+    written for every capture: `pyproject.toml` leaves it out."""
+    logger, kept = logging.getLogger(), Kept()
+    level = logger.level
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    yield kept.records
+    logger.removeHandler(kept)
+    logger.setLevel(level)

@@ -331,11 +331,10 @@ def test_to_tensorboard_adds_one_scalar_for_each_value() -> None:
     assert writer.scalars == [("damping", 0.5, 7), ("lr/0", 1.0, 7)]
 
 
-def test_to_logger_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        Metrics.to_logger(logging.getLogger("kfac"))({"damping": 0.5, "rho": math.nan}, 7)
-        Metrics.to_logger(logging.getLogger("kfac"), logging.DEBUG)({"damping": 0.5}, 8)
-    assert [record.getMessage() for record in caplog.records] == ["step 7: damping 0.5, rho nan"]
+def test_to_logger_writes_one_line(logged: list[logging.LogRecord]) -> None:
+    Metrics.to_logger(logging.getLogger("kfac"))({"damping": 0.5, "rho": math.nan}, 7)
+    Metrics.to_logger(logging.getLogger("kfac"), logging.DEBUG)({"damping": 0.5}, 8)
+    assert [record.getMessage() for record in logged] == ["step 7: damping 0.5, rho nan"]
 
 
 def test_an_error_of_write_leaves_the_step_which_was_made() -> None:

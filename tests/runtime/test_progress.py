@@ -27,9 +27,9 @@ def text_of(console: Console) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
 
 
-def test_a_long_block_shows_its_phase_and_ends_in_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_block_shows_its_phase_and_ends_in_one_line_of_the_log(logged: list[logging.LogRecord]) -> None:
     console = screen()
-    with caplog.at_level(logging.INFO, "kfac_fx"), working("capturing Net", console, after=0.02):
+    with working("capturing Net", console, after=0.02):
         phase("proof")
         time.sleep(0.2)
         with working("another one", console, after=0.0):  # inside, which shows nothing of its own
@@ -37,18 +37,16 @@ def test_a_long_block_shows_its_phase_and_ends_in_one_line_of_the_log(caplog: py
             time.sleep(0.2)
     assert "capturing Net: proof" in text_of(console) and "proof of this" in text_of(console)
     assert "another" not in text_of(console)
-    assert [record.getMessage() for record in caplog.records] == ["capturing Net, 0 s"]
+    assert [record.getMessage() for record in logged] == ["capturing Net, 0 s"]
     assert not SHOWN.locked()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_short_block_and_one_without_a_terminal_show_nothing(
-    terminal: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_short_block_and_one_without_a_terminal_show_nothing(terminal: bool, logged: list[logging.LogRecord]) -> None:
     console = screen(terminal)
-    with caplog.at_level(logging.INFO, "kfac_fx"), working("capturing Net", console, after=30.0 if terminal else 0.0):
+    with working("capturing Net", console, after=30.0 if terminal else 0.0):
         time.sleep(0.02)
-    assert text_of(console) == "" and len(caplog.records) == (not terminal)
+    assert text_of(console) == "" and len(logged) == (not terminal)
 
 
 def test_an_error_ends_the_bar() -> None:
@@ -61,12 +59,11 @@ def test_an_error_ends_the_bar() -> None:
 
 
 @pytest.mark.parametrize("total", [0, 3])
-def test_a_loop_shows_its_share_and_logs_a_line(total: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_shows_its_share_and_logs_a_line(total: int, logged: list[logging.LogRecord]) -> None:
     console = screen()
-    with caplog.at_level(logging.INFO, "kfac_fx"):
-        assert list(tracked([(1, "a"), (1, "b"), (1, "c")], total, "scores", console, after=0.0)) == ["a", "b", "c"]
+    assert list(tracked([(1, "a"), (1, "b"), (1, "c")], total, "scores", console, after=0.0)) == ["a", "b", "c"]
     assert "scores" in text_of(console)
-    assert [record.getMessage() for record in caplog.records] == ["scores: 3 of 3, 0 s"]
+    assert [record.getMessage() for record in logged] == ["scores: 3 of 3, 0 s"]
 
 
 def test_a_loop_inside_of_a_loop_shows_no_second_bar() -> None:
@@ -79,17 +76,16 @@ def test_a_loop_inside_of_a_loop_shows_no_second_bar() -> None:
 
 
 def test_long_work_of_the_library_is_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    logged: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(working.__wrapped__, "__defaults__", (None, 0.0))  # type: ignore[attr-defined]
     monkeypatch.setattr(tracked, "__defaults__", (None, 0.0))
     monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
     x, y = torch.randn(8, 3), torch.randint(2, (8,))
-    with caplog.at_level(logging.INFO, "kfac_fx"):
-        net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 2)), (x,), loss="categorical")
-        spectrum = kfac_fx.fit_spectrum(net, [(x, y), (x, y)], case="row")
-        spectrum.at(damping=0.1).precondition((x, y)).scores_of_all([(x, y)])
-    lines = [re.sub(r", \d+ s$", "", record.getMessage()) for record in caplog.records]
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 2)), (x,), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [(x, y), (x, y)], case="row")
+    spectrum.at(damping=0.1).precondition((x, y)).scores_of_all([(x, y)])
+    lines = [re.sub(r", \d+ s$", "", record.getMessage()) for record in logged]
     assert lines == [
         "capturing Sequential",
         "factors of 2 parameters: 2 of 2",

@@ -71,8 +71,15 @@ def trained(kind: str, parts: int, factor: float, returned: bool) -> tuple[Tenso
     return torch.cat([p.detach().flatten() for p in model.parameters()]), texts, optimizer.fallbacks()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eager"])
-@pytest.mark.parametrize(("parts", "returned"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("kind", "parts", "returned"),
+    [
+        pytest.param(kind, *how, marks=pytest.mark.slow if kind == "a backend" and how == (1, True) else ())
+        for how in ((1, True), (2, True), (2, False))
+        for kind in KINDS
+        if kind != "eager"
+    ],
+)
 def test_a_compiled_forward_trains_as_in_eager_mode(kind: str, parts: int, returned: bool) -> None:
     parameters, texts, fallbacks = trained(kind, parts, 1.0, returned)
     torch.testing.assert_close(parameters, trained("eager", parts, 1.0, returned)[0])
