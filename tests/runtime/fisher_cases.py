@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -180,11 +182,21 @@ def trained(
     name: str, approximation: str, *, damping: float = 0.3, dtype: torch.dtype = torch.float64
 ) -> tuple[BlockOperator, dict[str, Tensor]]:
     """A block that has seen twenty batches of seven cases, with all its roots; and a vector for it."""
+    vector = {name: torch.randn_like(p).to(dtype) for name, p in FORMS[name].parameters.items()}
+    block = trained_once(name, approximation, damping, dtype)
+    constants = block.registration, *APPROXIMATIONS.values()
+    return copy.deepcopy(block, {id(constant): constant for constant in constants}), vector
+
+
+@cache
+def trained_once(name: str, approximation: str, damping: float, dtype: torch.dtype) -> BlockOperator:
+    """The block of `trained`, which is made once in a process and must not be changed."""
     form = FORMS[name]
     registration = register(form, approximation)
-    parameters = form.parameters
-    block = make_block(registration, parameters=parameters, dtype=dtype, damping=damping, roots=ALL_ROOTS)
-    for _ in range(20):
-        block.update(draw(registration, form, 7), 7, decay=0.95)
+    block = make_block(registration, parameters=form.parameters, dtype=dtype, damping=damping, roots=ALL_ROOTS)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        for _ in range(20):
+            block.update(draw(registration, form, 7), 7, decay=0.95)
     block.update_inverses()
-    return block, {name: torch.randn_like(p).to(dtype) for name, p in parameters.items()}
+    return block
