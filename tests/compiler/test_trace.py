@@ -311,3 +311,17 @@ def test_a_capture_holds_for_inputs_that_are_alike_in_what_forward_reads_of_them
 ) -> None:
     captured = trace_model(Toy(lambda x, w: x @ (w if read(x) else w.exp()), w=(3, 2)), (X,))
     assert captured.holds((same,), {}) and not captured.holds((another,), {})
+
+
+def test_a_graph_is_the_same_with_and_without_torchs_cache_of_shapes() -> None:
+    """`make test` captures without it, and users with it."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)) for _ in range(2)]
+    model, x = nn.Sequential(nn.Embedding(5, 4), *layers, nn.Linear(4, 3)), torch.randint(5, (6, 7))
+    graphs = []
+    for cached in (True, False):
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=cached):
+            captured = trace_model(model, (x,))
+        shapes = [str(getattr(node.meta.get("val"), "shape", None)) for node in captured.program.graph.nodes]
+        graphs.append((str(captured.program.graph), shapes, captured.holds((x[:4],), {}), captured.holds((x.t(),), {})))
+    assert graphs[0] == graphs[1]
+    assert any("s" in shape for shape in graphs[0][1])

@@ -217,20 +217,20 @@ def test_what_is_not_linear_in_the_parameters_or_not_in_their_gradient_is_no_lay
 
 
 class Sums(nn.Module):
-    """Copies of a module: for every shape one with a bias added to its output, and one to its output turned around."""
+    """Copies of a module with a bias each: `shapes` of those added to its output, `turned` to its output turned around,
+    as they are before the turn."""
 
-    def __init__(self, module: nn.Module, shapes: Sequence[Shape]) -> None:
+    def __init__(self, module: nn.Module, shapes: Sequence[Shape], turned: Sequence[Shape]) -> None:
         super().__init__()
-        self.order = tuple(reversed(range(len(shapes[0]))))
-        self.shapes = [*shapes, *(shape[::-1] for shape in shapes)]
-        self.copies = nn.ModuleList(copy.deepcopy(module) for _ in self.shapes)
-        self.biases = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in self.shapes)
+        self.order, self.plain = tuple(reversed(range(len(shapes[0])))), len(shapes)
+        both = [*shapes, *(shape[::-1] for shape in turned)]
+        self.copies = nn.ModuleList(copy.deepcopy(module) for _ in both)
+        self.biases = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in both)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        half = len(self.shapes) // 2
         outputs = [module(x) for module in self.copies]
-        turned = [output.permute(self.order) for output in outputs[half:]]
-        return tuple(output + bias for output, bias in zip(outputs[:half] + turned, self.biases, strict=True))
+        turned = [output.permute(self.order) for output in outputs[self.plain :]]
+        return tuple(output + bias for output, bias in zip(outputs[: self.plain] + turned, self.biases, strict=True))
 
 
 def without_bias() -> Iterator[Any]:
@@ -280,11 +280,14 @@ def bias_column(use: Use, layer: str, values: Mapping[str, Any], last: Tensor) -
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("every_turn", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
 @pytest.mark.parametrize(("layer", "form", "example"), list(without_bias()))
 def test_a_form_and_its_bias_are_one_block_and_other_sums_are_not(
-    layer: str, form: Form, example: Example, exported: bool
+    layer: str, form: Form, example: Example, exported: bool, every_turn: bool
 ) -> None:
+    """every_turn: whether biases of all shapes are added to the turned output, and not only those that are a column of
+    the matrix, and the smallest and the largest."""
     module, x = prepared(example)
     program = matches(module, x, exported=True)
     use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
@@ -292,9 +295,11 @@ def test_a_form_and_its_bias_are_one_block_and_other_sums_are_not(
     values.run(x)
     output = values.value[use.output.name]
     shapes = bias_shapes(output)
-    expected = [is_a_bias(shape, layer, form, use, values.value) for shape in shapes] * 2
+    columns = [is_a_bias(shape, layer, form, use, values.value) for shape in shapes]
+    turned = [n for n, column in enumerate(columns) if every_turn or column or n in (0, len(shapes) - 1)]
+    expected = columns + [columns[n] for n in turned]
 
-    program = registered(Sums(module, shapes), x, exported)
+    program = registered(Sums(module, shapes, [shapes[n] for n in turned]), x, exported)
 
     blocks = {name: block for block in program.registrations for name in block.parameters}
     joined = [len(blocks[f"biases.{number}"].parameters) == 2 for number in range(len(expected))]
