@@ -267,6 +267,7 @@ WALKS: dict[str, Walk] = {
         Small(Recurrent, lambda: (torch.randn(CASES, 5, 3),)),
         options={"lr": 0.1, "damping": None, "momentum_type": "eigen_moments"},
     ),
+    **{f"train a plain model: {name}": partial(train, PLAIN, options=TRAINED[name]) for name in ("adaptive", "qmodel")},
     "train: empirical": partial(train, PLAIN, options={"lr": 0.1, "estimation_mode": "empirical"}),
     "train: bfloat16": partial(train, PLAIN, options={"lr": 0.1}, cast=torch.bfloat16),
     "train: float16": partial(train, PLAIN, options={"lr": 0.1}, cast=torch.float16),
@@ -275,8 +276,8 @@ WALKS: dict[str, Walk] = {
     "distributions": distributions,
 }
 QUICK = (
-    "record: wide sides", "train: adaptive", "train: qmodel", "train: empirical", "the proof", "a collection",
-    "distributions",
+    "record: wide sides", "train a plain model: adaptive", "train a plain model: qmodel", "train: empirical",
+    "the proof", "a collection", "distributions",
 )  # fmt: skip
 WRONG: dict[str, Walk] = {"two devices": mix, "a number read": read, "numbers moved": move, "a generator": draw}
 

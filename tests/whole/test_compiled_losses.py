@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ KINDS: dict[str, Compiled] = {
 }
 
 
+@cache
 def trained(kind: str, parts: int, factor: float, returned: bool) -> tuple[Tensor, list[str], list[str]]:
     """(the parameters after some steps, the warnings, the fallbacks). returned: whether the loss is that of forward."""
     model = Classifier()
