@@ -59,8 +59,8 @@ class Kept(logging.Handler):
 
 @pytest.fixture
 def logged() -> Iterator[list[logging.LogRecord]]:
-    """What is logged from the level "info" on. pytest's own plugin also listens to torch's traces, which are then
-    written for every capture: `pyproject.toml` leaves it out."""
+    """The records from the level "info" on. pytest's own plugin also listens to torch's traces, which are then written
+    for every capture: `pyproject.toml` leaves it out."""
     logger, kept = logging.getLogger(), Kept()
     level = logger.level
     logger.addHandler(kept)
