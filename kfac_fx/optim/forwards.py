@@ -62,11 +62,13 @@ class Forwards:
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
     batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
+    stepped: bool = False  # no backward has begun since the last step
+    added: int | None = 0  # steps in a row whose gradients were added to those of the step before; None: not counted
 
     def __post_init__(self) -> None:
         net = self.net  # not `self`, which a graph would keep
         self.left = LeftGradients(lambda: (parameter for _, parameter in net.named_parameters()))
-        self.begins = weakly(self.backward_begins)
+        self.begins, self.ends = weakly(self.backward_begins), weakly(self.backward_ends)
 
     @property
     def mode_is_known(self) -> bool:
@@ -101,7 +103,7 @@ class Forwards:
                 self.gradients_zeroed()
             seen.add_up(self.lenient)
         seen.forwards += 1
-        self.batch, batch = None, MicroBatch(Backward(self.begins, self.left.note))
+        self.batch, batch = None, MicroBatch(Backward(self.begins, self.ends))
         measured = schedule.adapting or schedule.checking
         if measured or not self.checked:
             self.before = batch.start = RandomState.now(self.devices)
@@ -216,9 +218,32 @@ class Forwards:
         if self.seen.trained_before(number) and self.left.are_zeroed():
             self.zeroed = True
             self.seen.gradients_zeroed(number)
+        if self.stepped and self.added is not None:
+            if self.left.are_zeroed():
+                self.added = None  # this user zeroes gradients
+            else:
+                self.left.begin()
+        self.stepped = False
+
+    def backward_ends(self) -> None:
+        """Called behind a backward. Warns at the second of two steps whose gradients were added to those before."""
+        adds = self.left.note()
+        if self.added is None or not adds:
+            return
+        self.added += 1
+        if self.added == 2:
+            self.added = None
+            warn_user(
+                RuntimeWarning(
+                    "the gradients of this step were added to those of the steps before it, because no gradient was "
+                    "zeroed between them: write optimizer.zero_grad() before every backward() that begins a step. If "
+                    "steps are meant to have the gradients of earlier batches, too, nothing is wrong."
+                )
+            )
 
     def forget(self) -> None:
         """Ignore the forwards since the last step."""
+        self.stepped = True
         self.seen = MicroBatches()
         self.recorder = self.batch = None
 
