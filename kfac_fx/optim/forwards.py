@@ -62,6 +62,8 @@ class Forwards:
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
     batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
+    derived: bool = False  # before the first step the user took derivatives of outputs, to train with them
+    differentiable: bool = False  # the present backward makes a graph
     stepped: bool = False  # no backward has begun since the last step
     added: int | None = 0  # steps in a row whose gradients were added to those of the step before; None: not counted
 
@@ -215,6 +217,7 @@ class Forwards:
 
     def backward_begins(self, number: int) -> None:
         """Called before a backward has computed any gradient."""
+        self.differentiable = torch.is_grad_enabled()  # create_graph=True
         if self.seen.trained_before(number) and self.left.are_zeroed():
             self.zeroed = True
             self.seen.gradients_zeroed(number)
@@ -228,6 +231,7 @@ class Forwards:
     def backward_ends(self) -> None:
         """Called behind a backward. Warns at the second of two steps whose gradients were added to those before."""
         adds = self.left.note()
+        self.derived |= self.differentiable and not self.checked and self.left.first is None
         if self.added is None or not adds:
             return
         self.added += 1
@@ -296,6 +300,7 @@ class Forwards:
             value=value,
             in_training=self.estimator.records_in_training,
             recorded=float(sum(batch.cases for batch in self.seen.pending)),
+            derived=self.derived and not self.net.knows_no_loss,
         )
         self.checked, self.before = True, None
 

@@ -120,8 +120,8 @@ class StandstillWatch:
                 "no gradient",
                 f"{STILL} steps in a row changed nothing, because no parameter had a gradient when step() was called. "
                 "Usual causes are a step() before the backward(), a zero_grad() between them, a forward under "
-                "torch.no_grad(), and a loss that does not depend on the outputs of net(x). Write optimizer.zero_grad(), "
-                "loss = ... of net(x), loss.backward(), optimizer.step(), in this order.",
+                "torch.no_grad(), and a loss that does not depend on the outputs of net(x). Write "
+                "optimizer.zero_grad(), loss = ... of net(x), loss.backward(), optimizer.step(), in this order.",
             )
 
     def moved(self, like: Tensor) -> Tensor:
