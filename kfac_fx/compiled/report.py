@@ -91,7 +91,7 @@ class Report:
 
     Args:
         program: the result of the last pass.
-        counters: the numbers of events since, such as {"skipped updates": 0}; called whenever the report is shown.
+        counters: the numbers of events since, such as {"skipped steps": 0}; called whenever the report is shown.
         fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
         intervals: how often the optimizer records and inverts; called whenever the report is shown.
         unnamed: whether no loss is known.

@@ -162,8 +162,8 @@ class StepState:
         return {
             "steps": self.schedule.counter,
             "skipped steps": int(self.skipped),
-            "skipped updates": sum(block.updates for block in failures),
-            "inverses kept from before": sum(block.decompositions for block in failures),
+            "skipped statistics": sum(block.updates for block in failures),
+            "failed decompositions": sum(block.decompositions for block in failures),
         }
 
     def intervals(self) -> list[str]:
