@@ -59,10 +59,10 @@ WHY = (
 
 DERIVATIVES_OUTSIDE = (
     "the trained loss has derivatives of the outputs, which torch.autograd.grad(..., create_graph=True) takes outside "
-    "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. "
-    "Compute them in forward and return the residuals, as in loss=lambda residuals: [kfac_fx.losses.Normal(residual) "
-    "for residual in residuals]; or leave loss= out, and the factors are those of the gradients that training sends "
-    "back."
+    "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. If "
+    "they are a small part of the loss, such as a penalty, nothing is wrong. Else compute them in forward and return "
+    "the residuals, as in loss=lambda residuals: [kfac_fx.losses.Normal(residual) for residual in residuals]; or leave "
+    "loss= out, and the factors are those of the gradients that training sends back."
 )
 
 
