@@ -23,6 +23,7 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import divided_like, shard
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
+from kfac_fx.optim.forwards import evaluating, without_batch
 from kfac_fx.optim.groups import OF_GROUPS, FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
@@ -47,7 +48,6 @@ UNRECORDED_IN_PLACE = (
     "kfac_fx.compile(self.model, ..., in_place=True). Neither do those of torch.compile(model), which traces past the "
     "recording: write kfac_fx.compile(torch.compile(model), ..., in_place=True) and call net(x)"
 )
-EVALUATING = ". The net is in evaluation mode now: write net.train()"
 
 
 def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], losses: Losses) -> None:
@@ -154,11 +154,6 @@ def nothing_recorded(net: CompiledModule) -> FactorNotReady:
     return FactorNotReady(text + evaluating(net))
 
 
-def evaluating(net: CompiledModule) -> str:
-    """The end of an error about forwards that were not recorded."""
-    return "" if net.training else EVALUATING
-
-
 def check_processes(state: StepState, groups: Sequence[Group]) -> None:
     """Before the first message of all, because messages of different sizes end the processes without an error.
 
@@ -240,12 +235,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
     """Raises RuntimeError if there was no forward to check with."""
     seen = state.forwards.seen
     if not seen.observed:
-        raise RuntimeError(
-            f"{rule.written} checks the length of this step with the batch of the step, and has none: since the last "
-            "step net(x) was not called in training mode with gradients enabled, or no backward came to its outputs. "
-            "Before every step(), call the compiled module, net(x) and not the model it was made of, and backward() on "
-            f"a loss of its outputs{evaluating(state.net)}"
-        )
+        raise without_batch(state.net, f"{rule.written} checks the length of this step")
     # The loss does not depend on the outputs of a forward without gradients.
     trained = [forward for forward in seen.observed if forward.gradients] or seen.observed
     batch = BatchLoss(

@@ -191,6 +191,18 @@ def test_derivatives_outside_of_a_forward_without_a_loss_are_right() -> None:
     assert told(net, loss) == []
 
 
+def test_a_penalty_on_gradients_of_parameters_has_no_derivatives_by_inputs() -> None:
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Residuals().u, (INSIDE,), loss="mse"), INSIDE.detach().clone()
+
+    def loss() -> Tensor:
+        value = F.mse_loss(net(x), x.sin())
+        gradients = torch.autograd.grad(value, list(net.parameters()), create_graph=True)
+        return value + 0.1 * sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
+
+    assert told(net, loss) == []
+
+
 def test_a_backward_that_makes_a_graph_is_no_derivative_of_the_outputs() -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(Residuals().u, (INSIDE,), loss="mse")
