@@ -21,6 +21,7 @@ from .errors import ApproximationError, LinkError, RegistrationError, nearest, t
 from .graphs.labels import Edge, entries
 from .graphs.operations import op_name
 from .ir import GENERIC, WANTED, Program, Registration
+from .layers import LAYERS, Layer
 from .users_code import where
 
 # --- declarations -----------------------------------------------------------------------------------------------------
@@ -222,15 +223,31 @@ def wrong_count(name: str, registration: Registration, used: Edges, registered: 
     return "\n".join(lines)
 
 
+NOWHERE = (
+    "the layer {!r} of layers=[...] is nowhere in the graph: no operation has its form, with parameters that its "
+    "layouts fit. `kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
+)
+
+
+def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
+    """The user's layers that no use has, and that no reason speaks of."""
+    used = {use.layer for registration in program.registrations for use in registration.uses}
+    reasons = [registration.reason or "" for registration in program.registrations]
+    told = " ".join([*reasons, *map(str, program.dropped)])
+    mine = [name for name, layer in layers.items() if LAYERS.get(name) is not layer and not layer.parts]
+    return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]
+
+
 def refuse_generic(program: Program) -> None:
     generic = [
         registration for registration in program.registrations if registration.generic and registration.reason != WANTED
     ]
     if generic:
         rows = [(", ".join(registration.parameters), registration.reason or "") for registration in generic]
+        absent = "".join(f"\nBesides, {NOWHERE.format(name)}." for name in unmatched(program.layers, program))
         raise RegistrationError(
             f"{len(generic)} of {len(program.parameters)} trainable parameters are in no structured Fisher block:\n"
             f"{table(rows)}\n"
             "Let them be generic with compile(..., strict=False), declare a layer of their form with layers=[...], "
-            "or freeze them with requires_grad_(False)."
+            f"or freeze them with requires_grad_(False).{absent}"
         )

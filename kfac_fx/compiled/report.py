@@ -47,11 +47,11 @@ from kfac_fx.compiled.text import (
     table_lines,
     wrap,
 )
+from kfac_fx.passes.check import NOWHERE, unmatched
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
-from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.captures import CompileArguments, without_loss
 from kfac_fx.recording.case_gradients import CaseRecorder
@@ -91,7 +91,7 @@ class Report:
 
     Args:
         program: the result of the last pass.
-        counters: the numbers of events since, such as {"skipped updates": 0}; called whenever the report is shown.
+        counters: the numbers of events since, such as {"skipped steps": 0}; called whenever the report is shown.
         fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
         intervals: how often the optimizer records and inverts; called whenever the report is shown.
         unnamed: whether no loss is known.
@@ -575,12 +575,7 @@ def fallbacks(
     captures: of all kinds of calls so far. cases: the recorders of gradients of single examples.
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
-    sentences += [
-        f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form, with "
-        "parameters that its layouts fit. "
-        "`kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
-        for name in unmatched(arguments.layers, program)
-    ]
+    sentences += [NOWHERE.format(name) for name in unmatched(arguments.layers, program)]
     for capture in captures:
         if capture.loop_reason is not None:
             sentences.append(f"sources of the exact modes are sent back one by one: {capture.loop_reason}")
@@ -606,15 +601,6 @@ def fallbacks(
         for key, reason in apart.items()
     ]
     return list(dict.fromkeys(sentences))
-
-
-def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
-    """The user's layers that no use has, and that no reason speaks of."""
-    used = {use.layer for registration in program.registrations for use in registration.uses}
-    reasons = [registration.reason or "" for registration in program.registrations]
-    told = " ".join([*reasons, *map(str, program.dropped)])
-    mine = [name for name, layer in layers.items() if LAYERS.get(name) is not layer and not layer.parts]
-    return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

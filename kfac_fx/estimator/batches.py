@@ -55,6 +55,19 @@ def as_batch(batch: Any) -> Batch:
     )
 
 
+def refuse_one_pair(batches: Any) -> None:
+    """Raises TypeError for (inputs, targets) instead of batches: two tensors of as many rows, and of different rows."""
+    if not (isinstance(batches, tuple) and len(batches) == 2 and all(isinstance(part, Tensor) for part in batches)):
+        return
+    inputs, targets = batches
+    same_rows = (inputs.dtype, inputs.shape[1:]) == (targets.dtype, targets.shape[1:])
+    if inputs.ndim and targets.ndim and len(inputs) == len(targets) and not same_rows:
+        raise TypeError(
+            f"fit_spectrum takes batches, and this is one, {as_read(as_batch(batches))}: write fit_spectrum(net, [(x, "
+            "y)]), or pass a DataLoader."
+        )
+
+
 def as_read(batch: Batch) -> str:
     """How a batch was understood, for errors: `net(float32 [50, 8], mask=bool [50]) with targets int64 [50]`."""
     arguments = [*map(described, batch.args), *(f"{name}={described(value)}" for name, value in batch.kwargs.items())]

@@ -176,10 +176,14 @@ def refuse_other_making(
     rows = table([(name, OTHER.format(saved[name], here[name])) for name in others])
     text = f"{str(folder)!r} has {what} of other {listed}:\n{rows}\n"
     if not allowed:
-        raise ValueError(
-            f"{text}Its numbers are not those of this net. Load the weights and name the loss that it was made with, "
-            "or pass any_weights=True, which takes it as it is."
-        )
+        remedies = {
+            "weights": "load the weights that it was made with",
+            "loss": "name the loss that it was made with",
+            "data": "pass the batches that it was made of, of the same sizes and in the same order",
+        }
+        of_net = "" if others == ["data"] else "Its numbers are not those of this net. "
+        remedy = ", ".join(remedies[name] for name in others)
+        raise ValueError(f"{text}{of_net}{remedy.capitalize()}; or pass any_weights=True, which takes {what} as it is.")
     warn_user(UserWarning(f"{text}It is taken as it is, because any_weights=True."))
 
 

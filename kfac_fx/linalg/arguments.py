@@ -67,11 +67,18 @@ a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def choice(
-    name: str, value: object, known: Iterable[str], error: type[ValueError] = ValueError, meant: str | None = None
+    name: str,
+    value: object,
+    known: Iterable[str],
+    error: type[ValueError] = ValueError,
+    meant: str | None = None,
+    otherwise: str = "",
 ) -> str:
     """The value, if it is one of the names that are known.
 
-    meant: the name that somebody who writes this value means; None: the nearest one.
+    Args:
+        meant: the name that somebody who writes this value means; None: the nearest one.
+        otherwise: the end of the message where no name is near.
 
     Raises `error` for anything else, with the name that is meant and with all of them.
     """
@@ -79,7 +86,7 @@ def choice(
     if isinstance(value, str) and value in names:
         return value
     hint = f" Did you mean {meant!r}?" if meant else nearest(value, names)
-    raise error(f"{name} {value!r} is none of {', '.join(map(repr, names))}.{hint}")
+    raise error(f"{name} {value!r} is none of {', '.join(map(repr, names))}.{hint or otherwise}")
 
 
 def whole_number(least: int, of: str) -> Callable[[str, Any], None]:

@@ -42,6 +42,15 @@ MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synony
     synonym: name for name, kind in DISTRIBUTIONS.items() for synonym in kind.synonyms
 }
 
+UNNAMED = (
+    " For another loss leave loss= out, and the factors are those of the gradients that training sends back; or pass "
+    "the class of a distribution that is near it, see the page on losses of your own."
+)
+SEVERAL = (
+    "For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
+    "kfac_fx.losses.Normal(outputs[1]))]: a number in front of a loss is its coefficient"
+)
+
 
 @dataclass(frozen=True)
 class RowsOfLoss:
@@ -567,7 +576,8 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             of_torch = SHORT[spec]
             fixed = not of_torch.averages_elements  # else the coefficient depends on the sizes of the output
             return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch)
-        choice("loss", spec, NAMES, LossError, MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss")))
+        meant = MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss"))
+        choice("loss", spec, NAMES, LossError, meant, otherwise=UNNAMED)
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         if spec.written:
@@ -581,7 +591,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
     if isinstance(spec, (type, LossFunction)) and not name_in_torch(spec) or not callable(spec):
         raise LossError(
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
-            "such as lambda logits: kfac_fx.losses.Categorical(logits)"
+            f"such as lambda logits: kfac_fx.losses.Categorical(logits). {SEVERAL}"
         )
     if trained := name_in_torch(spec):
         known = OF_TORCH.get(trained, "")
@@ -687,7 +697,7 @@ def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
             "net(x). A coefficient is a number, as in (0.5, kfac_fx.losses.Normal(outputs))"
         )
     if not isinstance(loss, LossFunction):
-        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
+        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses. {SEVERAL}")
     if not 0 < coefficient < math.inf:
         raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive and finite")
     return float(coefficient), loss

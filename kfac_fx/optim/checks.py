@@ -116,8 +116,8 @@ class Check:
 
 
 class StalledWarning(UserWarning):
-    """A training leads nowhere: checks shorten all steps or undo them, steps cannot be made, change no parameter, or
-    diverge."""
+    """A training leads nowhere: checks shorten all steps or undo them, or steps cannot be made, have no gradients,
+    change no parameter, or diverge."""
 
 
 @dataclass

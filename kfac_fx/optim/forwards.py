@@ -62,11 +62,17 @@ class Forwards:
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
     batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
+    has_learned_inputs: bool = False  # an input of a forward before the first step requires a gradient
+    derived: bool = False  # before the first step the user took derivatives of outputs, to train with them
+    differentiable: bool = False  # the present backward makes a graph
+    stepped: bool = False  # no backward has begun since the last step
+    adds: bool = False  # the backwards since the last step have added to the gradients of before
+    added: int | None = 0  # steps in a row whose gradients were added to those of the step before; None: not counted
 
     def __post_init__(self) -> None:
         net = self.net  # not `self`, which a graph would keep
         self.left = LeftGradients(lambda: (parameter for _, parameter in net.named_parameters()))
-        self.begins = weakly(self.backward_begins)
+        self.begins, self.ends = weakly(self.backward_begins), weakly(self.backward_ends)
 
     @property
     def mode_is_known(self) -> bool:
@@ -101,7 +107,7 @@ class Forwards:
                 self.gradients_zeroed()
             seen.add_up(self.lenient)
         seen.forwards += 1
-        self.batch, batch = None, MicroBatch(Backward(self.begins, self.left.note))
+        self.batch, batch = None, MicroBatch(Backward(self.begins, self.ends))
         measured = schedule.adapting or schedule.checking
         if measured or not self.checked:
             self.before = batch.start = RandomState.now(self.devices)
@@ -134,6 +140,7 @@ class Forwards:
 
     def close(self) -> None:
         """At the beginning of a step: keep the forwards that are a part of it."""
+        self.count_added()
         self.seen.close(self.lenient)
 
     def note_taken(self) -> None:
@@ -203,22 +210,54 @@ class Forwards:
         if self.schedule.checking:
             precision = CheckPrecision.of_call(self.recorder, args, kwargs)
             batch.observed = ObservedForward.of(self.recorder, args, kwargs, outputs, precision)
+        if not self.checked:
+            leaves = results.tree_leaves((args, kwargs))
+            self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if not self.checked and self.before is not None:
             batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
 
     def gradients_zeroed(self) -> None:
         if not self.paused:
             self.zeroed = True
+            self.added = None if self.schedule.counter else self.added
             self.seen.gradients_zeroed()
 
     def backward_begins(self, number: int) -> None:
         """Called before a backward has computed any gradient."""
+        self.differentiable = torch.is_grad_enabled()  # create_graph=True
         if self.seen.trained_before(number) and self.left.are_zeroed():
             self.zeroed = True
             self.seen.gradients_zeroed(number)
+        if self.stepped and self.added is not None:
+            if self.left.are_zeroed():
+                self.added = None  # this user zeroes gradients
+            else:
+                self.left.begin()
+        self.stepped = False
+
+    def backward_ends(self) -> None:
+        """Called behind a backward."""
+        self.adds |= self.left.note()
+        by_inputs = self.differentiable and self.has_learned_inputs
+        self.derived |= by_inputs and not self.checked and self.left.first is None
+
+    def count_added(self) -> None:
+        """At the beginning of a step. Warns at the second of two whose gradients were added to those before."""
+        self.added = None if self.added is None else self.added + self.adds
+        self.adds = False
+        if self.added == 2:
+            self.added = None
+            warn_user(
+                RuntimeWarning(
+                    "the gradients of this step were added to those of the steps before it, because no gradient was "
+                    "zeroed between them: write optimizer.zero_grad() before every backward() that begins a step. If "
+                    "steps are meant to have the gradients of earlier batches, too, nothing is wrong."
+                )
+            )
 
     def forget(self) -> None:
         """Ignore the forwards since the last step."""
+        self.stepped = True
         self.seen = MicroBatches()
         self.recorder = self.batch = None
 
@@ -271,6 +310,7 @@ class Forwards:
             value=value,
             in_training=self.estimator.records_in_training,
             recorded=float(sum(batch.cases for batch in self.seen.pending)),
+            derived=self.derived and not self.net.knows_no_loss,
         )
         self.checked, self.before = True, None
 
@@ -353,6 +393,20 @@ PART_ONLY = (
     "were forwards and gradients before it. Write step(closure, evaluate=...) with a closure that returns the mean "
     "loss over all micro-batches"
 )
+
+
+def without_batch(net: CompiledModule, purpose: str) -> RuntimeError:
+    """The error for a step that needs its batch, and has none. purpose: the beginning of a sentence, "... with it"."""
+    return RuntimeError(
+        f"{purpose} with the batch of the step, and has none: since the last step net(x) was not called in training "
+        "mode with gradients enabled, or no backward came to its outputs. Before every step(), call the compiled "
+        f"module, net(x) and not the model it was made of, and backward() on a loss of its outputs{evaluating(net)}"
+    )
+
+
+def evaluating(net: CompiledModule) -> str:
+    """The end of an error about forwards that were not recorded."""
+    return "" if net.training else ". The net is in evaluation mode now: write net.train()"
 
 
 @contextmanager

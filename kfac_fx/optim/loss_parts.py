@@ -17,7 +17,7 @@ from kfac_fx.losses.distributions import Categorical, LossFunction
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.recorder import Recorder
 
-ONE_WEIGHT = 1e-2  # of weights, relative; weights on purpose are further apart
+ONE_WEIGHT = 5e-2  # of weights, relative; label smoothing of rows that fit moves them by 2e-2, those on purpose more
 ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
 CERTAIN = 0.999  # a probability
 SMALL = 0.1  # a part of the gradient that is not worth a warning

@@ -4,8 +4,9 @@ K-FAC divides the gradient of one loss by the curvature of another. A factor bet
 batch instead of a mean, is therefore a factor of every step. The gradient that the user's backward sends into the
 Fisher's outputs shows the factor, and is watched from the forward on (`watch`). For every registered loss there are
 targets that fit this gradient best. If it is a multiple of that loss's own gradient, the multiple is the factor of the
-trained loss (`factors`). Other terms of the user's loss, such as a penalty on parameters, do not pass through these
-outputs. If no targets fit, for example with label smoothing, there is no warning.
+trained loss (`factors`). Residuals, whose gradient is a multiple of the outputs, have targets of zero. Other terms of
+the user's loss, such as a penalty on parameters, do not pass through these outputs. If no targets fit, for example with
+label smoothing, there is no warning.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ PROPORTIONAL = 1e-3  # relative error of a gradient that is a multiple of anothe
 SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
+SMOOTHED = 0.7  # the least part of a target that label smoothing leaves, for all that people write
+RESIDUALS = 4  # numbers that are not a multiple of others by chance
 TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
 CERTAINTY = 1e-7  # of the length of a gradient, for the root of the mean squared length of those of sampled targets
 LISTED_PARAMETERS = 8  # parameters that a warning names
@@ -54,9 +57,18 @@ WHY = (
 )
 
 
+DERIVATIVES_OUTSIDE = (
+    "the trained loss has derivatives of the outputs, which torch.autograd.grad(..., create_graph=True) takes outside "
+    "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. If "
+    "they are a small part of the loss, such as a penalty, nothing is wrong. Else compute them in forward and return "
+    "the residuals, as in loss=lambda residuals: [kfac_fx.losses.Normal(residual) for residual in residuals]; or leave "
+    "loss= out, and the factors are those of the gradients that training sends back."
+)
+
+
 class LossScaleWarning(UserWarning):
     """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
-    it, or reaches other parameters."""
+    it, has derivatives of the outputs, or reaches other parameters."""
 
     __module__ = "kfac_fx"
 
@@ -361,6 +373,8 @@ class LossFactor:
     spec: object  # the origin of the loss
     sure: bool = True  # not a number that only agrees with other forwards tell
     given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
+    of: int = 1  # the number of registered losses
+    unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
 
 
 def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
@@ -384,8 +398,12 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             continue
         if loss.targets is None:
             targets = loss.targets_behind(gradient)
-            if targets is None and isinstance(loss, Normal) and bool((gradient != 0).all()):  # all of them are trained
-                unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec)
+            if targets is None and isinstance(loss, Normal) and are_residuals(loss.inputs.detach(), gradient):
+                targets = torch.zeros_like(gradient)
+            elif (
+                targets is None and isinstance(loss, Normal) and bool((gradient != 0).all())
+            ):  # all of them are trained
+                unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec, of=len(weighted))
                 squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
             if targets is None:
                 rest = rest if isinstance(loss, Normal) else None
@@ -408,7 +426,17 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             whole = round(cases / watched.part)
             of_cases = float(weight) if isinstance(registered, Tensor) else registered
             known.append(
-                LossFactor(multiple / watched.part, loss, of_cases, whole, with_targets, spec, given=watched.is_given)
+                LossFactor(
+                    multiple / watched.part,
+                    loss,
+                    of_cases,
+                    whole,
+                    with_targets,
+                    spec,
+                    given=watched.is_given,
+                    of=len(weighted),
+                    unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
+                )
             )
     told = factors_of_squares([of for of, _ in squares], rest, parts)
     if told is not None:
@@ -452,9 +480,37 @@ def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None
     if not size or not bool(d.isfinite().all()) or not float(d.norm()):
         return None
     factor = float(d @ r) / size
-    rounding = max(PROPORTIONAL, *(16 * torch.finfo(gradient.dtype).eps for gradient in arrived))
     apart = float((d - factor * r).norm())
-    return factor if factor > 0 and apart <= rounding * float(d.norm()) else None
+    return factor if factor > 0 and apart <= rounding_of(arrived) * float(d.norm()) else None
+
+
+def rounding_of(gradients: Sequence[Tensor]) -> float:
+    """The relative error of a gradient that is a multiple of another."""
+    return max(PROPORTIONAL, *(16 * torch.finfo(gradient.dtype).eps for gradient in gradients))
+
+
+def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
+    """Whether the targets of a squared error are zero, because its gradient is a multiple of the outputs.
+
+    Other targets t would have to be a multiple of the outputs m, as where both are constants: m varies.
+    """
+    numbers = outputs.double().flatten()
+    if numbers.is_complex() or numbers.numel() < RESIDUALS:
+        return False
+    varies = float((numbers - numbers.mean()).norm()) > SCALE_TOLERANCE * float(numbers.norm())
+    return varies and ratio([gradient], [outputs]) is not None
+
+
+def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
+    """How far the predictions p of a Categorical loss are from uniform, relative to its gradient p - t.
+
+    For predictions that are uniform, label smoothing by s has the gradient of 1 - s times the loss.
+    """
+    if not isinstance(loss, Categorical):
+        return math.inf
+    counted = of_sum.any(-1, keepdim=True)  # not those of ignored targets
+    deviation = torch.where(counted, loss.inputs.detach().softmax(-1) - 1 / loss.inputs.shape[-1], 0)
+    return float(deviation.norm()) / max(float(of_sum.norm()), torch.finfo(of_sum.dtype).tiny)
 
 
 def part_with_targets(loss: LossFunction) -> float:
@@ -474,6 +530,7 @@ def check_scale(
     value: float | None,
     in_training: bool,
     recorded: float | None = None,
+    derived: bool = False,
 ) -> None:
     """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
 
@@ -484,10 +541,12 @@ def check_scale(
         value: of the whole loss, if known.
         in_training: the statistics come from the gradients of that backward, as they are.
         recorded: the number of cases that these statistics count.
+        derived: the loss has derivatives of the outputs, which the user took outside of forward.
     """
     used = [forward for forward in watched if forward.gradients]
     with torch.enable_grad():
-        lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
+        lines = [DERIVATIVES_OUTSIDE] if derived else []
+        lines += [line for forward in used[:1] for line in misplaced_classes(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
         roots = Counter(root for forward in used for root in forward.roots)
@@ -511,10 +570,11 @@ def check_scale(
             lines += counted_without_target(multiple, of_loss, recorded)
         if multiple is None or is_right(multiple, of_loss):
             continue
+        if may_be_smoothing(multiple, of_loss):
+            continue
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
-            several = sum(type(of[0].loss) is type(of_loss[0].loss) for of in zip(*each, strict=True)) > 1
-            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction, several))
+            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
     with torch.enable_grad():
         lines += untrained(used)
     if lines:
@@ -555,6 +615,11 @@ def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * most
 
 
+def may_be_smoothing(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
+    """Whether label smoothing has this gradient, too: predictions are uniform as far as roundings tell."""
+    return SMOOTHED <= multiple < 1 and all((1 - multiple) * factor.unevenness <= 1 for factor in of_loss)
+
+
 def counted_without_target(multiple: float, of_loss: Sequence[LossFactor], recorded: float) -> list[str]:
     """The line of the warning, for statistics of the trained loss's gradients that count cases without a target, which
     its mean does not: the gradients are multiplied by all cases before they are squared."""
@@ -582,14 +647,9 @@ def is_power_of_two(multiple: float) -> bool:
     return power > 0 and abs(multiple / 2**power - 1) < PROPORTIONAL
 
 
-def advice(
-    multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str, several: bool = False
-) -> str:
-    """The line of the warning: the multiple, its usual cause, and the code to write instead.
-
-    several: several losses of this distribution have a factor that is known, so the shape tells which it is.
-    """
-    loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
+def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
+    """The line of the warning: the multiple, its usual cause, and the code to write instead."""
+    loss, elements, several = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases, factor.of > 1
     name, weight = type(loss).__name__, factor.coefficient * multiple
     variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
     register = (

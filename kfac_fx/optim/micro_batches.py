@@ -40,11 +40,23 @@ class LeftGradients:
         self.parameters = parameters
         self._first: weakref.ref[Tensor] | None = None
         self._version = 0
+        self._before: tuple[weakref.ref[Tensor], int] | None = None  # as `_first` and `_version`, see `begin`
 
-    def note(self) -> None:
-        """At the end of a backward."""
-        first = next((p.grad for p in self.parameters() if p.grad is not None), None)
+    def begin(self) -> None:
+        """At the beginning of a backward that `note` is asked about."""
+        first = self.first
+        self._before = None if first is None else (weakref.ref(first), version(first))
+
+    def note(self) -> bool:
+        """At the end of a backward. Returns whether it has added to the gradients that were there at `begin`."""
+        first, before = self.first, self._before
         self._first, self._version = (None, 0) if first is None else (weakref.ref(first), version(first))
+        self._before = None
+        return first is not None and before is not None and before[0]() is first and before[1] != self._version
+
+    @property
+    def first(self) -> Tensor | None:
+        return next((p.grad for p in self.parameters() if p.grad is not None), None)
 
     @torch.no_grad()
     def are_zeroed(self) -> bool:
@@ -64,13 +76,13 @@ def nothing(*_: Any) -> None:
     """There is no listener."""
 
 
-def weakly(method: Callable[[int], None]) -> Callable[[int], None]:
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """The method as long as its object is there, which the function does not keep."""
     reference = weakref.WeakMethod(method)
 
-    def call(number: int) -> None:
+    def call(*args: int) -> None:
         if (bound := reference()) is not None:
-            bound(number)
+            bound(*args)
 
     return call
 

@@ -434,15 +434,24 @@ class KFAC(Optimizer, Joinable):
 
     @property
     def damping(self) -> Tensor:
-        """λ, 0-dim; assigning a number or a tensor writes into it. Raises ValueError for a number that is not positive.
+        """λ, 0-dim; assigning a number or a tensor writes into it. It is 0 in rules without it, such as the default.
 
         A tensor is not read, because the host would wait for it.
+
+        Raises ValueError for a number that is not positive, and for rules without λ.
         """
         return self._step_state.damping
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
         one_element("damping", value) if isinstance(value, Tensor) else positive("damping", value)
+        rule = self.options.rule
+        if rule.side_damping is not None and not rule.first_damping:
+            raise ValueError(
+                f"{rule.written} has no damping to change: sides of blocks are damped by {rule.side_damping:g} of "
+                "their mean eigenvalue, the option relative_damping. For shorter steps write a smaller lr in "
+                "optimizer.param_groups; for a damping of your own, make the optimizer with KFAC(net, damping=...)"
+            )
         self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
 
     @property

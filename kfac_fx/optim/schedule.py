@@ -401,8 +401,10 @@ class Schedule:
         cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
         if self.overhead <= rule.overhead:
             return [f"{cost}, at most the stated {rule.overhead:.0%}"]
-        longest = f"statistics every {rule.longest.statistics} and checks every {rule.longest.checks} steps"
-        return [f"{cost}, above the stated {rule.overhead:.0%}: no longer intervals are chosen than {longest}"]
+        least = (
+            f"statistics at every {rule.longest.statistics}th step at least and checks at every {rule.longest.checks}th"
+        )
+        return [f"{cost}, more than the stated {rule.overhead:.0%}, because {least} are due in any case"]
 
     @property
     def adapting(self) -> bool:

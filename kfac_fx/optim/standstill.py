@@ -27,9 +27,9 @@ from kfac_fx.passes.errors import plural
 from kfac_fx.passes.users_code import warn_user
 
 EVERY = 100  # steps from look to look
-STILL = 3  # looks in a row that see no parameter move, for a warning
+STILL = 3  # looks in a row that see no parameter move, or steps in a row without a gradient, for a warning
 GROWN, DIVERGED = 10.0, 1e6  # times the first look's, for a warning: |g| and |θ| each, and their product
-KINDS = ("failed", "still", "diverged")  # of warnings
+KINDS = ("failed", "still", "diverged")  # of warnings that looks give
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
 UPDATE = "the update is not finite, or so long that its square is not"
 NO_CASES = "no statistics came of the batch, as of one without cases"
@@ -86,6 +86,7 @@ class StandstillWatch:
         first: those of the first look with finite ones that are not zero.
         unread: looks by the steps before and after, with the causes that they tell apart.
         told: the kinds of warnings that were given.
+        without_gradient: the number of steps in a row, up to the last one, in which no parameter had a gradient.
     """
 
     tried: int = 0
@@ -98,17 +99,30 @@ class StandstillWatch:
     first: Tensor | None = None
     unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
+    without_gradient: int = 0
 
     def begin(self, parameters: Iterable[Tensor], unchecked: bool) -> None:
         """Before a step; parameters: with a gradient. unchecked: no check of the rule would see that it diverges."""
         self.tried += 1
-        self.before = None
+        self.before, self.without_gradient = None, 0
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
             self.read(*self.unread.pop(0))
-        if len(self.told) < len(KINDS) and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
+        if not self.told.issuperset(KINDS) and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
             shards = [(shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None]
             self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
             self.sizes = size_of(shards) if unchecked else None
+
+    def note_without_gradient(self) -> None:
+        """Count a step in which no parameter has a gradient; it changes nothing."""
+        self.without_gradient += 1
+        if self.without_gradient == STILL:
+            self.tell(
+                "no gradient",
+                f"{STILL} steps in a row changed nothing, because no parameter had a gradient when step() was called. "
+                "Usual causes are a step() before the backward(), a zero_grad() between them, a forward under "
+                "torch.no_grad(), and a loss that does not depend on the outputs of net(x). Write "
+                "optimizer.zero_grad(), loss = ... of net(x), loss.backward(), optimizer.step(), in this order.",
+            )
 
     def moved(self, like: Tensor) -> Tensor:
         """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""

@@ -19,7 +19,7 @@ from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim import bases
 from kfac_fx.optim.checks import Checks, StepSize
 from kfac_fx.optim.curvature import JacobianProducts, exact_products
-from kfac_fx.optim.forwards import Forwards
+from kfac_fx.optim.forwards import Forwards, without_batch
 from kfac_fx.optim.groups import FlatParameters, Vectors, first_order_update
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import BlockStep, Memory
@@ -129,10 +129,7 @@ class StepState:
         """
         calls = self.forwards.seen.calls
         if not calls:
-            raise RuntimeError(
-                f"{self.options.rule.written} computes with the step's batch, and net(x) was not called in training "
-                "mode with gradients enabled since the last step, or no backward came to its outputs"
-            )
+            raise without_batch(self.net, f"{self.options.rule.written} computes this step")
         return exact_products(
             self.net,
             calls,
@@ -162,8 +159,8 @@ class StepState:
         return {
             "steps": self.schedule.counter,
             "skipped steps": int(self.skipped),
-            "skipped updates": sum(block.updates for block in failures),
-            "inverses kept from before": sum(block.decompositions for block in failures),
+            "skipped statistics": sum(block.updates for block in failures),
+            "failed decompositions": sum(block.decompositions for block in failures),
         }
 
     def intervals(self) -> list[str]:

@@ -23,6 +23,7 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import divided_like, shard
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
+from kfac_fx.optim.forwards import evaluating, without_batch
 from kfac_fx.optim.groups import OF_GROUPS, FlatParameters, Group
 from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
@@ -37,13 +38,15 @@ from kfac_fx.passes.users_code import warn_user
 UNRECORDED = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
     "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
-    "enabled. Where a trainer calls the model itself, write kfac_fx.compile(model, ..., in_place=True)"
+    "enabled. Other methods of the model record nothing, as in net.loss(x): let forward compute their results. Where a "
+    "trainer calls the model itself, write kfac_fx.compile(model, ..., in_place=True)"
 )
 UNRECORDED_IN_PLACE = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: {model} is "
     "compiled in place, and was not called itself in training mode and with gradients enabled. Calls of its parts "
     "record nothing, such as those in the training_step of a LightningModule: compile the module that is called, as in "
-    "kfac_fx.compile(self.model, ..., in_place=True)"
+    "kfac_fx.compile(self.model, ..., in_place=True). Neither do those of torch.compile(model), which traces past the "
+    "recording: write kfac_fx.compile(torch.compile(model), ..., in_place=True) and call net(x)"
 )
 
 
@@ -61,6 +64,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     in_blocks, others = state.vectors.of(groups, states)
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not due.burning_in:
+        if any(parameter.requires_grad for group in groups for parameter in group["params"]):
+            state.standstill.note_without_gradient()
         return
     if not (forwards.seen.forwards or schedule.counter or estimator.recorded):
         if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
@@ -145,9 +150,8 @@ def look_at(
 
 
 def nothing_recorded(net: CompiledModule) -> FactorNotReady:
-    return FactorNotReady(
-        UNRECORDED_IN_PLACE.format(model=class_of(net.model).__name__) if net.in_place else UNRECORDED
-    )
+    text = UNRECORDED_IN_PLACE.format(model=class_of(net.model).__name__) if net.in_place else UNRECORDED
+    return FactorNotReady(text + evaluating(net))
 
 
 def check_processes(state: StepState, groups: Sequence[Group]) -> None:
@@ -231,10 +235,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
     """Raises RuntimeError if there was no forward to check with."""
     seen = state.forwards.seen
     if not seen.observed:
-        raise RuntimeError(
-            f"{rule.written} checks its step size with the step's batch, and net(x) was not called in training mode "
-            "with gradients enabled since the last step, or no backward came to its outputs"
-        )
+        raise without_batch(state.net, f"{rule.written} checks the length of this step")
     # The loss does not depend on the outputs of a forward without gradients.
     trained = [forward for forward in seen.observed if forward.gradients] or seen.observed
     batch = BatchLoss(

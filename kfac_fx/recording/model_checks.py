@@ -40,9 +40,17 @@ def compiled(name: str, value: Any) -> None:
     """A check of KFAC's `net`."""
     refuse_wrapped(value, "KFAC")
     if not is_compiled(value):
+        of_trainer = (
+            ""
+            if isinstance(value, nn.Module)
+            else (
+                ". If a trainer makes the optimizer, give it a function that compiles the model and returns KFAC(net), "
+                "see the page on training loops of others"
+            )
+        )
         raise ValueError(
-            f"KFAC needs a compiled module and got a {type(value).__name__}: "
-            "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net instead of model"
+            f"KFAC needs a compiled module and got a {type(value).__name__}: write net = kfac_fx.compile(model, ...) "
+            f"and KFAC(net), and call net instead of model{of_trainer}"
         )
 
 

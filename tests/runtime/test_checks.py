@@ -166,7 +166,7 @@ def test_a_check_without_a_forward_says_what_is_missing(kind: str) -> None:
     step(net, opt, 0)
     opt.zero_grad()
     F.cross_entropy(net.model(x), y).backward()
-    with pytest.raises(RuntimeError, match="momentum_type='" + kind + "' checks its step size with the step's batch"):
+    with pytest.raises(RuntimeError, match="momentum_type='" + kind + "' checks the length of this step with"):
         opt.step()
 
 

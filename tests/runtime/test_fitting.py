@@ -281,6 +281,23 @@ def test_wrong_parts_and_batches_are_refused() -> None:
         TypeError, match=r"fit_spectrum takes a compiled module, and got a [A-Z]\w+: write net = kfac_fx"
     ):
         fit_spectrum(net.model, batches)  # type: ignore[arg-type]
+    x, y = torch.randn(4, 3), torch.arange(4)
+    with pytest.raises(TypeError) as error:
+        fit_spectrum(net, (x, y))
+    assert str(error.value) == (
+        "fit_spectrum takes batches, and this is one, net(float32 [4, 3]) with targets int64 [4]: write "
+        "fit_spectrum(net, [(x, y)]), or pass a DataLoader."
+    )
+
+
+def test_a_tuple_of_two_batches_is_two_batches() -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(torch.nn.Linear(3, 2), loss="categorical")
+    two = torch.randn(2, 4, 3)
+    of_tuple, of_list = (fit_spectrum(net, batches, mode="exact") for batches in (tuple(two), list(two)))
+    vector = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    for name, product in of_tuple.multiply(vector).items():
+        assert torch.equal(product, of_list.multiply(vector)[name])
 
 
 @pytest.mark.parametrize("approximation", ["kron_sua", "kron"])

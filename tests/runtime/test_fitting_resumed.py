@@ -98,8 +98,12 @@ def test_a_fit_does_not_go_on_with_other_batches(fit: Fit, tmp_path: Path) -> No
     fit_spectrum(net, batches, **options)
     with pytest.raises(
         ValueError, match=r"has a spectrum of other data:\n  data  is '\w+' in the folder, and '\w+' here"
-    ):
+    ) as error:
         load_spectrum(net, tmp_path, batches=other)
+    assert str(error.value).splitlines()[-1] == (
+        "Pass the batches that it was made of, of the same sizes and in the same order; or pass any_weights=True, "
+        "which takes a spectrum as it is."
+    )
     with pytest.warns(UserWarning, match=r"(?s)of other data:.*because any_weights=True"):
         load_spectrum(net, tmp_path, batches=other, any_weights=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -218,7 +219,7 @@ def test_the_advice_names_the_usual_cause_and_the_code() -> None:
     assert "the step has 2 forwards" in advice(2.0, collection, 8, 2, "mean")
     assert advice(3.0, collection, 8, 1, "mean").endswith("register it on a LayerCollection with coeff=3.")
     assert advice(3.0, told(8.0), 8, 1, "mean").endswith("let forward multiply its loss by 3.")
-    several = advice(3.0, spec, 8, 1, "mean", several=True)
+    several = advice(3.0, replace(spec, of=2), 8, 1, "mean")
     assert "Categorical loss of [8, 3] over its" in several
     assert several.endswith("give it the coefficient of (3, kfac_fx.losses.Categorical(...)) in loss=.")
     assert advice(3.0, spec, 8, 1, "mean").endswith("loss=lambda outputs: (3, kfac_fx.losses.Categorical(outputs)).")
@@ -250,7 +251,8 @@ def test_a_squared_error_s_value_is_not_compared_with_a_part_of_its_cases(
     cases: int | None, part: float, told: list[float]
 ) -> None:
     forward = watched_of(lambda outputs: Normal(outputs, var=0.5), LOGITS, cases, part)
-    forward.take(0, LOGITS)
-    seen = LOGITS[:cases]
+    gradient = LOGITS.flip(0)  # no multiple of the outputs, as that of residuals is
+    forward.take(0, gradient)
+    seen = gradient[:cases]
     value = float(seen.square().sum()) * 0.5 * len(seen) / (2 * 0.5)  # a factor of a half
     assert [factor.multiple for factor in factors(forward, value)] == pytest.approx(told)

@@ -119,6 +119,34 @@ def test_something_that_is_no_loss_is_refused() -> None:
             loss_from(wrong)  # type: ignore[arg-type]
 
 
+def test_losses_of_several_outputs_have_their_form_in_the_error() -> None:
+    form = (
+        ". For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
+        "kfac_fx.losses.Normal(outputs[1]))]: a number in front of a loss is its coefficient"
+    )
+    for wrong in (["mse"], ("mse", X), (Normal(X), 0.5), "mse"):
+        with pytest.raises(LossError, match="the function given as loss returned a (str|tuple|float)") as error:
+            loss_from(lambda outputs, wrong=wrong: wrong)(X)
+        assert str(error.value).endswith(form)
+    with pytest.raises(LossError) as error:
+        loss_from({"kind": "categorical", "box": "mse"})  # type: ignore[arg-type]
+    assert str(error.value).endswith(form)
+
+
+def test_a_name_that_is_like_no_other_has_two_ways_on() -> None:
+    ways = (
+        ". For another loss leave loss= out, and the factors are those of the gradients that training sends back; or "
+        "pass the class of a distribution that is near it, see the page on losses of your own."
+    )
+    for name in ("l1", "poisson"):
+        with pytest.raises(LossError) as error:
+            loss_from(name)
+        assert str(error.value).endswith(ways)
+    with pytest.raises(LossError) as error:
+        loss_from("crossentropy")
+    assert str(error.value).endswith(" Did you mean 'cross_entropy'?")
+
+
 @pytest.mark.parametrize("outputs", [{"logits": X}, (X, X), 3])
 def test_a_named_loss_says_how_to_choose_an_output(outputs: Any) -> None:
     with pytest.raises(

@@ -263,7 +263,7 @@ def test_the_quadratic_model_needs_the_batch() -> None:
     opt.zero_grad()
     backward(net.model, 1)
     with pytest.raises(
-        RuntimeError, match=r"momentum_type='qmodel' computes with the step's batch, and net\(x\) was not"
+        RuntimeError, match=r"momentum_type='qmodel' computes this step with the batch of the step, and has none"
     ):
         opt.step()
 

@@ -333,6 +333,8 @@ def test_a_model_that_is_not_compiled_is_refused() -> None:
         ValueError, match=r"KFAC needs a compiled module and got a Linear: write net = kfac_fx\.compile\(model, "
     ):
         KFAC(model(), lr=0.1, damping=0.1)
+    with pytest.raises(ValueError, match=r"got a list: .*If a trainer makes the optimizer, give it a function that co"):
+        KFAC(list(model().parameters()))  # type: ignore[arg-type]
 
 
 def test_a_second_optimizer_is_refused() -> None:

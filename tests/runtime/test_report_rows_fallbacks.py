@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.compiled.report import fallbacks, unmatched
+from kfac_fx import RegistrationError
+from kfac_fx.compiled.report import fallbacks
+from kfac_fx.passes.check import unmatched
 from kfac_fx.passes.layers import as_rows
 
 
@@ -35,6 +39,22 @@ def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
     plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
     assert words in " ".join(str(plain.report).split())
     assert "nowhere in the graph" not in str(kfac_fx.compile(nn.Linear(4, 3), loss="normal").report)
+
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centers = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cdist(x, self.centers)
+
+    options: dict[str, Any] = {"loss": "categorical", "strict": True}
+    with pytest.raises(RegistrationError, match="are in no structured Fisher block") as error:
+        kfac_fx.compile(Distances(), (torch.randn(5, 4),), layers=[doubled], **options)
+    assert str(error.value).endswith(f"\nBesides, {words}.")
+    with pytest.raises(RegistrationError) as error:
+        kfac_fx.compile(Distances(), (torch.randn(5, 4),), **options)
+    assert "nowhere in the graph" not in str(error.value)
 
 
 def test_a_composite_layer_of_the_users_is_registered_as_its_parts_and_not_missed() -> None:

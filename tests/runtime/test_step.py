@@ -118,7 +118,7 @@ class FakeForwards:
 class FakeNet(SimpleNamespace):
     """It has the names by which a compiled module is told."""
 
-    attach, registrations, knows_no_loss = None, (), False
+    attach, registrations, knows_no_loss, training = None, (), False, True
 
 
 class Problem:
@@ -241,7 +241,9 @@ def test_statistics_that_are_due_without_a_forward_are_noted(lr: float | None, n
     if noted:
         problem.step()
     else:
-        with pytest.raises(RuntimeError, match=r"momentum_type='qmodel' computes with the step's batch, and net\(x\)"):
+        with pytest.raises(
+            RuntimeError, match=r"momentum_type='qmodel' computes this step with the batch of the step, and"
+        ):
             problem.step()
     assert ("unrecorded" in problem.log) is noted
 
@@ -413,5 +415,5 @@ def test_exact_products_need_the_forwards_of_the_step() -> None:
     problem = Problem(lr=None, momentum=None, momentum_type="QModel")
     problem.backward()
     step, _ = problem.vectors()
-    with pytest.raises(RuntimeError, match="momentum_type='qmodel' computes with the step's batch"):
+    with pytest.raises(RuntimeError, match="momentum_type='qmodel' computes this step with the batch"):
         step.exact_products([step.g])

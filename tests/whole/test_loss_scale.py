@@ -429,7 +429,8 @@ def test_several_losses_are_told_apart() -> None:
     with pytest.warns(LossScaleWarning) as caught:
         optimizer.step()
     (text,) = str(caught[0].message).splitlines()[:-1]
-    assert text.startswith(times("0.25", "MultiBernoulli")) and "(0.5, kfac_fx.losses.MultiBernoulli" in text
+    shape = f"the trained loss is 0.25 times the mean of the registered MultiBernoulli loss of {[len(X), 2]} over its "
+    assert text.startswith(shape) and "(0.5, kfac_fx.losses.MultiBernoulli" in text
 
 
 @pytest.mark.parametrize(
@@ -654,13 +655,7 @@ def test_the_factor_of_a_squared_error_next_to_another_loss_is_told(first: str, 
     for factor in (1, 10, 0.1):
         text = first_step(net, parts, lambda out, y, c=factor: trained(out, y, c))
         told = factor != 1 and not smooth  # with smoothing the value of the first loss is not known
-        loss = (
-            "Normal loss"
-            if first == "Categorical"
-            else "Normal loss of [4, 2]"
-            if parts == 2
-            else "Normal loss of [8, 2]"
-        )
+        loss = f"Normal loss of [{8 // parts}, 2]"
         wanted = f"the trained loss is {factor:.4g} times the mean of the registered {loss} over its 8 cases; "
         assert text.startswith(wanted) if told else not text
 

@@ -61,7 +61,7 @@ def test_an_empty_batch_later_is_in_no_factor(options: dict[str, Any]) -> None:
     after = opt.estimator.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(parameter.isfinite().all() for parameter in found)
-    assert opt.counters()["skipped updates"] == 0
+    assert opt.counters()["skipped statistics"] == 0
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -70,7 +70,7 @@ def test_one_case_is_a_batch(options: dict[str, Any]) -> None:
     before = F.cross_entropy(net.model(batch(1)[0]), batch(1)[1])
     train(net, opt, *[batch(1)] * 4)
     assert F.cross_entropy(net.model(batch(1)[0]), batch(1)[1]) < before
-    assert opt.counters()["skipped updates"] == opt.counters()["skipped steps"] == 0
+    assert opt.counters()["skipped statistics"] == opt.counters()["skipped steps"] == 0
 
 
 class Shifted(nn.Module):

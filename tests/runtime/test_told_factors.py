@@ -1,0 +1,215 @@
+"""Factors of the trained loss that are told, and those that cannot be: residuals, label smoothing, derivatives."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import KFAC, LossScaleWarning
+from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.losses import Categorical, MultiBernoulli, Normal
+from kfac_fx.optim.loss_scale import WHY
+
+
+class Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, inside: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        x = inside.requires_grad_()
+        (slope,) = torch.autograd.grad(self.u(x).sum(), x, create_graph=True)
+        return slope + torch.sin(3 * x), self.u(ends) - 1
+
+
+INSIDE, ENDS = torch.rand(20, 1, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 6).unsqueeze(1)
+
+
+def told(net: CompiledModule, loss: Callable[[], Tensor], parts: int = 1, **options: Any) -> list[str]:
+    """The warnings of the first two steps."""
+    opt = KFAC(net, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            opt.zero_grad()
+            for _ in range(parts):
+                loss().backward()
+            opt.step()
+    return [str(entry.message) for entry in caught if entry.category is LossScaleWarning]
+
+
+def weighted(net: nn.Module, weights: tuple[float, float]) -> Tensor:
+    return sum((w * r.square().mean() for w, r in zip(weights, net(INSIDE, ENDS), strict=True)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_type": "adaptive"}])
+def test_weights_of_residuals_that_loss_does_not_have_are_told(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals(), (INSIDE, ENDS), loss=lambda residuals: [Normal(r) for r in residuals])
+    assert told(net, lambda: weighted(net, (0.3, 7.7)), **options) == [
+        "the trained loss is 0.3 times the mean of the registered Normal loss of [20, 1] over its 20 cases; take the "
+        "factor out, or give it the coefficient of (0.3, kfac_fx.losses.Normal(...)) in loss=.\n"
+        "the trained loss is 7.7 times the mean of the registered Normal loss of [6, 1] over its 6 cases; take the "
+        "factor out, or give it the coefficient of (7.7, kfac_fx.losses.Normal(...)) in loss=.\n" + WHY
+    ]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_of_residuals_that_loss_has_are_right(parts: int) -> None:
+    torch.manual_seed(0)
+    model = Residuals().double()
+    points = INSIDE.double(), ENDS.double()
+    net = kfac_fx.compile(model, points, loss=lambda out: [(0.3, Normal(out[0])), (7.7, Normal(out[1]))])
+
+    def loss() -> Tensor:
+        inside, ends = net(*points)
+        return (0.3 * inside.square().mean() + 7.7 * ends.square().mean()) / parts
+
+    assert told(net, loss, parts) == []
+
+
+def test_targets_that_are_a_multiple_of_constant_outputs_are_no_residuals() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1)
+    nn.init.zeros_(layer.weight)
+    x = torch.randn(12, 3)
+    net = kfac_fx.compile(layer, (x,), loss="mse")
+    assert told(net, lambda: F.mse_loss(net(x), torch.full((12, 1), 2.0))) == []
+
+
+# --- label smoothing --------------------------------------------------------------------------------------------------
+
+
+def classifier(head: float, dtype: torch.dtype) -> tuple[CompiledModule, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+    with torch.no_grad():
+        for parameter in model[2].parameters():
+            parameter.mul_(head)
+    x = torch.randn(24, 5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        return kfac_fx.compile(model, (x,), loss="categorical"), x, torch.arange(24) % 6
+
+
+@pytest.mark.parametrize(("head", "dtype"), [(0.0, torch.float32), (0.3, torch.bfloat16), (1.0, torch.float32)])
+@pytest.mark.parametrize("smoothing", [0.05, 0.1, 0.2])
+def test_label_smoothing_is_no_factor(head: float, dtype: torch.dtype, smoothing: float) -> None:
+    net, x, y = classifier(head, dtype)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return F.cross_entropy(net(x).float(), y, label_smoothing=smoothing)
+
+    assert told(net, loss) == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_factor_of_uniform_predictions_is_told(factor: float) -> None:
+    net, x, y = classifier(0.0, torch.float32)
+    (text,) = told(net, lambda: factor * F.cross_entropy(net(x), y))
+    assert text.startswith(
+        f"the trained loss is {factor:g} times the mean of the registered Categorical loss over its 24"
+    )
+
+
+def test_a_small_factor_of_predictions_that_are_not_uniform_is_told() -> None:
+    net, x, y = classifier(1.0, torch.float32)
+    (text,) = told(net, lambda: 0.9 * F.cross_entropy(net(x), y))
+    assert text.startswith(
+        "the trained loss is 0.9 times the mean of the registered Categorical loss over its 24 cases;"
+    )
+
+
+# --- several heads ----------------------------------------------------------------------------------------------------
+
+
+def test_the_remedy_for_one_of_several_losses_keeps_the_others() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind, self.yes = nn.Linear(5, 3), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.kind(x), self.yes(x)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 5), torch.arange(12) % 3
+    net = kfac_fx.compile(Heads(), (x,), loss=lambda out: [Categorical(out[0]), MultiBernoulli(out[1])])
+
+    def loss() -> Tensor:
+        kind, yes = net(x)
+        return 3 * F.cross_entropy(kind, y) + F.binary_cross_entropy_with_logits(yes[:, 0], (y == 1).float())
+
+    assert told(net, loss) == [
+        "the trained loss is 3 times the mean of the registered Categorical loss of [12, 3] over its 12 cases; take "
+        "the factor out, or give it the coefficient of (3, kfac_fx.losses.Categorical(...)) in loss=.\n" + WHY
+    ]
+
+
+# --- derivatives that forward does not take --------------------------------------------------------------------------
+
+OUTSIDE = (
+    "the trained loss has derivatives of the outputs, which torch.autograd.grad(..., create_graph=True) takes outside "
+    "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. If "
+    "they are a small part of the loss, such as a penalty, nothing is wrong. Else compute them in forward and return "
+    "the residuals, as in loss=lambda residuals: [kfac_fx.losses.Normal(residual) for residual in residuals]; or leave "
+    "loss= out, and the factors are those of the gradients that training sends back.\n" + WHY
+)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_derivatives_outside_of_forward_are_told(ends: bool) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals().u, (INSIDE,), loss="mse")
+    x = INSIDE.clone().requires_grad_()
+
+    def loss() -> Tensor:
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        rest = net(ENDS).square().mean() if ends else 0.0
+        return (slope - math.pi).square().mean() + rest
+
+    assert told(net, loss, momentum_type="adaptive") == [OUTSIDE]
+
+
+def test_derivatives_outside_of_a_forward_without_a_loss_are_right() -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals().u, (INSIDE,))
+    x = INSIDE.clone().requires_grad_()
+
+    def loss() -> Tensor:
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        return (slope - math.pi).square().mean() + net(ENDS).square().mean()
+
+    assert told(net, loss) == []
+
+
+def test_a_penalty_on_gradients_of_parameters_has_no_derivatives_by_inputs() -> None:
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Residuals().u, (INSIDE,), loss="mse"), INSIDE.detach().clone()
+
+    def loss() -> Tensor:
+        value = F.mse_loss(net(x), x.sin())
+        gradients = torch.autograd.grad(value, list(net.parameters()), create_graph=True)
+        return value + 0.1 * sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
+
+    assert told(net, loss) == []
+
+
+def test_a_backward_that_makes_a_graph_is_no_derivative_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals().u, (INSIDE,), loss="mse")
+    opt = KFAC(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        F.mse_loss(net(INSIDE), INSIDE.sin()).backward(create_graph=True)
+        opt.step()
+    opt.zero_grad()  # ends the cycle of gradients and their graph
+    assert not [entry for entry in caught if entry.category is LossScaleWarning]
