@@ -431,7 +431,7 @@ class CaptureCache:
         self.structure.check()
         if self.trained.unfrozen:
             self.register_unfrozen()
-        key = capture_key(self.model, args, kwargs)
+        key = capture_key(self.structure.modules, self.structure.parameters, args, kwargs)
         cached = self.recorders.get(key, [])
         for place, recorder in enumerate(cached):
             if recorder.capture.holds(args, kwargs) and self.has_settings_of(recorder):
