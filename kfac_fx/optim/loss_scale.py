@@ -361,6 +361,7 @@ class LossFactor:
     spec: object  # the origin of the loss
     sure: bool = True  # not a number that only agrees with other forwards tell
     given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
+    in_sum: bool = False  # forward computes the loss, a sum over cases
 
 
 def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
@@ -408,7 +409,16 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             whole = round(cases / watched.part)
             of_cases = float(weight) if isinstance(registered, Tensor) else registered
             known.append(
-                LossFactor(multiple / watched.part, loss, of_cases, whole, with_targets, spec, given=watched.is_given)
+                LossFactor(
+                    multiple / watched.part,
+                    loss,
+                    of_cases,
+                    whole,
+                    with_targets,
+                    spec,
+                    given=watched.is_given,
+                    in_sum=spec is None and not watched.recorder.losses.is_mean,
+                )
             )
     told = factors_of_squares([of for of, _ in squares], rest, parts)
     if told is not None:
@@ -611,6 +621,14 @@ def advice(
             (cases, "it is multiplied by the number of cases: a sum over them needs no factor"),
             (1 / cases, "it is their mean: write KFAC(..., reduction='mean')"),
         ]
+    if factor.in_sum and (
+        factor.given
+        or (near(multiple, cases) and DIVIDED_BY_CASES[0] <= factor.coefficient * cases <= DIVIDED_BY_CASES[1])
+    ):
+        divisor = "the number by which forward divides its sum" if factor.given else f"{factor.coefficient:.4g}"
+        outside = f"net(...) / {'number' if factor.given else f'{1 / factor.coefficient:.4g}'}"
+        reason = "may count cases, elements or something else" if factor.given else "may be a weight of the loss"
+        usual = [(multiple, f"{divisor} {reason}: return the sum, and divide behind forward: ({outside}).backward()")]
     mean = short_name(factor)
     by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
     usual += [
@@ -618,7 +636,15 @@ def advice(
             forwards,
             f"the step has {forwards} forwards: divide the loss of each by {forwards}",
         ),
-        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {by_name}"),
+        (
+            1 / elements,
+            f"it is a mean over the {elements:.0f} elements of a case, too: "
+            + (
+                "divide by them inside of forward, and by the number of cases behind it"
+                if factor.in_sum
+                else f"sum over them, or {by_name}"
+            ),
+        ),
     ]
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""

@@ -13,8 +13,9 @@ runs first what was made last, so the token is made at the first use: its backwa
 not those of all layers, and the sums can travel while the backward goes on (`estimator.early_sums`).
 
 The rows wait in a list, which takes memory in addition to that of autograd. So the list is summed up once it has
-`TIMES` as many numbers as the factors, and `FEW` at least, and at once if there was one use. A compiler cannot trace the list, and vmap over cotangents
-would need a list for itself. So compiled and exact recordings have a sum for every use.
+`TIMES` as many numbers as the factors, and `FEW` at least, and at once if there was one use. A compiler cannot trace
+the list, and vmap over cotangents would need a list for itself. So compiled and exact recordings have a sum for every
+use.
 """
 
 from __future__ import annotations

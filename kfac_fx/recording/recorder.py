@@ -79,6 +79,7 @@ class Recorder:
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
             no loss.
         mean_reason: why that is a guess; None: it is none.
+        of_elements: whether it is a sum that forward divides by a number of elements.
     """
 
     emitted: EmittedModel
@@ -105,6 +106,7 @@ class Recorder:
     log_axes: Mapping[int, int] | None = field(default=None, init=False)
     is_mean: bool | None = None
     mean_reason: str | None = None
+    of_elements: bool = False
 
     @property
     def capture(self) -> Capture:
@@ -122,7 +124,8 @@ class Recorder:
     def losses(self) -> OutputLosses:
         """The losses on the outputs of a run."""
         sites = self.emitted.loss_sites
-        return OutputLosses(self.emitted, self.loss, probably_mean(sites) if self.is_mean is None else self.is_mean)
+        is_mean = probably_mean(sites) if self.is_mean is None else self.is_mean
+        return OutputLosses(self.emitted, self.loss, is_mean, self.of_elements)
 
     @property
     def knows_loss(self) -> bool:
