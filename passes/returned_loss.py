@@ -141,8 +141,8 @@ def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | N
 
 
 def is_inverse(operand: Any) -> bool:
-    """Whether an operand is 1 / n of something, times numbers; or such a number itself, with a whole n from 3 on. Powers of
-    ten are factors of a loss."""
+    """Whether an operand is 1 / n of something, times numbers; or such a number itself, with a whole n from 3 on.
+    Powers of ten are factors of a loss."""
     if isinstance(operand, float):
         inverse = 1.0 / operand if operand > 0 else 0.0
         whole = 2.5 < inverse < math.inf and abs(inverse - round(inverse)) <= 1e-6 * inverse

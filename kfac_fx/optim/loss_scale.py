@@ -500,17 +500,18 @@ def check_scale(
         lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
         lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
-        roots = Counter(root for forward in used for root in forward.roots)
+        of_losses = used[:1] if are_compared(used) else used
+        roots = Counter(root for forward in of_losses for root in forward.roots)
         alone = [
-            all(roots[root] == 1 for root in forward.roots) for forward in used
+            all(roots[root] == 1 for root in forward.roots) for forward in of_losses
         ]  # no other has a part of its value
         seen = [
             None if forward.value is None or not own_value else forward.value / loss_scale
-            for forward, own_value in zip(used, alone, strict=True)
+            for forward, own_value in zip(of_losses, alone, strict=True)
         ]
-        values = [value] if value is not None and len(used) == 1 else seen
-        pairs = [] if lines else zip(used, values, strict=True)
-        each = [factors(forward, known, len(used), loss_scale) for forward, known in pairs]
+        values = [value] if value is not None and len(of_losses) == 1 else seen
+        pairs = [] if lines else zip(of_losses, values, strict=True)
+        each = [factors(forward, known, len(of_losses), loss_scale) for forward, known in pairs]
         if not lines and not in_training:
             lines += [line for forward in used[:1] for line in unlike_registered(forward)]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
@@ -529,6 +530,17 @@ def check_scale(
         lines += untrained(used)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
+
+
+def are_compared(used: Sequence[Watched]) -> bool:
+    """Whether the only forwards are the two sides of one squared error, as in F.mse_loss(net(a), net(b)): the gradients
+    of one side are those of the other with the other sign. Then a case of the loss is one of each side."""
+    if len(used) != 2 or used[0].roots.keys() != used[1].roots.keys():
+        return False
+    sides = [forward.arrived() for forward in used]
+    return len(sides[0]) == len(sides[1]) and all(
+        one.shape == other.shape and torch.equal(one, -other) for one, other in zip(*sides, strict=True)
+    )
 
 
 def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:

@@ -975,8 +975,8 @@ def test_a_sum_of_squares_may_be_divided_by_its_elements_or_by_its_cases(name: s
     ("divided", "number", "told"),
     [
         (lambda s, n: s / n, torch.tensor(8), "the trained loss is 4 times the mean of the registered Normal loss over "
-         "its 8 cases; the number by which forward divides its sum may count cases, elements or something else: return the "
-         "sum, and divide behind forward: (net(...) / number).backward()."),
+         "its 8 cases; the number by which forward divides its sum may count cases, elements or something else: return "
+         "the sum, and divide behind forward: (net(...) / number).backward()."),
         (lambda s, n: s * 0.127, torch.tensor(0), "the trained loss is 8 times the mean of the registered Normal loss "
          "over its 8 cases; 0.127 may be a weight of the loss: return the sum, and divide behind forward: (net(...) / "
          "7.874).backward()."),
@@ -997,3 +997,24 @@ def test_a_number_that_may_be_another_one_is_told_with_what_to_write(divided: An
 
     assert lines(divided, 1.0) == [told]
     assert lines(lambda s, n: s, 8.0) == []  # as it says
+
+
+@pytest.mark.parametrize("kind", ["mse", "normal"])
+def test_the_factor_of_a_squared_error_of_two_forwards_is_told(kind: str) -> None:
+    """One forward is the target of the other: the gradient of one is minus that of the other."""
+    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    for factor, wanted in ((1.0, ""), (2.0, "2"), (8.0, "8"), (0.1, "0.1")):
+
+        def loss(factor: float = factor) -> Tensor:
+            a, b = net(X), net(X.flip(0) + 1)
+            return factor * (F.mse_loss(a, b) if kind == "mse" else (a - b).square().sum(1).mean())
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LossScaleWarning)
+            optimizer = kfac_fx.KFAC(net)
+            net.zero_grad()
+            loss().backward()
+            optimizer.step()
+        net.detach()
+        texts = [str(warning.message).split(" the mean of")[0] for warning in caught]
+        assert texts == ([f"the trained loss is {wanted} times"] if wanted else [])
