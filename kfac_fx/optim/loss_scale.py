@@ -87,11 +87,19 @@ class Watched:
 
     @property
     def as_arrived(self) -> Watched | None:
-        """This, or that of the returned losses if gradients arrived there; None if they arrived at both, because each
-        has a part of the loss then."""
-        if self.otherwise is None or not self.otherwise.gradients:
+        """This, or that of the returned losses if gradients arrived there; the sum if they arrived at both, because each
+        has a part of the loss then. None if parts of the outputs were kept."""
+        other = self.otherwise
+        if other is None or not other.gradients:
             return self
-        return None if self.gradients else self.otherwise
+        if not self.gradients:
+            return other
+        if self.cases is not None or len(self.places) != len(other.fisher):
+            return None
+        gradients = dict(zip(self.places, other.arrived(), strict=True))
+        for place, gradient in self.gradients.items():
+            gradients[place] = gradients[place] + gradient
+        return replace(self, gradients=gradients, roots=self.roots | other.roots)
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor | None) -> None:
