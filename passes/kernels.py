@@ -36,10 +36,15 @@ TORCH_CELLS: dict[str, Callable[..., Any]] = {
 def as_kernels(program: Program) -> Program:
     """Let the operations of `tracing.substitutes` that stand for recurrent layers and packed sequences compute."""
     program = program.copied()
-    for node in program.graph.nodes:
+    compute(program.graph)
+    return program
+
+
+def compute(graph: fx.Graph) -> None:
+    """As `as_kernels`, of a graph that is written into."""
+    for node in graph.nodes:
         if (function := COMPUTED.get(op_name(node))) is not None:
             node.target = function
-    return program
 
 
 def recurrent_stacks(graph: fx.Graph) -> list[fx.Node]:

@@ -43,6 +43,7 @@ from .errors import UntraceableError, fatal, first_line
 from .graphs.edit import attribute, holder
 from .graphs.operations import SIZED_BY_CASES, op_name
 from .ir import Copies, Options, Program, copy_nodes, returned_by
+from .kernels import compute
 from .torch_private import (
     ADD_BATCH_DIM,
     ASSERT,
@@ -232,6 +233,11 @@ def exported(
     refuse_drawn(name, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
     open_regions(module)
+    for region in module.modules():  # those that stay closed run as they are
+        if region is not module and isinstance(region, fx.GraphModule):
+            with_sparse_products(region.graph)
+            compute(region.graph)
+            region.recompile()
     graph, root = flat_graph(module, names)
     with_sparse_products(graph)
     packs = packs_in(graph, root)
