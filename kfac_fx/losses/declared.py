@@ -412,11 +412,16 @@ class LossesInForward(DeclaredLosses):
         elif site.reduction == "mean":
             if self.is_mean and [other.chunk_of for other in self.found].count(site.chunk_of) == 1:
                 return weights * weight
-            row = weights * weight / loss.cases
+            row = weights * weight / in_precision(loss.cases, loss.inputs)
         if self.is_mean:
             return row * cases
         row = row * undivided
         return row if site.chunk_of == self.found[0].chunk_of else row * cases / first
+
+
+def in_precision(cases: int | Tensor, of: Tensor) -> int | Tensor:
+    """A number that divides in the precision of a tensor: whole numbers on the device divide in float32."""
+    return cases.to(torch.promote_types(of.dtype, torch.float32)) if isinstance(cases, Tensor) else cases
 
 
 def elements_of_case(loss: LossFunction) -> float:
