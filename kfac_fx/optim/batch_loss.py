@@ -76,8 +76,8 @@ class ObservedForward:
 
     @property
     def as_arrived(self) -> ObservedForward:
-        """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of the
-        loss, as that of forward and a term of the outputs have."""
+        """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of
+        the loss, as that of forward and a term of the outputs have."""
         other = self.otherwise
         if other is None or not other.gradients:
             return self

@@ -87,8 +87,8 @@ class Watched:
 
     @property
     def as_arrived(self) -> Watched | None:
-        """This, or that of the returned losses if gradients arrived there; the sum if they arrived at both, because each
-        has a part of the loss then. None if parts of the outputs were kept."""
+        """This, or that of the returned losses if gradients arrived there; the sum if they arrived at both, because
+        each has a part of the loss then. None if parts of the outputs were kept."""
         other = self.otherwise
         if other is None or not other.gradients:
             return self

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
+from kfac_fx.passes.torch_private import parameters_of, submodules_of
 from tests.whole.test_neutral_changes import CLASSES, MODELS, Kind
 
 CASES, DRAWS_OF_SLOW = 6, 20
@@ -95,9 +96,9 @@ def backwards(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Sequential):
             continue  # the order is what it computes
-        for registered in (module._modules, module._parameters):
+        for registered in (submodules_of(module), parameters_of(module)):
             for name in [*registered][-2::-1]:
-                registered[name] = registered.pop(name)  # type: ignore[index]
+                registered[name] = registered.pop(name)  # type: ignore[assignment]
     return model
 
 
