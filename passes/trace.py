@@ -43,7 +43,6 @@ from .errors import UntraceableError, fatal, first_line
 from .graphs.edit import attribute, holder
 from .graphs.operations import SIZED_BY_CASES, op_name
 from .ir import Copies, Options, Program, copy_nodes, returned_by
-from .kernels import compute
 from .torch_private import (
     ADD_BATCH_DIM,
     ASSERT,
@@ -64,6 +63,7 @@ from .torch_private import (
 from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_trace
 from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
+from .tracing.kernels import compute
 from .tracing.nested import nested_values
 from .tracing.random_streams import python_random
 from .tracing.settings import ForwardSettings, Observer, Outside

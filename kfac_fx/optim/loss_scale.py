@@ -547,7 +547,7 @@ def are_compared(used: Sequence[Watched]) -> bool:
         return False
     sides = [forward.arrived() for forward in used]
     return len(sides[0]) == len(sides[1]) and all(
-        one.shape == other.shape and torch.equal(one, -other) for one, other in zip(*sides, strict=True)
+        left.shape == right.shape and torch.equal(left, -right) for left, right in zip(*sides, strict=True)
     )
 
 

@@ -191,7 +191,8 @@ class Recorder:
 
     @cached_property
     def holders(self) -> list[tuple[str, dict[str, Any], str]]:
-        """Of every parameter that a run reads: its name, the dictionary of its module that holds it, and its key there.
+        """(name, the dictionary of its module that holds it, its key there) of every parameter that a run reads.
+
         Modules stay those of the capture, or `Structure.check` raises an error."""
         ends = [(name, *name.rpartition(".")[::2]) for name in self.emitted.parameter_names]
         return [(name, parameters_of(self.model.get_submodule(path)), key) for name, path, key in ends]
