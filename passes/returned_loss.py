@@ -117,11 +117,11 @@ def way_of(
 
 
 def counts_among(divisors: Iterable[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
-    """The divisors that may be numbers of cases: those that forward is given, or else whole constants. Other constants
-    are factors of the loss, such as ln 2."""
+    """The divisors that may be numbers of cases: those that forward is given, or else whole constants, and inverses of
+    these. Other constants are factors of the loss, such as ln 2."""
     every = list(divisors)
     given = tuple(pair for pair in every if isinstance(pair[0], fx.Node))
-    return given or tuple(pair for pair in every if float(pair[0]).is_integer() and pair[0] > 1)
+    return given or tuple(pair for pair in every if pair[1] < 0 or (float(pair[0]).is_integer() and pair[0] > 1))
 
 
 def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | None:
@@ -141,7 +141,12 @@ def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | N
 
 
 def is_inverse(operand: Any) -> bool:
-    """Whether an operand is 1 / n of something, times numbers."""
+    """Whether an operand is 1 / n of something, times numbers; or such a number itself, with a whole n from 3 on.
+    Powers of ten are factors of a loss."""
+    if isinstance(operand, float):
+        inverse = 1.0 / operand if operand > 0 else 0.0
+        whole = 2.5 < inverse < math.inf and abs(inverse - round(inverse)) <= 1e-6 * inverse
+        return whole and str(round(inverse)).strip("0") != "1"
     if not isinstance(operand, fx.Node):
         return False
     name = op_name(operand)

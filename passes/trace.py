@@ -63,6 +63,7 @@ from .torch_private import (
 from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_trace
 from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
+from .tracing.kernels import compute
 from .tracing.nested import nested_values
 from .tracing.random_streams import python_random
 from .tracing.settings import ForwardSettings, Observer, Outside
@@ -232,6 +233,11 @@ def exported(
     refuse_drawn(name, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
     open_regions(module)
+    for region in module.modules():  # those that stay closed run as they are
+        if region is not module and isinstance(region, fx.GraphModule):
+            with_sparse_products(region.graph)
+            compute(region.graph)
+            region.recompile()
     graph, root = flat_graph(module, names)
     with_sparse_products(graph)
     packs = packs_in(graph, root)

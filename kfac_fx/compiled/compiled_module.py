@@ -69,7 +69,6 @@ from kfac_fx.recording.model_checks import (
     refuse_compiled,
     refuse_inference_mode,
     refuse_unfit,
-    refuse_without_values,
     unwrapped,
 )
 from kfac_fx.recording.output_gradients import OutputConsumer, record_outputs
@@ -320,7 +319,6 @@ class CompiledModule(nn.Module):
         Raises TypeError and ValueError for `parameters` that are no tensors by name.
         """
         refuse_other_parameters(options.get("parameters", {}), self.model)
-        refuse_without_values(self.model)
         record = functools.partial(
             Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
         )
@@ -689,7 +687,7 @@ def refuse_other_parameters(parameters: Any, model: nn.Module) -> None:
         )
     if others := [name for name, value in parameters.items() if not isinstance(value, Tensor | Shard)]:
         raise TypeError(f"parameters has values that are no tensors: {', '.join(map(repr, others))}")
-    names = {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()} if parameters else set()
     if unknown := [name for name in parameters if name not in names]:
         raise ValueError(
             f"parameters has names that are not in net.named_parameters(): {', '.join(map(repr, unknown))}."

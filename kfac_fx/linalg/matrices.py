@@ -172,6 +172,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 WORTH_STRIPS = 256  # columns
+WORTH_WRITING = 256**2  # numbers of a body: smaller ones are joined with their borders in half of the time
 
 
 def worth_strips(width: int, rows: int) -> bool:
@@ -215,7 +216,7 @@ def gram_by_strips(columns: Tensor, strips: int = 4) -> Tensor:
 
 def bordered(body: Tensor, border: Tensor, corner: Tensor) -> Tensor:
     """[[body, border], [borderᵀ, corner]] of every matrix: [..., d, d], [..., d] and [...] -> [..., d + 1, d + 1]."""
-    if writes_parts(body, border, corner):
+    if body.numel() > WORTH_WRITING and writes_parts(body, border, corner):
         *lead, size, _ = body.shape
         whole = body.new_empty(*lead, size + 1, size + 1)
         whole[..., :-1, :-1], whole[..., -1, -1] = body, corner

@@ -333,10 +333,12 @@ class LossesInForward(DeclaredLosses):
         is_mean: whether what forward returns is a mean over cases, and not a sum. A sum may be divided by a number that
             is given, such as that of the cases in all micro-batches of a step. The division is no part of the
             coefficients, as it is none where the user divides what forward returns.
+        of_elements: whether that number counts the elements of the cases.
     """
 
     found: Sequence[FoundLoss]
     is_mean: bool = True
+    of_elements: bool = False
 
     @property
     def names(self) -> Sequence[str]:
@@ -372,16 +374,19 @@ class LossesInForward(DeclaredLosses):
             likelihood(BY_NAME[site.loss], site.reduction, inputs, target, dim, its_rows)
             for site, inputs, target, dim, its_rows in every
         ]
-        cases, undivided = self.cases_by_loss(pairs), self.undivided(rows)
+        cases, undivided = self.cases_by_loss(pairs), self.undivided(pairs[0][1], rows)
         return [
             (self.coefficient(site, weight, loss, its_rows.weights, dim, its_cases, cases[0], undivided), loss)
             for (site, _, _, dim, its_rows), (weight, loss), its_cases in zip(every, pairs, cases, strict=True)
         ]
 
-    def undivided(self, rows: Sequence[RowsOfLoss]) -> Tensor | float:
-        """The multiple of the returned loss that is a sum over cases, if the returned loss is no mean over them."""
+    def undivided(self, loss: LossFunction, rows: Sequence[RowsOfLoss]) -> Tensor | float:
+        """The multiple of the returned loss that is a sum over cases, if the returned loss is no mean over them.
+
+        loss: the first one.
+        """
         divisor = None if self.is_mean else next((of_loss.divisor for of_loss in rows), None)
-        return 1.0 if divisor is None else divisor
+        return 1.0 if divisor is None else divisor / elements_of_case(loss) if self.of_elements else divisor
 
     def coefficient(
         self,
@@ -416,11 +421,20 @@ class LossesInForward(DeclaredLosses):
         elif site.reduction == "mean":
             if self.is_mean and [other.chunk_of for other in self.found].count(site.chunk_of) == 1:
                 return weights * weight
-            row = weights * weight / loss.cases
+            row = weights * weight / in_precision(loss.cases, loss.inputs)
         if self.is_mean:
             return row * cases
         row = row * undivided
         return row if site.chunk_of == self.found[0].chunk_of else row * cases / first
+
+
+def in_precision(cases: int | Tensor, of: Tensor) -> int | Tensor:
+    """A number that divides in the precision of a tensor: whole numbers on the device divide in float32."""
+    return cases.to(torch.promote_types(of.dtype, torch.float32)) if isinstance(cases, Tensor) else cases
+
+
+def elements_of_case(loss: LossFunction) -> float:
+    return loss.inputs.numel() / max(1, loss.all_cases)
 
 
 def constant_of(site: FoundLoss) -> float | None:

@@ -76,11 +76,15 @@ class ObservedForward:
 
     @property
     def as_arrived(self) -> ObservedForward:
-        """This, or that of the returned losses if gradients arrived there; without gradients if they arrived at both,
-        because each has a part of the loss then."""
-        if self.otherwise is None or not self.otherwise.gradients:
+        """This, or that of the returned losses if gradients arrived there; at the leaves of both if each has a part of
+        the loss, as that of forward and a term of the outputs have."""
+        other = self.otherwise
+        if other is None or not other.gradients:
             return self
-        return replace(self, gradients={}) if self.gradients else self.otherwise
+        if not self.gradients:
+            return other
+        leaves, gradients = [*other.leaves, *self.leaves], {**other.gradients, **self.gradients}
+        return replace(other, leaves=leaves, gradients=gradients)
 
     @staticmethod
     def of(

@@ -99,11 +99,19 @@ class Watched:
 
     @property
     def as_arrived(self) -> Watched | None:
-        """This, or that of the returned losses if gradients arrived there; None if they arrived at both, because each
-        has a part of the loss then."""
-        if self.otherwise is None or not self.otherwise.gradients:
+        """This, or that of the returned losses if gradients arrived there; the sum if they arrived at both, because
+        each has a part of the loss then. None if parts of the outputs were kept."""
+        other = self.otherwise
+        if other is None or not other.gradients:
             return self
-        return None if self.gradients else self.otherwise
+        if not self.gradients:
+            return other
+        if self.cases is not None or len(self.places) != len(other.fisher):
+            return None
+        gradients = dict(zip(self.places, other.arrived(), strict=True))
+        for place, gradient in self.gradients.items():
+            gradients[place] = gradients[place] + gradient
+        return replace(self, gradients=gradients, roots=self.roots | other.roots)
 
     @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor | None) -> None:
@@ -375,6 +383,7 @@ class LossFactor:
     given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
     of: int = 1  # the number of registered losses
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
+    in_sum: bool = False  # forward computes the loss, a sum over cases
 
 
 def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
@@ -436,6 +445,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                     given=watched.is_given,
                     of=len(weighted),
                     unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
+                    in_sum=spec is None and not watched.recorder.losses.is_mean,
                 )
             )
     told = factors_of_squares([of for of, _ in squares], rest, parts)
@@ -549,17 +559,18 @@ def check_scale(
         lines += [line for forward in used[:1] for line in misplaced_classes(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
-        roots = Counter(root for forward in used for root in forward.roots)
+        of_losses = used[:1] if are_compared(used) else used
+        roots = Counter(root for forward in of_losses for root in forward.roots)
         alone = [
-            all(roots[root] == 1 for root in forward.roots) for forward in used
+            all(roots[root] == 1 for root in forward.roots) for forward in of_losses
         ]  # no other has a part of its value
         seen = [
             None if forward.value is None or not own_value else forward.value / loss_scale
-            for forward, own_value in zip(used, alone, strict=True)
+            for forward, own_value in zip(of_losses, alone, strict=True)
         ]
-        values = [value] if value is not None and len(used) == 1 else seen
-        pairs = [] if lines else zip(used, values, strict=True)
-        each = [factors(forward, known, len(used), loss_scale) for forward, known in pairs]
+        values = [value] if value is not None and len(of_losses) == 1 else seen
+        pairs = [] if lines else zip(of_losses, values, strict=True)
+        each = [factors(forward, known, len(of_losses), loss_scale) for forward, known in pairs]
         if not lines and not in_training:
             lines += [line for forward in used[:1] for line in unlike_registered(forward)]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
@@ -579,6 +590,17 @@ def check_scale(
         lines += untrained(used)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
+
+
+def are_compared(used: Sequence[Watched]) -> bool:
+    """Whether the only forwards are the two sides of one squared error, as in F.mse_loss(net(a), net(b)): the gradients
+    of one side are those of the other with the other sign. Then a case of the loss is one of each side."""
+    if len(used) != 2 or used[0].roots.keys() != used[1].roots.keys():
+        return False
+    sides = [forward.arrived() for forward in used]
+    return len(sides[0]) == len(sides[1]) and all(
+        left.shape == right.shape and torch.equal(left, -right) for left, right in zip(*sides, strict=True)
+    )
 
 
 def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:
@@ -671,6 +693,14 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
             (cases, "it is multiplied by the number of cases: a sum over them needs no factor"),
             (1 / cases, "it is their mean: write KFAC(..., reduction='mean')"),
         ]
+    if factor.in_sum and (
+        factor.given
+        or (near(multiple, cases) and DIVIDED_BY_CASES[0] <= factor.coefficient * cases <= DIVIDED_BY_CASES[1])
+    ):
+        divisor = "the number by which forward divides its sum" if factor.given else f"{factor.coefficient:.4g}"
+        outside = f"net(...) / {'number' if factor.given else f'{1 / factor.coefficient:.4g}'}"
+        reason = "may count cases, elements or something else" if factor.given else "may be a weight of the loss"
+        usual = [(multiple, f"{divisor} {reason}: return the sum, and divide behind forward: ({outside}).backward()")]
     mean = short_name(factor)
     by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
     usual += [
@@ -678,7 +708,15 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
             forwards,
             f"the step has {forwards} forwards: divide the loss of each by {forwards}",
         ),
-        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {by_name}"),
+        (
+            1 / elements,
+            f"it is a mean over the {elements:.0f} elements of a case, too: "
+            + (
+                "divide by them inside of forward, and by the number of cases behind it"
+                if factor.in_sum
+                else f"sum over them, or {by_name}"
+            ),
+        ),
     ]
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""

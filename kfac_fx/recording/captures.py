@@ -54,7 +54,7 @@ from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, 
 from kfac_fx.recording.progress import phase, working
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.returned_loss import is_mean
+from kfac_fx.recording.returned_loss import divides_by_elements, is_mean
 from kfac_fx.recording.statistics import Key, PendingMoments
 from kfac_fx.recording.unchanged import Structure, Trained
 
@@ -228,6 +228,7 @@ class Capturing:
         for misfit in recorder.misfits:
             warn_user(UserWarning(misfit))
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
+        recorder.of_elements = divides_by_elements(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
@@ -431,7 +432,7 @@ class CaptureCache:
         self.structure.check()
         if self.trained.unfrozen:
             self.register_unfrozen()
-        key = capture_key(self.model, args, kwargs)
+        key = capture_key(self.structure.modules, self.structure.parameters, args, kwargs)
         cached = self.recorders.get(key, [])
         for place, recorder in enumerate(cached):
             if recorder.capture.holds(args, kwargs) and self.has_settings_of(recorder):

@@ -8,17 +8,20 @@ rows over, and the sums are made of many uses at once.
 
 The probes enter the function `Gather`, which returns a *token*, a single zero. The token enters the taps instead of the
 probes. Its "gradient" says nothing, but autograd computes it. So the backward of `Gather` runs behind those of all the
-taps, and returns the sums as the gradients of the probes. A tap that the loss leaves out hands over nothing.
+taps, and returns the sums as the gradients of the probes. A tap that the loss leaves out hands over nothing. Autograd
+runs first what was made last, so the token is made at the first use: its backward then follows that of this use, and
+not those of all layers, and the sums can travel while the backward goes on (`estimator.early_sums`).
 
 The rows wait in a list, which takes memory in addition to that of autograd. So the list is summed up once it has
-`TIMES` as many numbers as the factors, and `FEW` at least. A compiler cannot trace the list, and vmap over cotangents
-would need a list for itself. So compiled and exact recordings have a sum for every use.
+`TIMES` as many numbers as the factors, and `FEW` at least, and at once if there was one use. A compiler cannot trace
+the list, and vmap over cotangents would need a list for itself. So compiled and exact recordings have a sum for every
+use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -41,17 +44,20 @@ class WaitingRows:
 
     A backward may run inside of another one, as in the hooks of equilibrium models. It brings rows of its own.
 
-    names: of the statistics that are made of them. most: numbers that may wait.
+    Attributes:
+        names: of the statistics that are made of them.
+        most: numbers that may wait.
+        uses: how many there were so far.
     """
 
     def __init__(self, names: Sequence[str], most: int) -> None:
-        self.names, self.most = names, most
+        self.names, self.most, self.uses = names, most, 0
         self.of_backward: dict[int, RowsOfBackward] = {}
 
     def add(self, rows: Rows) -> None:
         now = backward_here()
         if now not in self.of_backward:
-            self.of_backward[now] = RowsOfBackward(self.names, self.most)
+            self.of_backward[now] = RowsOfBackward(self.names, self.most if self.uses > 1 else 0)
         self.of_backward[now].add(rows)
 
     def take(self) -> dict[str, Tensor]:
@@ -161,25 +167,27 @@ with_cached_signature(Gather)
 with_cached_signature(HandOver)
 
 
-@dataclass(frozen=True, eq=False)
 class Waiting:
     """The rows of a registration that wait, and their token, as its taps get them among their probes."""
 
-    rows: WaitingRows
-    token: Tensor
-
-    @staticmethod
-    def of(probes: Mapping[str, Tensor]) -> Waiting:
+    def __init__(self, probes: Mapping[str, Tensor]) -> None:
         """probes: of the statistics that are made of the rows."""
-        rows = WaitingRows(tuple(probes), max(FEW, TIMES * sum(probe.numel() for probe in probes.values())))
-        return Waiting(rows, cast(Any, Gather).apply(rows, *probes.values()))
+        self.probes = probes
+        self.rows = WaitingRows(tuple(probes), max(FEW, TIMES * sum(probe.numel() for probe in probes.values())))
 
     @property
     def names(self) -> Sequence[str]:
         return self.rows.names
 
+    @cached_property
+    def token(self) -> Tensor:
+        with torch.enable_grad():  # the first use may be one without a gradient
+            token: Tensor = cast(Any, Gather).apply(self.rows, *self.probes.values())
+        return token
+
     def hand_over(self, output: Tensor, input: Tensor, rows_of: RowsOf, tensors: Sequence[Any]) -> Tensor:
         """The output of a use, whose backward adds its rows to those that wait. tensors: its attributes."""
+        self.rows.uses += 1
         handed: Tensor = cast(Any, HandOver).apply(output, input, self.rows, self.token, rows_of, *tensors)
         return handed
 
@@ -205,6 +213,6 @@ def gathered(
             if several and probe.requires_grad and adds_up(named(name))
         }
         with_waiting.append(
-            {**of_registration, WAITING: Waiting.of(sums)} if of_registration and sums else of_registration
+            {**of_registration, WAITING: Waiting(sums)} if of_registration and sums else of_registration
         )
     return with_waiting

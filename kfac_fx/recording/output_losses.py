@@ -47,15 +47,21 @@ class OutputLosses:
         emitted: the model that computes the outputs.
         given: the user's losses, on the model's outputs or on nodes of the graph; None: those that forward computes.
         is_mean: whether what forward returns is a mean over cases, and not a sum.
+        of_elements: whether a sum is divided by a number of elements; see `LossesInForward`.
     """
 
     emitted: EmittedModel
     given: LossSpec | RegisteredLosses | None
     is_mean: bool = True
+    of_elements: bool = False
 
     @property
     def declared(self) -> DeclaredLosses:
-        return LossesInForward(self.emitted.loss_sites, self.is_mean) if self.given is None else self.given
+        return self.in_forward if self.given is None else self.given
+
+    @property
+    def in_forward(self) -> LossesInForward:
+        return LossesInForward(self.emitted.loss_sites, self.is_mean, self.of_elements)
 
     @property
     def are_known(self) -> bool:
@@ -228,8 +234,10 @@ class OutputLosses:
 
     def scale(self, losses: WeightedLosses, values: Any) -> float | Tensor:
         """The multiple of the returned loss that is the sum over the cases of the first loss. values: the inputs."""
-        divisor = None if self.is_mean else self.divisor(self.emitted.loss_sites[0], values)
-        return self.cases(losses) if self.is_mean else 1 if divisor is None else divisor
+        if self.is_mean:
+            return self.cases(losses)
+        divisor = self.divisor(self.emitted.loss_sites[0], values)
+        return self.in_forward.undivided(losses[0][1], [RowsOfLoss(divisor=divisor)])
 
     # --- on one batch -----------------------------------------------------------------------------------------------
 

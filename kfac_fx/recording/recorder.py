@@ -29,7 +29,7 @@ from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
-from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.torch_private import class_of, parameters_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
@@ -40,6 +40,7 @@ from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whol
 from kfac_fx.recording.gathering import gathered
 from kfac_fx.recording.left_out import LeftOut, rows_left_out
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
+from kfac_fx.recording.model_checks import refuse_without_values
 from kfac_fx.recording.output_losses import OutputLosses, probably_mean
 from kfac_fx.recording.statistics import Key, Moments, PendingMoments, flat, with_twins, without_twins
 from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
@@ -78,6 +79,7 @@ class Recorder:
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
             no loss.
         mean_reason: why that is a guess; None: it is none.
+        of_elements: whether it is a sum that forward divides by a number of elements.
     """
 
     emitted: EmittedModel
@@ -104,6 +106,7 @@ class Recorder:
     log_axes: Mapping[int, int] | None = field(default=None, init=False)
     is_mean: bool | None = None
     mean_reason: str | None = None
+    of_elements: bool = False
 
     @property
     def capture(self) -> Capture:
@@ -121,7 +124,8 @@ class Recorder:
     def losses(self) -> OutputLosses:
         """The losses on the outputs of a run."""
         sites = self.emitted.loss_sites
-        return OutputLosses(self.emitted, self.loss, probably_mean(sites) if self.is_mean is None else self.is_mean)
+        is_mean = probably_mean(sites) if self.is_mean is None else self.is_mean
+        return OutputLosses(self.emitted, self.loss, is_mean, self.of_elements)
 
     @property
     def knows_loss(self) -> bool:
@@ -183,8 +187,15 @@ class Recorder:
     # --- what a run is given ----------------------------------------------------------------------------------------
 
     def live_parameters(self) -> dict[str, Tensor]:
-        by_name = dict(self.model.named_parameters())  # one walk, as `get_parameter` walks down for every name
-        return {name: by_name[name] for name in self.emitted.parameter_names}
+        return {name: holder[key] for name, holder, key in self.holders}
+
+    @cached_property
+    def holders(self) -> list[tuple[str, dict[str, Any], str]]:
+        """(name, the dictionary of its module that holds it, its key there) of every parameter that a run reads.
+
+        Modules stay those of the capture, or `Structure.check` raises an error."""
+        ends = [(name, *name.rpartition(".")[::2]) for name in self.emitted.parameter_names]
+        return [(name, parameters_of(self.model.get_submodule(path)), key) for name, path, key in ends]
 
     @cached_property
     def in_pairs(self) -> frozenset[str]:
@@ -348,9 +359,12 @@ class Recorder:
         values, targets = self.part(values, targets, fraction)
         losses_of, saved = self.losses, SavedBytes() if is_exact(mode) else None
         meeting = frozenset() if saved is None else self.meeting_cases(values, targets, only)
+        own = self.live_parameters()
+        if any(value.is_meta for value in own.values()):
+            refuse_without_values(self.model)
         with self.emitted.isolated(), full_precision():
             given = self.given(parameters)
-            live = {name: given.get(name, value).detach() for name, value in self.live_parameters().items()}
+            live = {name: given.get(name, value).detach() for name, value in own.items()}
             every = [name for name in self.program.parameters if name in live] if params_stats else []
             summed_over = every or self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}

@@ -14,10 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.losses.declared import DIVIDED_BY_CASES, constant_of, divisor_of
+from kfac_fx.linalg.matrices import with_gradient
+from kfac_fx.losses.declared import (
+    DIVIDED_BY_CASES,
+    FoundLoss,
+    ObservedLoss,
+    constant_of,
+    divisor_of,
+    elements_of_case,
+)
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import LossSite
+from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import LossWatch, among_returned
@@ -53,13 +62,39 @@ def is_weighed_as_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
     """Whether a sum over cases is multiplied with a number of Python that is about 1 / their number in this batch."""
     site = next(iter(recorder.emitted.loss_sites), None)  # None: Python computes it, in the run to come
     weight = None if site is None or site.reduction != "sum" else constant_of(site)
-    if site is None or weight is None or abs(weight) == 1 or divisor_of(site) is not None:
+    if site is None or weight is None or abs(weight) == 1 or is_divided(site):
         return False
     values = recorder.capture.flatten(args, kwargs)
     _, fisher = recorder.outputs({}, values)
     cases = recorder.losses.cases(recorder.losses.real(lambda outputs: None, fisher, values))
     least, most = DIVIDED_BY_CASES
     return least <= abs(weight) * int(cases) <= most
+
+
+def is_divided(site: FoundLoss) -> bool:
+    """Whether forward divides a loss by a number, and does not multiply it with an inverse."""
+    if isinstance(site, ObservedLoss) or site.way is None:
+        return divisor_of(site) is not None
+    return any(exponent > 0 for _, exponent in site.way.divisors)
+
+
+def divides_by_elements(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the returned loss is a sum of losses of elements that forward divides by a number of elements.
+
+    In micro-batches this is the number of all of a step, as the number of cases may be. So any number that is at least
+    that of the elements of this batch counts elements: they are more than the cases of a few micro-batches.
+    """
+    if recorder.is_mean is not False or recorder.loss is not None:
+        return False
+    values = recorder.capture.flatten(args, kwargs)
+    learned = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
+    _, fisher = recorder.outputs(learned, values)  # losses that Python computes have weights where there are gradients
+    of, sites = recorder.losses, recorder.emitted.loss_sites
+    if not sites or not BY_NAME[sites[0].loss].averages_elements:
+        return False
+    (_, loss), *_ = of.real(lambda outputs: None, fisher, values)
+    divisor, elements = of.rows(fisher, values)[0].divisor, elements_of_case(loss)
+    return divisor is not None and elements > 1 and float(divisor) > (elements - 0.5) * int(loss.cases)
 
 
 def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -25,7 +25,8 @@ class Structure:
         """on_shards: called when FSDP2 was seen to have sharded the parameters; it calls `follow_shards`, or raises."""
         self.model, self.on_shards = model, on_shards
         self.objects = named_objects(model)
-        self.holders = [held(module) for module in model.modules() for held in (parameters_of, submodules_of)]
+        self.modules = list(model.modules())
+        self.holders = [held(module) for module in self.modules for held in (parameters_of, submodules_of)]
         self.held: list[dict[str, Any]] = [dict(holder) for holder in self.holders]
         self.shapes = {name: (parameter, parameter.shape) for name, parameter in model.named_parameters()}
         self.sharded = False  # FSDP2 swaps the parameters of its units, so that names and shapes tell what they are
@@ -40,6 +41,11 @@ class Structure:
                 before.data = torch.full((), torch.nan, dtype=before.dtype, device=before.device).expand(before.shape)
         self.sharded = True
         self.shapes = {name: (parameter, parameter.shape) for name, parameter in self.model.named_parameters()}
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """Those of the model, after `check`: a walk through a model of many layers takes longer than one of them."""
+        return self.model.parameters() if self.sharded else (parameter for parameter, _ in self.shapes.values())
 
     @property
     def same(self) -> bool:

@@ -8,7 +8,7 @@ to pass. `call_key` has the facts about a call that a capture holds for, except 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -212,11 +212,12 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor.values(), tensor.offsets()) if tensor.is_nested else (tensor,)  # type: ignore[attr-defined]
 
 
-def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`call_key`, and the facts about the model: modes, dtypes and devices."""
-    parameters = tuple((p.dtype, p.device) for p in model.parameters())
-    modes = tuple(module.training for module in model.modules())
-    return hash((modes, parameters)), *call_key(args, kwargs)
+def capture_key(
+    modules: Iterable[nn.Module], parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """`call_key`, and the facts about the model: modes of its modules, dtypes and devices of its parameters."""
+    kinds, modes = tuple((p.dtype, p.device) for p in parameters), tuple(module.training for module in modules)
+    return hash((modes, kinds)), *call_key(args, kwargs)
 
 
 @contextmanager

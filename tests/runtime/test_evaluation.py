@@ -17,7 +17,7 @@ from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.curvature import JacobianProducts
-from kfac_fx.passes import kernels
+from kfac_fx.passes.tracing import kernels
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.evaluation import evaluated
 from kfac_fx.recording.recorder import Recorder

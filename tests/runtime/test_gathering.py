@@ -350,3 +350,69 @@ def test_a_backward_inside_of_another_one_leaves_its_rows_alone() -> None:
     hooks[0].remove()
     expected = sum(row.T @ row for row in (rows[0], rows[-1]))
     torch.testing.assert_close(sums["G"].squeeze(), expected)
+
+
+class Recurring(nn.Module):
+    """Layers with one use around one with several, each in a submodule that can be captured alone."""
+
+    def __init__(self, python: bool) -> None:
+        super().__init__()
+        self.python, self.first, self.cell, self.head = python, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(3 + (int(x.sum() > 1e9) if self.python else 0)):
+            x = torch.tanh(self.cell(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_sums_of_several_uses_are_finished_before_the_backward_goes_on_to_earlier_layers(python: bool) -> None:
+    """They travel to their owners while it does."""
+    net = kfac_fx.compile(Recurring(python), (torch.randn(5, 4),), loss="normal")
+    order: list[str] = []
+
+    def on_sum(key: tuple[str, ...], name: str, value: Tensor) -> None:
+        order.append(key[0])
+
+    net.record((torch.randn(5, 4),), {}, on_sum=on_sum)
+    assert list(dict.fromkeys(order)) == ["head.weight", "cell.weight", "first.weight"]
+    assert order == sorted(order, key=["head.weight", "cell.weight", "first.weight"].index)
+
+
+def test_rows_of_one_use_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may call a submodule several times; the layers that it called once keep no rows."""
+    net = kfac_fx.compile(Recurring(python=True), (torch.randn(5, 4),), loss="normal")
+    net.record((torch.randn(5, 4),), {})
+    left: list[int] = []
+    add = gathering.RowsOfBackward.add
+
+    def watched(self: gathering.RowsOfBackward, rows: Rows) -> None:
+        add(self, rows)
+        left.append(self.numbers)
+
+    monkeypatch.setattr(gathering.RowsOfBackward, "add", watched)
+    net.record((torch.randn(5, 4),), {})
+    assert left == [0, 40, 80, 120, 0]
+
+
+def test_a_first_use_without_a_gradient_loses_no_sums() -> None:
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                start = self.layer(x)
+            return self.layer(torch.tanh(self.layer(start)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x, y = Target().double(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+    sums = recorded(kfac_fx.compile(model, (x,), loss="normal"), x, y)["layer.weight", "layer.bias"]
+    outputs = [model.layer(model.layer(x).detach())]
+    outputs.append(model.layer(torch.tanh(outputs[0])))
+    rows = torch.autograd.grad(kfac_fx.losses.Normal(outputs[1], targets=y).evaluate(), outputs)
+    assert sums["count"] == 10
+    torch.testing.assert_close(sums["G"][0], sum(row.mT @ row for row in rows))

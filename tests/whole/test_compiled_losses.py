@@ -55,8 +55,13 @@ KINDS: dict[str, Compiled] = {
 
 
 @cache
-def trained(kind: str, parts: int, factor: float, returned: bool) -> tuple[Tensor, list[str], list[str]]:
-    """(the parameters after some steps, the warnings, the fallbacks). returned: whether the loss is that of forward."""
+def trained(
+    kind: str, parts: int, factor: float, returned: bool, penalty: float = 0.0
+) -> tuple[Tensor, list[str], list[str]]:
+    """(the parameters after some steps, the warnings, the fallbacks).
+
+    returned: whether the loss is that of forward. penalty: the weight of a term of the outputs.
+    """
     model = Classifier()
     net, call = KINDS[kind](model)
     optimizer = kfac_fx.KFAC(net, seed=0, damping_adaptation_interval=2)
@@ -67,7 +72,8 @@ def trained(kind: str, parts: int, factor: float, returned: bool) -> tuple[Tenso
             for x, labels in zip(*(tensor.chunk(parts) for tensor in batch(number)), strict=True):
                 outputs = call(x, labels)
                 loss = outputs["loss"] if returned else F.cross_entropy(outputs["logits"], labels)
-                (factor * loss / parts).backward()
+                total = factor * loss + penalty * outputs["logits"].square().mean() if penalty else factor * loss
+                (total / parts).backward()
             optimizer.step()
     texts = [str(warning.message) for warning in told]
     return torch.cat([p.detach().flatten() for p in model.parameters()]), texts, optimizer.fallbacks()
@@ -86,6 +92,15 @@ def test_a_compiled_forward_trains_as_in_eager_mode(kind: str, parts: int, retur
     parameters, texts, fallbacks = trained(kind, parts, 1.0, returned)
     torch.testing.assert_close(parameters, trained("eager", parts, 1.0, returned)[0])
     assert texts == [] and fallbacks == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eager"])
+def test_a_term_of_the_outputs_next_to_the_loss_of_a_compiled_forward_trains_as_in_eager_mode(kind: str) -> None:
+    """Gradients arrive at the loss and at the outputs, and each is a part of the whole."""
+    parameters, texts, fallbacks = trained(kind, 2, 1.0, True, penalty=0.3)
+    expected, of_eager, _ = trained("eager", 2, 1.0, True, penalty=0.3)
+    torch.testing.assert_close(parameters, expected, rtol=1e-5, atol=1e-6)
+    assert texts == of_eager and fallbacks == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -917,3 +917,99 @@ def test_a_loss_next_to_squared_errors_is_not_told_a_factor(name: str, steps: in
         for _ in range(steps):
             (SILENT[name](net, X, VALUES) / steps).backward()
         optimizer.step()
+
+
+class SumInForward(nn.Module):
+    """Divides its sum of squared errors by a number, a constant or one that is given."""
+
+    def __init__(self, divided: Callable[[Tensor, Any], Tensor], python: bool = False) -> None:
+        super().__init__()
+        self.layer, self.divided, self.python = nn.Linear(3, 4), divided, python
+
+    def forward(self, x: Tensor, y: Tensor, n: Any) -> Tensor:
+        outputs = self.layer(x)
+        if self.python and outputs.sum() > 1e9:
+            outputs = 2 * outputs
+        return self.divided(F.mse_loss(outputs, y, reduction="sum"), n)
+
+
+BY_NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, float]] = {  # with the curvature of one output
+    "given elements": (lambda s, n: s / n, torch.tensor(32), 0.5),
+    "given cases": (lambda s, n: s / n, torch.tensor(8), 2.0),
+    "the inverse of given elements": (lambda s, n: s * (1 / n), torch.tensor(32.0), 0.5),
+    "a constant": (lambda s, n: s / 32, torch.tensor(0), 0.5),
+    "an inverse constant": (lambda s, n: s * (1 / 32), torch.tensor(0), 0.5),
+}
+
+
+@pytest.mark.parametrize(("parts", "python"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("name", BY_NUMBERS)
+def test_a_sum_of_squares_may_be_divided_by_its_elements_or_by_its_cases(name: str, parts: int, python: bool) -> None:
+    """The curvature is that of the mean over the cases of all micro-batches: 2 / 4 for one over 4 elements."""
+    torch.manual_seed(0)
+    divided, number, curvature = BY_NUMBERS[name]
+    first = len(X) // parts
+    model = SumInForward(divided, python)
+    net = kfac_fx.compile(model, (X[:first], VALUES[:first], number))
+    assert bool(net.program.submodules) == python
+    optimizer = kfac_fx.KFAC(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossScaleWarning)
+        for x, y in zip(X.chunk(parts), VALUES.chunk(parts), strict=True):
+            net(x, y, number).backward()
+        optimizer.step()
+    for mode in ("exact", "empirical"):
+        moments = net.record((X, VALUES, number), {}, mode=mode)
+        g = moments.statistics["layer.weight", "layer.bias"]["G"][0] / float(moments.cases)
+        rows = model.layer(X) - VALUES
+        wanted = curvature * torch.eye(4) if mode == "exact" else (curvature**2 * rows.mT @ rows / 8).detach()
+        torch.testing.assert_close(g, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("divided", "number", "told"),
+    [
+        (lambda s, n: s / n, torch.tensor(8), "the trained loss is 4 times the mean of the registered Normal loss over "
+         "its 8 cases; the number by which forward divides its sum may count cases, elements or something else: return "
+         "the sum, and divide behind forward: (net(...) / number).backward()."),
+        (lambda s, n: s * 0.127, torch.tensor(0), "the trained loss is 8 times the mean of the registered Normal loss "
+         "over its 8 cases; 0.127 may be a weight of the loss: return the sum, and divide behind forward: (net(...) / "
+         "7.874).backward()."),
+    ],
+)  # fmt: skip
+def test_a_number_that_may_be_another_one_is_told_with_what_to_write(divided: Any, number: Tensor, told: str) -> None:
+    """Eight micro-batches: the number of all cases is larger than that of the elements of one."""
+
+    def lines(divided: Any, behind: float) -> list[str]:
+        net = kfac_fx.compile(SumInForward(divided), (X[:1], VALUES[:1], number))
+        optimizer = kfac_fx.KFAC(net)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LossScaleWarning)
+            for x, y in zip(X.split(1), VALUES.split(1), strict=True):
+                (net(x, y, number) / behind).backward()
+            optimizer.step()
+        return [str(warning.message).splitlines()[0] for warning in caught]
+
+    assert lines(divided, 1.0) == [told]
+    assert lines(lambda s, n: s, 8.0) == []  # as it says
+
+
+@pytest.mark.parametrize("kind", ["mse", "normal"])
+def test_the_factor_of_a_squared_error_of_two_forwards_is_told(kind: str) -> None:
+    """One forward is the target of the other: the gradient of one is minus that of the other."""
+    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    for factor, wanted in ((1.0, ""), (2.0, "2"), (8.0, "8"), (0.1, "0.1")):
+
+        def loss(factor: float = factor) -> Tensor:
+            a, b = net(X), net(X.flip(0) + 1)
+            return factor * (F.mse_loss(a, b) if kind == "mse" else (a - b).square().sum(1).mean())
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LossScaleWarning)
+            optimizer = kfac_fx.KFAC(net)
+            net.zero_grad()
+            loss().backward()
+            optimizer.step()
+        net.detach()
+        texts = [str(warning.message).split(" the mean of")[0] for warning in caught]
+        assert texts == ([f"the trained loss is {wanted} times"] if wanted else [])

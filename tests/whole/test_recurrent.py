@@ -332,3 +332,40 @@ def test_cudnn_is_off_while_the_graph_is_compared_with_the_model() -> None:
     assert seen[-1] is False and torch.backends.cudnn.enabled
     net(torch.randn(5, 4, 3))
     assert seen[-1] is True
+
+
+class Distilled(nn.Module):
+    """A student of a recurrent teacher, which runs without gradients."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.teacher: Any = getattr(nn, kind)(3, 5)
+        self.student, self.kind = nn.Linear(3, 5), kind
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if self.kind == "LSTMCell":
+            return self.teacher(x[0])[0]  # type: ignore[no-any-return]
+        if self.kind == "GRU":
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2, 3]), enforce_sorted=False)
+            return nn.utils.rnn.pad_packed_sequence(self.teacher(packed)[0])[0].sum(0)
+        return self.teacher(x)[0][-1]  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, autocast: bool = False) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+            taught = self.hidden(x)
+        return self.student(x).sum(0) + taught  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTMCell"])
+def test_a_recurrent_layer_that_runs_without_gradients_is_computed(kind: str, autocast: bool) -> None:
+    """torch.export keeps such a region as a graph of its own, in which nothing was written out."""
+    torch.manual_seed(0)
+    model, x = Distilled(kind), torch.randn(4, 3, 3)
+    net = kfac_fx.compile(model, (x, autocast), loss=lambda outputs: kfac_fx.losses.Normal(outputs))
+    outputs, _ = net.functional({}, (x, autocast), {})
+    torch.testing.assert_close(outputs, model(x, autocast))
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    net(x, autocast).square().sum(1).mean().backward()
+    optimizer.step()
+    assert net.record((x, autocast), {}, mode="exact").statistics["student.weight", "student.bias"]["A"].any()
