@@ -369,7 +369,9 @@ class EigenMoments(CheckedRule):
         multiplier, gained, agreed = (step.scalars[name] for name in ("multiplier", "advance", "agreed"))
         lr = step.flat.largest_lr
         early = step.scalars["steps"] <= EARLY + 1  # it counts the step of this check
-        again = torch.minimum(multiple(norm, lr, ADVANCE_AGAIN, AGAIN), (MOST / multiplier).clamp(min=1.0))
+        again = torch.minimum(
+            multiple(norm * step.scalars["trust"], lr, ADVANCE_AGAIN, AGAIN), (MOST / multiplier).clamp(min=1.0)
+        )
         back = torch.maximum(1 / gained, (1 / multiplier).clamp(max=1.0))
         later = torch.where(agreed > 0, torch.where(early, again, 1.0), back)
         first = step.size.norm.isinf()
