@@ -69,7 +69,10 @@ WHOLE_VALUES: Mapping[str, Values] = {
     "intervals": Values(least=1, most=MOST_COUNTED),
 }
 # In no older states: a training goes on with the first values.
-SINCE = ("multiplier", "peak_lr", "last_update", "steps")
+SINCE = (
+    *("multiplier", "peak_lr", "last_update", "steps"),
+    *("predicted", "trust", "advance", "agreement", "agreed"),
+)
 GENERATOR = f"{WHOLE}generator"
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars

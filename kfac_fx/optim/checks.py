@@ -83,6 +83,7 @@ class Check:
     value: Tensor  # of the loss there
     steps: int  # since the last check
     quotient_step: float | None = None  # of a difference quotient; None: a product with the Jacobian instead
+    rise: Tensor | None = None  # of the loss of this batch since the last check; None at the first
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
@@ -248,7 +249,7 @@ def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: 
         finite: whether the gradient is.
     """
     there = check.values_at(last)
-    rise = -check.batch.change(check.before, there)
+    check.rise = rise = -check.batch.change(check.before, there)
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())

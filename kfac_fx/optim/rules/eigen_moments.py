@@ -35,7 +35,7 @@ noise of batches, whose root takes most of the curvature out of a direction; Λ�
                                 between the gradient and the way back. lr₀ is the largest lr so far. η is `GROWTH`,
                                 times min(1, `YOUNG` / t) at step t where c > 0.
     r <- max(t, √(r t))         at a check; t = max(1, lr ρ),
-                                ρ = a m √(<Δ, F Δ> / (c max(1, h))), with c the `norm_constraint`
+                                ρ = a m √(<Δ, F Δ> / (c max(1, h))), with c = T² times the `norm_constraint`
 
 While the loss still falls along the last step, that step was too short, and m grows; where steps swing about a minimum,
 c is negative and m shrinks (Baydin et al. 2018, "Online learning rate adaptation with hypergradient descent"). In long
@@ -48,6 +48,23 @@ the way that the bound allows: a job without curvature to fear has its scale aft
 first steps must be short, has a large ρ. The rest of the way is left, because the curvature of a deep network without
 skips rises in the first steps. The cosine sees the loss along a step and not beyond it. So a check multiplies m by
 `OVERSHOT` if the loss of its own batch rose in the step, and by more than twice what the quadratic model says.
+
+**Agreement.** The first check sees one batch, so it is careful, and the bound is that of networks that are far from
+their quadratic models. Each later check measures what the steps since the last one did to a batch that they had not
+seen, next to what the last check predicted for its own batch:
+
+    A = the change of the loss in the steps since the last check / (their number times the predicted change of one)
+
+Where batches are noise, a step serves its own batch and A is small; where it is 3/4 or more at two checks in a row, the
+steps do what they promise. Then
+
+    m <- m min(2, `ADVANCE_AGAIN` / ρ), at least m     at the checks after the first `EARLY` steps
+    T <- 2 T, at most `MOST_TRUST`    if lr ρ >= 3/4 r, and the quadratic model predicts the change of the loss in the
+                                      step within a quarter: the radius of a trust region (Conn, Gould & Toint 2000,
+                                      "Trust region methods", section 6.1)
+
+and c is T² times the `norm_constraint`. If the change of the loss is half of the predicted one or less, T is halved.
+The first check without agreement takes back what m has gained from it, because the cosines alone would take long.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. At a check it is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by
@@ -132,6 +149,14 @@ GROWTH = 1.0  # η
 OVERSHOT = 0.3
 YOUNG = 100.0  # steps, after which m grows more slowly
 ADVANCE, FIRST = 0.5, 10.0  # the first check takes m to this part of the bound, and at most to `FIRST`
+AGREEMENT = 0.75  # of batches, from which steps do what their checks predicted
+EARLY, ADVANCE_AGAIN, AGAIN = (
+    10,
+    0.75,
+    2.0,
+)  # steps, whose checks take m to this part of the bound, at most times `AGAIN`
+RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted one, or below this part of it
+MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
 LEAST, MOST = 0.1, 30.0  # of m
 SHORTEST, LOOKS_BACK = 10.0, 0.1  # the mean of gradients: over as many steps, or this part of all
 LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
@@ -168,11 +193,25 @@ class EigenMoments(CheckedRule):
     has_bases: ClassVar[bool] = True
     factor_decay: ClassVar[float] = 0.98
     longest: ClassVar[StepIntervals] = StepIntervals(statistics=30, inverses=ANY, checks=10)
-    scalars: ClassVar[Mapping[str, float]] = {"multiplier": 1.0, "peak_lr": 0.0, "steps": 0.0}
+    scalars: ClassVar[Mapping[str, float]] = {
+        "multiplier": 1.0,
+        "peak_lr": 0.0,
+        "steps": 0.0,
+        "predicted": 0.0,  # change of the loss in the step of the last check
+        "trust": 1.0,  # T
+        "advance": 1.0,  # the part of m that comes from agreement
+        "agreement": 1.0,  # A at the last check, from -1 to 1
+        "agreed": 0.0,  # whether it was large at the last two
+    }
     values: ClassVar[Mapping[str, Values]] = {
         "multiplier": Values(LEAST, FIRST * MOST),
         "peak_lr": NOT_NEGATIVE,
         "steps": A_COUNT,
+        "predicted": Values(),
+        "trust": Values(1, MOST_TRUST),
+        "advance": Values(1, MOST / LEAST),
+        "agreement": Values(-1, 1),
+        "agreed": Values(0, 1),
         **MEAN_VALUES,
     }
 
@@ -301,16 +340,15 @@ class EigenMoments(CheckedRule):
         return step.flat.displacement(update.vector, RATE * step.scalars["multiplier"] / step.size.divisor)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
-        flat, last, multiplier = step.flat, step.size.divisor, step.scalars["multiplier"]
-        proposed = flat.displacement(update.vector, RATE * multiplier)
+        flat, last = step.flat, step.size.divisor
+        proposed = flat.displacement(update.vector, RATE * step.scalars["multiplier"])
         fisher, slope, before = check.along(flat, proposed)
         longest = self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
-        norm = (fisher / longest).sqrt()
-        first = torch.where(step.size.norm.isinf(), first_multiple(norm, flat.largest_lr), 1.0)
-        multiplier.mul_(first)
-        norm = norm * first
+        norm = (fisher / longest).sqrt() / step.scalars["trust"]
+        times = self.advance(step, norm)
+        norm = norm * times
         ratio = next_divisor(last, norm)
-        length = first / ratio
+        length = times / ratio
         return MeasuredMove(
             proposed * length,
             fisher.isfinite(),
@@ -323,11 +361,39 @@ class EigenMoments(CheckedRule):
             norm,
         )
 
+    def advance(self, step: BlockStep, norm: Tensor) -> Tensor:
+        """Take m a part of the way that the bound allows, or back. Returns by how much it was multiplied, 0-dim.
+
+        norm: lr ρ, 0-dim.
+        """
+        multiplier, gained, agreed = (step.scalars[name] for name in ("multiplier", "advance", "agreed"))
+        lr = step.flat.largest_lr
+        early = step.scalars["steps"] <= EARLY + 1  # it counts the step of this check
+        again = torch.minimum(
+            multiple(norm * step.scalars["trust"], lr, ADVANCE_AGAIN, AGAIN), (MOST / multiplier).clamp(min=1.0)
+        )
+        back = torch.maximum(1 / gained, (1 / multiplier).clamp(max=1.0))
+        later = torch.where(agreed > 0, torch.where(early, again, 1.0), back)
+        first = step.size.norm.isinf()
+        times = torch.where(first, multiple(norm, lr, ADVANCE, FIRST), later)
+        gained.copy_(torch.where(first | ~(agreed > 0), 1.0, gained * times))
+        multiplier.mul_(times)
+        return times
+
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         self.forget_update(step, outcome.tried & ~outcome.kept)
+        step.scalars["predicted"].copy_(
+            torch.where(outcome.tried & outcome.predicted.isfinite(), outcome.predicted, 0.0)
+        )
+        trust, limits = step.scalars["trust"], measured.norm >= NEAR * measured.ratio
+        right = ((outcome.rho - 1).abs() <= RIGHT) & (step.scalars["agreed"] > 0)
+        more = torch.where(
+            outcome.kept & limits & right, MORE_TRUST, torch.where(outcome.rho > WRONG, 1.0, 1 / MORE_TRUST)
+        )
+        trust.mul_(more).clamp_(1.0, MOST_TRUST)
         rounding = LEAST_RISE * torch.where(check.value.isfinite(), check.value.abs(), 0.0)
         overshot = (outcome.change > rounding) & (outcome.change > 2 * outcome.predicted)
         multiplier = step.scalars["multiplier"]
@@ -338,6 +404,13 @@ class EigenMoments(CheckedRule):
         return step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
+        assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
+        last, agreed = step.scalars["agreement"], step.scalars["agreed"]
+        predicted = step.scalars["predicted"]
+        known = (predicted < 0) & check.rise.isfinite()
+        agreement = torch.where(known, check.rise / (check.steps * predicted), 0.0).clamp(-1.0, 1.0)
+        agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
+        last.copy_(agreement)
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
 
@@ -397,10 +470,10 @@ class EigenMemory(Memory):
         return [] if self._padded is None else self._padded.reasons
 
 
-def first_multiple(norm: Tensor, lr: Tensor) -> Tensor:
-    """By which the first check multiplies m: `ADVANCE` / ρ, at least 1 and at most `FIRST`; 1 while lr is zero. norm:
-    lr ρ. All are 0-dim."""
-    return torch.where(norm > 0, ADVANCE * lr / norm, 1.0).clamp(min=1.0, max=FIRST)
+def multiple(norm: Tensor, lr: Tensor, part: float, most: float) -> Tensor:
+    """By which a check multiplies m: part / ρ, at least 1 and at most `most`; 1 while lr is zero. norm: lr ρ. All are
+    0-dim."""
+    return torch.where(norm > 0, part * lr / norm, 1.0).clamp(min=1.0, max=most)
 
 
 def most_momentum(steps: Tensor) -> Tensor:
