@@ -575,8 +575,8 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
         with Marked():
             return functional_call(model, held, tensors)
 
-    with torch.enable_grad(), forward_mode():  # forward mode fails with symbolic sizes, hence "fake"
-        return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
+    with torch.enable_grad(), forward_mode():  # forward mode fails with symbolic sizes, and with fakes next to its zeros
+        return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, tuple(tensors))
 
 
 def note_sizes(
