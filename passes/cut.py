@@ -30,7 +30,7 @@ from .matrix import Shape
 from .parametrization import nodes_of
 from .parametrizations.functions import by_jacobian, in_pieces, small_functions
 from .parametrizations.normalized import BySlice, WithGain
-from .parametrizations.parts import NOTHING, Part, partial, parts_of, parts_of_expr, taken_apart, whole_uses
+from .parametrizations.parts import NOTHING, Part, partial, parts_of, parts_of_expr, sides_of, taken_apart, whole_uses
 from .parametrizations.product import ProductFactor
 from .pieces import Piece, Slice, axis_along, ranges, view_of
 from .users_code import where
@@ -61,7 +61,8 @@ def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> U
     exprs = dict(use.exprs)
     for role, (expr, canonical) in use.exprs.items():
         in_place = expr.products or not any(slice_.through for slice_ in expr.slices)
-        if in_place or parts_of_expr(use, role, program) is not None or whole_uses(use, shapes) is not None:
+        exact = parts_of_expr(use, role, program, exact=True) is not None
+        if in_place or exact or whole_uses(use, shapes, exact=True) is not None:
             continue
         nodes = [node for node, value in program.parameter_exprs.items() if value is expr]
         for small in small_functions(program, labels_of(program), nodes[:1], in_pieces(program)).values():
@@ -97,7 +98,8 @@ class Cutter:
             for part in self.parts.get(number) or ():
                 steps = [step for step in part.through if isinstance(step, BySlice)]
                 gains = [step.gain for step in steps if isinstance(step, WithGain) and step.gain is not None]
-                self.rigid.update([part.parameter] * bool(steps), (gain.parameter for gain in gains))
+                entire = bool(steps) or (bool(part.through) and sides_of(part, shapes[part.parameter]) is None)
+                self.rigid.update([part.parameter] * entire, (gain.parameter for gain in gains))
         self.drop_factors()
         self.label = labels_of(program)
         self.edges = use_edges(program.graph, self.label, program.outputs)
