@@ -318,22 +318,25 @@ class Expressions:
         return None if step is None else ParameterExpr(value.shape, (replace(slice_, through=(*slice_.through, step)),))
 
     def by_element(self, node: fx.Node) -> ParameterExpr | None:
-        """The value of an operation of which every element is made of one of a parameter, and of what does not depend
-        on that parameter."""
-        arguments = list(dict.fromkeys(node.all_input_nodes))
-        weights = [argument for argument in arguments if isinstance(self.values.get(argument), ParameterExpr)]
-        weights = [argument for argument in weights if is_one_slice(self.values[argument])]
-        if len(weights) != 1 or any(self.label[argument].activation for argument in arguments):
+        """The value of an operation of which every element is made of one of a parameter, and of what does not depend on
+        that parameter."""
+        size, arguments = self.sizes(node), list(dict.fromkeys(node.all_input_nodes))
+        if any(self.label[argument].activation for argument in arguments) or not is_function(node):
             return None
-        (operand,) = weights
-        (slice_,), size = self.values[operand].slices, self.values[operand].shape
-        bare = replace(slice_, through=tuple(step for step in slice_.through if not isinstance(step, Scaled)))
-        layout = laid_out(ParameterExpr(size, (bare,)), self.whole_shape(slice_))
-        others = [argument for argument in arguments if argument is not operand]
-        alone = not any(slice_.parameter in parameters_behind(other, self.label) for other in others)
-        if layout is None or not alone or self.sizes(node) != size or not is_function(node):
-            return None
-        return ParameterExpr(size, (replace(slice_, through=(*slice_.through, by_element(node, operand, layout))),))
+        slices: list[Slice] = []
+        for operand in arguments:
+            value = self.values.get(operand)
+            if not isinstance(value, ParameterExpr) or not is_one_slice(value) or value.shape != size:
+                continue
+            (slice_,) = value.slices
+            bare = replace(slice_, through=tuple(step for step in slice_.through if not isinstance(step, Scaled)))
+            layout = laid_out(ParameterExpr(size, (bare,)), self.whole_shape(slice_))
+            others = [argument for argument in arguments if argument is not operand]
+            if layout is None or any(slice_.parameter in parameters_behind(other, self.label) for other in others):
+                return None
+            steps = tuple(replace(step, gain=None) if isinstance(step, Scaled) else step for step in slice_.through)
+            slices.append(replace(slice_, through=(*steps, by_element(node, operand, layout))))
+        return ParameterExpr(slices[0].shape, tuple(slices)) if len(slices) == 1 else None
 
     def gain(self, step: WithGain) -> Slice | None:
         """The parameter that slices are multiplied by, if it is a whole one in its own order."""

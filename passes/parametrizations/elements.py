@@ -195,5 +195,5 @@ EXAMPLES = {
     "mask": WeightExample(lambda w: w * MASK.to(w), {"w": (4, 4)}),
     "bounds and noise": WeightExample(lambda w, r: w.tril() + torch.sigmoid(r) * NOISE.to(r), {"w": (4, 4), "r": (4, 4)}),
 }
-MASK = torch.tensor([[1.0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
+MASK = torch.tensor([[1.0, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0]])  # with an input that is not used
 NOISE = torch.tensor([[0.5, -1, 2, 1], [1, 0.2, -0.4, 3], [-2, 1, 1, 0.1], [0.3, -0.7, 1, -1]])

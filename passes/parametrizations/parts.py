@@ -143,16 +143,17 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
     """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight. A
     part that goes through functions is on its own: they are not those of its partner. So is a bias that is the weight
     itself."""
-    biases = {part.region[:2]: part for part in parts if part.role == "bias"}
+    biases = [part for part in parts if part.role == "bias"]
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
-        bias = biases.get(part.region[:2])
-        if bias is None or bias.through or part.through or share_elements(part, bias):
+        bias = next((bias for bias in biases if bias.region[:2] == part.region[:2] and not bias.through), None)
+        if bias is None or part.through or share_elements(part, bias):
             yield (alone := use_of(use, part.region, [part], shapes))
             yield from gains_of(alone, shapes)
         else:
-            yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
-    for region, bias in biases.items():
-        yield use_of(use, (*region, NOTHING), [bias], shapes)
+            biases.remove(bias)
+            yield use_of(use, part.region, [part, bias], shapes)
+    for bias in biases:
+        yield use_of(use, (*bias.region[:2], NOTHING), [bias], shapes)
 
 
 def share_elements(part: Part, other: Part) -> bool:
