@@ -64,7 +64,7 @@ from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_t
 from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
 from .tracing.nested import nested_values
-from .tracing.random_streams import accelerators, python_random, same_random
+from .tracing.random_streams import python_random
 from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
     FlatModel,
@@ -577,7 +577,7 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
 
     # Forward mode fails with symbolic sizes, and with fakes next to its zeros. So forward computes here.
     copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
-    with torch.enable_grad(), forward_mode(), same_random(accelerators([*held.values(), *tensors])):
+    with without_trace(model), forward_mode():
         return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, copies)
 
 
