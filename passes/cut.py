@@ -106,8 +106,8 @@ class Cutter:
             for part in self.parts.get(number) or ():
                 steps = [step for step in part.through if isinstance(step, BySlice)]
                 gains = [step.gain for step in steps if isinstance(step, WithGain) and step.gain is not None]
-                entire = bool(steps) or (bool(part.through) and sides_of(part, shapes[part.parameter]) is None)
-                self.rigid.update([part.parameter] * entire, (gain.parameter for gain in gains))
+                spread = bool(part.through) and sides_of(part, shapes[part.parameter]) is None
+                self.rigid.update([part.parameter] * (spread or bool(steps)), (gain.parameter for gain in gains))
         self.drop_factors()
         self.label = labels_of(program)
         self.edges = use_edges(program.graph, self.label, program.outputs)

@@ -318,8 +318,8 @@ class Expressions:
         return None if step is None else ParameterExpr(value.shape, (replace(slice_, through=(*slice_.through, step)),))
 
     def by_element(self, node: fx.Node) -> ParameterExpr | None:
-        """The value of an operation of which every element is made of one of a parameter, and of what does not depend on
-        that parameter."""
+        """The value of an operation of which every element is made of one of a parameter, and of what does not depend
+        on that parameter."""
         size, arguments = self.sizes(node), list(dict.fromkeys(node.all_input_nodes))
         if any(self.label[argument].activation for argument in arguments) or not is_function(node):
             return None

@@ -85,7 +85,8 @@ class ElementDerivative(nn.Module):
             return self.operation(*fixed[: self.number], changed, *fixed[self.number + 1 :]).sum()
 
         if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
-            return torch.func.grad(value)(at).detach()
+            gradient: Tensor = torch.func.grad(value)(at)
+            return gradient.detach()
         with torch.enable_grad():
             (derivative,) = torch.autograd.grad(value(at.requires_grad_()), at)
         return derivative
@@ -179,8 +180,8 @@ def spreads(steps: Iterable[Parametrization]) -> bool:
 def placed_or_spread(
     steps: Sequence[Parametrization], matrix: Layout, side: str | None, parameter: str, piece: Piece | None = None
 ) -> tuple[Parametrization, ...] | None:
-    """See `functions.placed`. Functions of every element that have no side of the matrix become one step; None for other
-    functions that have none."""
+    """See `functions.placed`. Functions of every element that have no side of the matrix become one step. None for
+    other functions that have none."""
     if side is not None or not steps:
         return placed(steps, matrix, side, piece)
     diagonal = tuple(step for step in steps if isinstance(step, (Elementwise, ByElement, Scaled)))
@@ -191,9 +192,11 @@ def placed_or_spread(
     return (MeanSquares(leaf, diagonal, matrix),)
 
 
+MASK = [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]  # an input is not used
+NOISE = [[0.5, -1.0, 2.0, 1.0], [1.0, 0.2, -0.4, 3.0], [-2.0, 1.0, 1.0, 0.1], [0.3, -0.7, 1.0, -1.0]]
 EXAMPLES = {
-    "mask": WeightExample(lambda w: w * MASK.to(w), {"w": (4, 4)}),
-    "bounds and noise": WeightExample(lambda w, r: w.tril() + torch.sigmoid(r) * NOISE.to(r), {"w": (4, 4), "r": (4, 4)}),
+    "mask": WeightExample(lambda w: w * torch.tensor(MASK).to(w), {"w": (4, 4)}),
+    "bounds and noise": WeightExample(
+        lambda w, r: w.tril() + torch.sigmoid(r) * torch.tensor(NOISE).to(r), {"w": (4, 4), "r": (4, 4)}
+    ),
 }
-MASK = torch.tensor([[1.0, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0]])  # with an input that is not used
-NOISE = torch.tensor([[0.5, -1, 2, 1], [1, 0.2, -0.4, 3], [-2, 1, 1, 0.1], [0.3, -0.7, 1, -1]])

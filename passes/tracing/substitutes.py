@@ -169,9 +169,11 @@ FINE = (torch.float32, torch.float64)  # their draws are 0 at most once in 2^24 
 
 
 class CertainDraws(TorchFunctionMode):
-    """Inside, a comparison of a draw with a number is a Python bool when it is read, if its outcome is certain. So is the
-    question by which torch.distributions looks for arguments and samples that it refuses: a model that runs has none,
-    and the model's own run raises the error of another batch."""
+    """Inside, a comparison of a draw with a number is a Python bool when it is read, if its outcome is certain.
+
+    So is the question by which torch.distributions looks for arguments and samples that it refuses. A model that runs
+    has none, and the model's own run raises the error of another batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
