@@ -12,6 +12,7 @@ Before                                   After
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
+    y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
 
 Every parameter is read once, under its canonical name.
 """
@@ -61,6 +62,7 @@ def normalize(program: Program) -> Program:
     sequence(graph)
     spell_native(graph)
     respell(graph)
+    broadcast_apart(graph)
     route(graph)
     subtract_by_adding(graph, program.parameters)
     order_operands(graph, program.parameters)
@@ -95,6 +97,35 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) ->
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )
+
+
+def broadcast_apart(graph: fx.Graph) -> None:
+    """Spell tensors that are broadcast together, as torch.distributions does, as expanded by themselves."""
+    for node in graph.nodes:
+        source: Any = node.args[0] if op_name(node) == "getitem" else None
+        if not isinstance(source, fx.Node) or op_name(source) != "broadcast_tensors":
+            continue
+        operands: Any = source.args[0] if isinstance(source.args[0], (list, tuple)) else source.args
+        operand, shape = operands[node.args[1]], shape_of(node)
+        whole = next((other for other in (operand, *operands) if shape is not None and shape_of(other) == shape), None)
+        if whole is None:
+            continue
+        if whole is not operand:
+            with graph.inserting_before(node):
+                expanded = graph.call_method("expand_as", (operand, whole))
+            expanded.meta = dict(node.meta)
+            operand = expanded
+        node.replace_all_uses_with(operand)
+        graph.erase_node(node)
+    for node in reversed(graph.find_nodes(op="call_function", target=torch.broadcast_tensors)):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def shape_of(node: fx.Node) -> tuple[str, ...] | None:
+    """The sizes of a node's tensor, which may be symbols."""
+    value = node.meta.get("val")
+    return tuple(map(str, value.shape)) if isinstance(value, Tensor) else None
 
 
 # --- losses of log-probabilities --------------------------------------------------------------------------------------

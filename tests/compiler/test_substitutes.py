@@ -266,6 +266,7 @@ def test_distributions_are_captured_and_still_refuse_what_is_invalid() -> None:
     model, x, action = Policy(), torch.randn(4, 3), torch.randn(4, 2)
     net = kfac_fx.compile(model, (x, action), loss=lambda outputs: kfac_fx.losses.Normal(outputs[:, None]))
     assert net.captures.first.whole
+    assert {row.names: row.block for row in net.report.rows} == {"mean.{weight, bias}": "kronecker", "scale": "full"}
     torch.testing.assert_close(net(x, action), model(x, action))
     with pytest.raises(ValueError, match="within the support"):
         net(x, torch.full((4, 2), torch.nan))
