@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .graphs.edit import functional, numbers, sequence
-from .graphs.labels import Label, is_layer_of_data, labels
+from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import CASTS, PERMUTES, REDUCTIONS, dims_after, has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
@@ -106,8 +106,8 @@ def broadcast_apart(graph: fx.Graph) -> None:
         if not isinstance(source, fx.Node) or op_name(source) != "broadcast_tensors":
             continue
         operands: Any = source.args[0] if isinstance(source.args[0], (list, tuple)) else source.args
-        operand, shape = operands[node.args[1]], shape_of(node)
-        whole = next((other for other in (operand, *operands) if shape is not None and shape_of(other) == shape), None)
+        operand, sizes = operands[node.args[1]], sizes_of(node)
+        whole = next((other for other in (operand, *operands) if sizes and sizes_of(other) == sizes), None)
         if whole is None:
             continue
         if whole is not operand:
@@ -120,12 +120,6 @@ def broadcast_apart(graph: fx.Graph) -> None:
     for node in reversed(graph.find_nodes(op="call_function", target=torch.broadcast_tensors)):
         if not node.users:
             graph.erase_node(node)
-
-
-def shape_of(node: fx.Node) -> tuple[str, ...] | None:
-    """The sizes of a node's tensor, which may be symbols."""
-    value = node.meta.get("val")
-    return tuple(map(str, value.shape)) if isinstance(value, Tensor) else None
 
 
 # --- losses of log-probabilities --------------------------------------------------------------------------------------

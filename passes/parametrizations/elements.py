@@ -93,7 +93,7 @@ class ElementDerivative(nn.Module):
 
 
 def by_element(node: fx.Node, operand: fx.Node, layout: Layout) -> ByElement:
-    """What a node of `OPERATIONS` does to its operand, which is `layout` of a parameter. Its other operands are read as
+    """The effect of a node of `OPERATIONS` on its operand, which is `layout` of a parameter. Its other operands are read as
     they are in the graph."""
     arguments = list(dict.fromkeys(node.all_input_nodes))
     graph = fx.Graph()
