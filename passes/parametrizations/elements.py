@@ -93,8 +93,10 @@ class ElementDerivative(nn.Module):
 
 
 def by_element(node: fx.Node, operand: fx.Node, layout: Layout) -> ByElement:
-    """The effect of a node of `OPERATIONS` on its operand, which is `layout` of a parameter. Its other operands are read
-    as they are in the graph."""
+    """The effect of a node of `OPERATIONS` on its operand, which is `layout` of a parameter.
+
+    Its other operands are read as they are in the graph.
+    """
     arguments = list(dict.fromkeys(node.all_input_nodes))
     graph = fx.Graph()
     copies = {argument: graph.placeholder(f"argument_{n}") for n, argument in enumerate(arguments)}
