@@ -30,9 +30,9 @@ from .matrix import Shape
 from .parametrization import nodes_of
 from .parametrizations.functions import by_jacobian, in_pieces, small_functions
 from .parametrizations.normalized import BySlice, WithGain
-from .parametrizations.parts import NOTHING, Part, partial, parts_of, parts_of_expr, taken_apart, whole_uses
+from .parametrizations.parts import NOTHING, Part, partial, parts_of, parts_of_expr, sides_of, taken_apart, whole_uses
 from .parametrizations.product import ProductFactor
-from .pieces import Piece, Slice, axis_along, ranges, view_of
+from .pieces import ParameterExpr, Piece, Slice, axis_along, ranges, view_of
 from .users_code import where
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
@@ -60,13 +60,22 @@ def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> U
     with the inputs of its matrix, as those of `x @ w.exp()`."""
     exprs = dict(use.exprs)
     for role, (expr, canonical) in use.exprs.items():
-        in_place = expr.products or not any(slice_.through for slice_ in expr.slices)
-        if in_place or parts_of_expr(use, role, program) is not None or whole_uses(use, shapes) is not None:
+        if expr.products or not any(slice_.through for slice_ in expr.slices):
             continue
         nodes = [node for node, value in program.parameter_exprs.items() if value is expr]
+        exact = parts_of_expr(use, role, program, exact=True) or whole_uses(use, shapes, exact=True)
+        if exact is not None and not lost(expr, nodes, labels_of(program)):
+            continue
         for small in small_functions(program, labels_of(program), nodes[:1], in_pieces(program)).values():
             exprs[role] = small, canonical
     return use if exprs == use.exprs else replace(use, exprs=exprs)
+
+
+def lost(expr: ParameterExpr, nodes: Sequence[fx.Node], label: Mapping[fx.Node, Label]) -> set[str]:
+    """The parameters behind a node of which its expression has neither elements nor gains."""
+    steps = [step for slice_ in expr.slices for step in slice_.through if isinstance(step, WithGain)]
+    kept = {slice_.parameter for slice_ in expr.slices} | {step.gain.parameter for step in steps if step.gain}
+    return set[str]().union(*(parameters_behind(node, label) for node in nodes[:1])) - kept
 
 
 class Cutter:
@@ -97,7 +106,8 @@ class Cutter:
             for part in self.parts.get(number) or ():
                 steps = [step for step in part.through if isinstance(step, BySlice)]
                 gains = [step.gain for step in steps if isinstance(step, WithGain) and step.gain is not None]
-                self.rigid.update([part.parameter] * bool(steps), (gain.parameter for gain in gains))
+                spread = bool(part.through) and sides_of(part, shapes[part.parameter]) is None
+                self.rigid.update([part.parameter] * (spread or bool(steps)), (gain.parameter for gain in gains))
         self.drop_factors()
         self.label = labels_of(program)
         self.edges = use_edges(program.graph, self.label, program.outputs)

@@ -38,7 +38,8 @@ from .graphs.operations import (
 )
 from .ir import ELEMENTS, Program
 from .matrix import Shape
-from .parametrizations.functions import DERIVATIVES, Elementwise, elementwise, small_functions
+from .parametrizations.elements import OPERATIONS, by_element
+from .parametrizations.functions import DERIVATIVES, Elementwise, elementwise, is_function, small_functions
 from .parametrizations.normalized import MAKERS, Centered, Scaled, WithGain, dim_of, is_mean, laid_out, scaled_by
 from .parametrizations.product import MULTIPLIES, added, complete, product_of, reshaped, sum_of
 from .pieces import (
@@ -157,6 +158,10 @@ class Expressions:
         return None
 
     def tensor(self, node: fx.Node) -> ExprValue | None:
+        value = self.followed(node)
+        return self.by_element(node) if value is None and op_name(node) in OPERATIONS else value
+
+    def followed(self, node: fx.Node) -> ExprValue | None:
         name, arguments = op_name(node), node.args
         if name in JOINS:
             return self.joined(node, name == "stack")
@@ -222,7 +227,18 @@ class Expressions:
             if without is not None:
                 return without
         total = sum_of(node, value, self.values.get(other))
-        return self.shifted(operand, other, 1.0) if total is None else total
+        total = self.shifted(operand, other, 1.0) if total is None else total
+        return self.of_both(node, value, self.values.get(other)) if total is None else total
+
+    def of_both(self, node: fx.Node, value: ParameterExpr, other: ExprValue | None) -> ParameterExpr | None:
+        """The sum, or the difference, of two weights that have every element in the same place."""
+        if not isinstance(other, ParameterExpr) or node.kwargs or len(node.args) > 2 or value.shape != other.shape:
+            return None
+        other = multiple_of(other, -1.0) if op_name(node) == "sub" else other
+        slices = (*value.slices, *(other.slices if other is not None else ()))
+        entire = all(slice_.shape == value.shape for slice_ in slices)
+        several = len({slice_.parameter for slice_ in slices}) == len(slices) == 2
+        return ParameterExpr(value.shape, slices) if entire and several and not value.products else None
 
     def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
         """The product of a weight and a factor for its slices, or of matrices."""
@@ -300,6 +316,27 @@ class Expressions:
         if isinstance(step, WithGain):
             step = replace(step, gain=self.gain(step))
         return None if step is None else ParameterExpr(value.shape, (replace(slice_, through=(*slice_.through, step)),))
+
+    def by_element(self, node: fx.Node) -> ParameterExpr | None:
+        """The value of an operation of which every element is made of one of a parameter, and of what does not depend
+        on that parameter."""
+        size, arguments = self.sizes(node), list(dict.fromkeys(node.all_input_nodes))
+        if any(self.label[argument].activation for argument in arguments) or not is_function(node):
+            return None
+        slices: list[Slice] = []
+        for operand in arguments:
+            value = self.values.get(operand)
+            if not isinstance(value, ParameterExpr) or not is_one_slice(value) or value.shape != size:
+                continue
+            (slice_,) = value.slices
+            bare = replace(slice_, through=tuple(step for step in slice_.through if not isinstance(step, Scaled)))
+            layout = laid_out(ParameterExpr(size, (bare,)), self.whole_shape(slice_))
+            others = [argument for argument in arguments if argument is not operand]
+            if layout is None or any(slice_.parameter in parameters_behind(other, self.label) for other in others):
+                return None
+            steps = tuple(replace(step, gain=None) if isinstance(step, Scaled) else step for step in slice_.through)
+            slices.append(replace(slice_, through=(*steps, by_element(node, operand, layout))))
+        return ParameterExpr(slices[0].shape, tuple(slices)) if len(slices) == 1 else None
 
     def gain(self, step: WithGain) -> Slice | None:
         """The parameter that slices are multiplied by, if it is a whole one in its own order."""

@@ -456,5 +456,11 @@ class Binding:
         if any(expr.function is not None for expr in exprs) and sum(map(len, in_roles)) > len(names):
             return True
         steps = [step.nodes for expr in exprs for slice_ in expr.slices for step in slice_.through]
-        factors = [node for nodes in steps if "factor" in nodes for node in nodes_of(nodes["factor"])]
+        factors = [
+            node
+            for nodes in steps
+            if "factor" in nodes
+            for node in nodes_of(nodes["factor"])
+            if nodes["operand"] not in ancestors([node])  # the derivative of the parameter's own function
+        ]
         return any(names & parameters_behind(node, self.label) for node in (*self.foreign.values(), *factors))

@@ -12,6 +12,7 @@ Before                                   After
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read overwritten(x, w)
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
+    y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
 
 Every parameter is read once, under its canonical name.
 """
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .graphs.edit import functional, numbers, sequence
-from .graphs.labels import Label, is_layer_of_data, labels
+from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import CASTS, PERMUTES, REDUCTIONS, dims_after, has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
@@ -61,6 +62,7 @@ def normalize(program: Program) -> Program:
     sequence(graph)
     spell_native(graph)
     respell(graph)
+    broadcast_apart(graph)
     route(graph)
     subtract_by_adding(graph, program.parameters)
     order_operands(graph, program.parameters)
@@ -95,6 +97,29 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: Copies) ->
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )
+
+
+def broadcast_apart(graph: fx.Graph) -> None:
+    """Spell tensors that are broadcast together, as torch.distributions does, as expanded by themselves."""
+    for node in graph.nodes:
+        source: Any = node.args[0] if op_name(node) == "getitem" else None
+        if not isinstance(source, fx.Node) or op_name(source) != "broadcast_tensors":
+            continue
+        operands: Any = source.args[0] if isinstance(source.args[0], (list, tuple)) else source.args
+        operand, sizes = operands[node.args[1]], sizes_of(node)
+        whole = next((other for other in (operand, *operands) if sizes and sizes_of(other) == sizes), None)
+        if whole is None:
+            continue
+        if whole is not operand:
+            with graph.inserting_before(node):
+                expanded = graph.call_method("expand_as", (operand, whole))
+            expanded.meta = dict(node.meta)
+            operand = expanded
+        node.replace_all_uses_with(operand)
+        graph.erase_node(node)
+    for node in reversed(graph.find_nodes(op="call_function", target=torch.broadcast_tensors)):
+        if not node.users:
+            graph.erase_node(node)
 
 
 # --- losses of log-probabilities --------------------------------------------------------------------------------------

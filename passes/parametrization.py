@@ -6,6 +6,7 @@ A layer is a matrix times rows, `y = W r`. The matrix may be a function of the p
     F.linear(x, w[index])            Gathered          outputs or inputs of a table         exact
     x + interpolate(table)           LinearMap         a constant matrix times the table    exact
     x * exp(s)                       Elementwise       a function of every element          exact
+    F.linear(x, w * mask)            MeanSquares       every element by itself              not exact
     F.linear(x, g * v / |v|)         WeightNorm, ...   normalized weights; `Gain` for g     the direction v: not exact
     F.linear(x, a @ b)               Factor            one factor of a product              exact
     F.linear(x, view_as_complex(w))  Complex           real and imaginary parts             exact

@@ -12,8 +12,8 @@ Rules, in this order; order in the graph or among the layers never decides which
    stay and the composite goes. Two that still claim one use are an error: a use that is registered twice counts twice;
 7. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
    treatment where there is one: biases are split off a shared weight, a tied output layer is an embedding with its
-   roles swapped; a matrix that is also scaled or added as it is, as in `w - lr * gradient`, has the block of its
-   elements if it is small, and is generic otherwise; other registrations are ambiguous and the user must choose;
+   roles swapped; a small matrix has the block of its elements; a larger one that is also scaled or added as it is, as
+   in `w - lr * gradient`, is generic; other registrations are ambiguous and the user must choose;
 8. a parameter that no match claims is generic where a loss depends on it, and unused where none does.
 """
 
@@ -305,8 +305,8 @@ def align(uses: list[Use]) -> list[Use] | None:
 
 
 def aligned_per_case(uses: list[Use]) -> list[Use] | None:
-    """Over the elements: where all scale or shift, and where some do and the others are a small matrix."""
-    if any(len(use.parameters) > 1 for use in uses) or all(as_per_case(use) is None for use in uses):
+    """Over the elements: where all scale or shift, or are a small matrix."""
+    if any(len(use.parameters) > 1 for use in uses):
         return None
     per_case = [aligned for use in uses if (aligned := as_per_case(use, matrices=True)) is not None]
     return per_case if len(per_case) == len(uses) else None

@@ -262,6 +262,7 @@ AUTOCAST_REGION = "wrap_with_autocast"
 CHECKPOINT_REGION = "tag_activation_checkpoint"
 
 # Operations of ATen and of torch.func that public functions call. They are met in graphs by these names only.
+IS_ALL_TRUE = "_is_all_true"  # by which torch.distributions checks arguments and samples
 WEIGHT_NORM = "_weight_norm"  # its function is `weight_normalized(v, g, dim)`
 weight_normalized = torch._weight_norm
 TO_COPY = "_to_copy"

@@ -581,8 +581,10 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
         with Marked():
             return functional_call(model, held, tensors)
 
-    with torch.enable_grad(), forward_mode():  # forward mode fails with symbolic sizes, hence "fake"
-        return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
+    # Forward mode fails with symbolic sizes, and with fakes next to its zeros. So forward computes here.
+    copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
+    with without_trace(model), forward_mode():
+        return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, copies)
 
 
 def note_sizes(

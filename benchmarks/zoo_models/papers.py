@@ -740,6 +740,56 @@ class GCNN(nn.Module):
         return out
 
 
+class MaskedLinear(nn.Linear):
+    """An output sees inputs of a smaller number, or of the same one."""
+
+    def __init__(self, inputs: Tensor, outputs: Tensor) -> None:
+        super().__init__(len(inputs), len(outputs))
+        self.register_buffer("mask", (outputs[:, None] >= inputs).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.mask * self.weight, self.bias)
+
+
+class MADE(nn.Module):
+    """Germain et al. 2015: an autoencoder whose masks let every output see the inputs before it."""
+
+    def __init__(self, inputs: int = 16, width: int = 96) -> None:
+        super().__init__()
+        places, hidden = torch.arange(1, inputs + 1), torch.arange(width) % (inputs - 1) + 1
+        self.net = nn.Sequential(
+            MaskedLinear(places, hidden), nn.ReLU(), MaskedLinear(hidden, hidden), nn.ReLU(),
+            MaskedLinear(hidden, places - 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+class LagrangianNetwork(nn.Module):
+    """Cranmer et al. 2020: accelerations from the Hessian of a learned Lagrangian."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 1))
+
+    def lagrangian(self, q: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = self.net(torch.cat([q, v])).squeeze(-1) + (v**2).sum()
+        return out
+
+    def acceleration(self, state: Tensor) -> Tensor:
+        q, v = state.chunk(2)
+        mixed = torch.func.jacrev(torch.func.grad(self.lagrangian, 1))(q, v)
+        force = torch.func.grad(self.lagrangian)(q, v) - mixed @ v
+        out: Tensor = torch.linalg.solve(torch.func.hessian(self.lagrangian, 1)(q, v), force)
+        return out
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = torch.func.vmap(self.acceleration)(states)
+        return out
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -794,6 +844,8 @@ MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "hyena": (Hyena, keywords(ids=tokens(LENGTH)), "categorical"),
     "hypernetwork": (HyperNetwork, images(3, 8, 8), "categorical"),
     "kan": (KAN, images(5), None),
+    "lagrangian": (LagrangianNetwork, images(4), None),
+    "made": (MADE, images(16), "bce_with_logits"),
     "maml": (MAML, tasks, "categorical"),
     "mpnn": (MPNN, gin, "categorical"),
     "mutan": (MUTAN, keywords(question=floats(6), image=floats(7)), "categorical"),

@@ -460,16 +460,19 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
 
     Every element of `inputs` must be a function of one element of the leaves. Then g = J v / diag(J Jᵀ). Products with
     J are those of reverse mode, twice. Elements that are constant, as those of cases without a target, have a g of
-    zero. None if `inputs` needs no gradient.
+    zero. None if `inputs` needs no gradient, or none of the leaves is behind it.
     """
     if not inputs.requires_grad:
         return None
     dummy = torch.zeros_like(inputs, requires_grad=True)
     wanted = [n for n, leaf in enumerate(leaves) if leaf.requires_grad]
     pulled = torch.autograd.grad(
-        inputs, [leaves[n] for n in wanted], dummy, create_graph=True, retain_graph=True, materialize_grads=True
+        inputs, [leaves[n] for n in wanted], dummy, create_graph=True, retain_graph=True, allow_unused=True
     )
-    live = [(product, n) for product, n in zip(pulled, wanted, strict=True) if product.requires_grad]
+    pairs = zip(pulled, wanted, strict=True)
+    live = [(product, n) for product, n in pairs if product is not None and product.requires_grad]
+    if not live:
+        return None
 
     def derivative(directions: Sequence[Tensor]) -> Tensor:
         cotangents = [directions[n].to(product) for product, n in live]

@@ -434,13 +434,13 @@ class Jacobian(nn.Module):
             return parts(self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :])).reshape(-1)
 
         if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
-            elements: Tensor = torch.func.jacrev(value)(at).flatten(1)
+            elements: Tensor = torch.func.jacrev(value)(at).reshape(-1, at.numel())
             return elements.detach()
         with torch.enable_grad():  # torch.func refuses to run where hooks look at what is saved for a backward
             result = value(at.requires_grad_())
             rows = torch.eye(result.numel(), dtype=result.dtype, device=result.device)
             (rowwise,) = torch.autograd.grad(result, at, rows, is_grads_batched=True)
-        return rowwise.flatten(1)
+        return rowwise.reshape(-1, at.numel())  # of a single number, too
 
 
 EXAMPLES = {

@@ -42,6 +42,7 @@ from ..parametrization import (
     view_steps,
 )
 from ..pieces import Piece, Region, constant_along, layout_in, region_in, unallocated, view_of, viewed
+from .elements import placed_or_spread, spreads
 from .functions import Constant, Diagonal, PerCase, placed, side_of
 from .normalized import WithGain
 from .product import uses_of_factors
@@ -113,7 +114,8 @@ def parts_of(use: Use, program: Program) -> list[Part] | None:
     return parts or None
 
 
-def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
+def parts_of_expr(use: Use, role: str, program: Program, exact: bool = False) -> list[Part] | None:
+    """See `whole_uses`."""
     form, (expr, canonical) = program.layers[use.layer].forms[use.form], use.exprs[role]
     matrix = viewed(canonical, unallocated(expr.shape))
     parts: list[Part] = []
@@ -130,7 +132,8 @@ def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
         if region is None:
             return None
         part = Part(role, slice_.parameter, as_matrix(view), region, slice_.scale, None, slice_.through)
-        if slice_.through and sides_of(part, tuple(program.parameters[slice_.parameter].shape)) is None:
+        sided = sides_of(part, tuple(program.parameters[slice_.parameter].shape)) is not None
+        if slice_.through and not sided and (exact or not spreads(part.through)):
             return None
         parts.append(part)
     return parts
@@ -140,16 +143,17 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
     """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight. A
     part that goes through functions is on its own: they are not those of its partner. So is a bias that is the weight
     itself."""
-    biases = {part.region[:2]: part for part in parts if part.role == "bias"}
+    biases = [part for part in parts if part.role == "bias"]
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
-        bias = biases.get(part.region[:2])
-        if bias is None or bias.through or part.through or share_elements(part, bias):
+        bias = next((bias for bias in biases if bias.region[:2] == part.region[:2] and not bias.through), None)
+        if bias is None or part.through or share_elements(part, bias):
             yield (alone := use_of(use, part.region, [part], shapes))
             yield from gains_of(alone, shapes)
         else:
-            yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
-    for region, bias in biases.items():
-        yield use_of(use, (*region, NOTHING), [bias], shapes)
+            biases.remove(bias)
+            yield use_of(use, part.region, [part, bias], shapes)
+    for bias in biases:
+        yield use_of(use, (*bias.region[:2], NOTHING), [bias], shapes)
 
 
 def share_elements(part: Part, other: Part) -> bool:
@@ -157,9 +161,12 @@ def share_elements(part: Part, other: Part) -> bool:
     return (part.parameter, part.piece) == (other.parameter, other.piece)
 
 
-def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
+def whole_uses(use: Use, shapes: Mapping[str, Shape], exact: bool = False) -> list[Use] | None:
     """The uses that a use is taken apart into if its expressions are products, or all of a parameter each in any order;
-    None if one is not. The matrix of a transposed convolution, which is no view of its weight, has such uses only."""
+    None if one is not. The matrix of a transposed convolution, which is no view of its weight, has such uses only.
+
+    exact: None also where functions of the parameters have no side of the matrix.
+    """
     whole: dict[str, Bound] = dict(use.parameters)
     apart: list[Use] = []
     for role, (expr, canonical) in use.exprs.items():
@@ -176,9 +183,9 @@ def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
             if slice_.through and role != "weight":
                 return None
             side = side_of(slice_.through, (*canonical.result, 1)[:3], constant_in(bound.layout))
-            if slice_.through and side is None:
+            through = placed_or_spread(slice_.through, bound.layout, side, slice_.parameter)
+            if through is None or (exact and slice_.through and side is None):
                 return None
-            through = placed(slice_.through, bound.layout, side)
             alone = replace(use, parameters={role: bound}, exprs={}, through=through)
             apart += [alone, *gains_of(alone, shapes)]
         if expr.products and role == "weight":
@@ -194,7 +201,8 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     all_of_it = region == ((0, g), (0, o), (0, i))
     first = parts[0]
     side = sides_of(first, shapes[first.parameter])
-    functions = placed(first.through, bound[first.role].layout, side, first.piece)
+    functions = placed_or_spread(first.through, bound[first.role].layout, side, first.parameter, first.piece)
+    assert functions is not None, f"bug in kfac_fx: functions of {first.parameter} without a place"
     sliced = () if all_of_it else (Sliced(region),)
     return replace(use, parameters=bound, exprs={}, through=(*use.through, *sliced, *functions))
 

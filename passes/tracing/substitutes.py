@@ -59,6 +59,7 @@ from ..errors import UntraceableError
 from ..torch_private import (
     CHECKPOINT_GENERATORS,
     EXPECTED_HIDDEN_SIZE,
+    IS_ALL_TRUE,
     OWN_FUNCTIONS,
     PACK,
     UNPACK,
@@ -168,7 +169,11 @@ FINE = (torch.float32, torch.float64)  # their draws are 0 at most once in 2^24 
 
 
 class CertainDraws(TorchFunctionMode):
-    """Inside, a comparison of a draw with a number is a Python bool when it is read, if its outcome is certain."""
+    """Inside, a comparison of a draw with a number is a Python bool when it is read, if its outcome is certain.
+
+    So is the question by which torch.distributions looks for arguments and samples that it refuses. A model that runs
+    has none, and the model's own run raises the error of another batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +185,9 @@ class CertainDraws(TorchFunctionMode):
         if name in READS and args and id(args[0]) in self.outcomes:
             return self.outcomes[id(args[0])][1]
         result = func(*args, **(kwargs or {}))
-        if name in DRAWS:
+        if name == IS_ALL_TRUE:
+            self.outcomes[id(result)] = result, True
+        elif name in DRAWS:
             self.draws[id(result)] = result
         elif name in COMPARISONS and len(args) == 2 and not kwargs and id(args[0]) in self.draws:
             truth = outcome(COMPARISONS[name], args[1], draw=self.draws[id(args[0])])

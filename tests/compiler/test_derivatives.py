@@ -200,6 +200,58 @@ def test_what_python_reads_under_torch_func_stays_python_and_says_so(way: Any) -
     torch.testing.assert_close(recorded.statistics[("w",)]["gradient"], wanted)
 
 
+class Lagrangian(nn.Module):
+    """Cranmer et al. 2020: the Hessian of a network by some of its inputs, behind a sum of several of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.SiLU(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def lagrangian(q: Tensor, v: Tensor) -> Tensor:
+            return self.net(torch.cat([q, v])).squeeze(-1) + (v**2).sum()
+
+        def acceleration(x: Tensor) -> Tensor:
+            q, v = x.chunk(2)
+            return torch.linalg.solve(hessian(lagrangian, 1)(q, v), grad(lagrangian)(q, v))
+
+        return vmap(acceleration)(x)
+
+
+def test_second_derivatives_are_captured_and_leave_torch_as_it_was() -> None:
+    """Fakes met zeros of forward mode that are none; torch's error left the process unable to trace anything else."""
+    torch.manual_seed(0)
+    model, x = Lagrangian(), torch.randn(5, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    assert not any(registration.generic for registration in net.registrations)
+    assert net.captures.first.whole
+    ones = Toy(lambda x, w: x @ w + torch.ones(2), w=(3, 2))
+    assert len(kfac_fx.compile(ones, (X,), loss="normal").registrations) == 1
+    torch.testing.assert_close(net(x), model(x))
+
+
+def test_a_trace_of_derivatives_writes_nothing_and_draws_nothing() -> None:
+    """It computes with real tensors."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            y = torch.nn.functional.dropout(self.norm(self.layer(x)), 0.5, self.training)
+            return torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(5, 3)
+    state, seed = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+    kfac_fx.compile(model, (x,), loss="normal")
+    assert torch.equal(torch.get_rng_state(), seed)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
+
+
 def test_derivatives_of_a_forward_that_cannot_be_captured_are_refused() -> None:
     def branch(x: Tensor, w: Tensor) -> Tensor:
         y = by_autograd(x, w)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kfac_fx import AmbiguousRegistrationError, LinkError
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.parametrizations import functions
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
 
@@ -147,12 +148,18 @@ def test_transposed_uses_of_one_weight() -> None:
     assert [use.transposed for use in one.uses] == [False, True]
 
 
-def test_other_layouts_are_ambiguous_and_all_of_them_named() -> None:
+def test_other_layouts_are_ambiguous_and_all_of_them_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of small matrices have the block of their elements."""
+
     def both(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
         h = torch.tanh(F.linear(x, w.view(2, 6)))
         h = torch.tanh(F.linear(h, w.view(6, 2)))
         return torch.tanh(F.linear(torch.tanh(F.linear(h, v.view(2, 6))), v)) + u
 
+    program = resolved(both, w=(3, 4), v=(6, 2), u=(6,))
+    assert found(program) == [("linear", ("w",), 2), ("linear", ("v",), 2), ("scale_and_shift", ("u",), 1)]
+    assert [registration.approximation for registration in program.registrations] == ["full"] * 3
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)
     with pytest.raises(AmbiguousRegistrationError) as failure:
         resolved(both, w=(3, 4), v=(6, 2), u=(6,))
     at = [f"(test_resolve.py:{both.__code__.co_firstlineno + n})" for n in range(4)]

@@ -247,3 +247,26 @@ def test_the_files_of_all_classes_have_their_own_len_afterwards(own: bool) -> No
     program = kfac_fx.capture(Derived(), (torch.randn(3, 4),)).program
     assert (scope.get("len") is len) == own and "len" not in globals()
     assert (str(program.inputs[0].meta["val"].shape[0]) == "3") == own
+
+
+class Policy(nn.Module):
+    """torch.distributions checks its arguments, and what it is asked the probability of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor, action: Tensor) -> Tensor:
+        normal = torch.distributions.Normal(self.mean(x), F.softplus(self.scale) + 0.1, validate_args=True)
+        return normal.log_prob(action).sum(-1)
+
+
+def test_distributions_are_captured_and_still_refuse_what_is_invalid() -> None:
+    torch.manual_seed(0)
+    model, x, action = Policy(), torch.randn(4, 3), torch.randn(4, 2)
+    net = kfac_fx.compile(model, (x, action), loss=lambda outputs: kfac_fx.losses.Normal(outputs[:, None]))
+    assert net.captures.first.whole
+    assert {row.names: row.block for row in net.report.rows} == {"mean.{weight, bias}": "kronecker", "scale": "full"}
+    torch.testing.assert_close(net(x, action), model(x, action))
+    with pytest.raises(ValueError, match="within the support"):
+        net(x, torch.full((4, 2), torch.nan))

@@ -310,6 +310,12 @@ def test_regions_are_operations_of_these_names() -> None:
     assert getattr(torch.ops.higher_order, private.CHECKPOINT_REGION).name() == private.CHECKPOINT_REGION
 
 
+def test_distributions_ask_whether_all_is_true() -> None:
+    with Called() as called:
+        torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True).log_prob(torch.zeros(2))
+    assert called.names.count(private.IS_ALL_TRUE) == 3
+
+
 def test_weight_norm_calls_one_operation() -> None:
     with Called() as called:
         nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))(torch.ones(1, 2))

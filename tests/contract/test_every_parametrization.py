@@ -20,6 +20,7 @@ from kfac_fx.passes.ir import Options, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
+    elements,
     functions,
     normalized,
     parts,
@@ -37,13 +38,12 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 CASES = 3
-MECHANISMS = functions, normalized, parts, product, tables
+MECHANISMS = elements, functions, normalized, parts, product, tables
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }
-PAIRED = [
-    name for name in EXAMPLES if name not in ("stack", "kronecker", "hadamard", "gathered inputs", "standardized")
-]
+ALONE_ONLY = ("bounds and noise", "stack", "kronecker", "hadamard", "gathered inputs", "standardized")
+PAIRED = [name for name in EXAMPLES if name not in ALONE_ONLY]
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": lambda x, w: F.linear(x[..., : w.shape[1]], w),
@@ -56,6 +56,9 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 # Which parameters have rows, where no Jacobian helps, which is of any small function. All others are refused.
 LINEAR = {
+    "mask": "w",
+    "bounds and noise": "w r",
+    "exp": "w",
     "slices": "w v",
     "multiple": "w",
     "weight norm": "w g",
@@ -73,7 +76,16 @@ LINEAR = {
 # The mean of a filter is that of one output's inputs, which it is not of a transposed use, an embedding or a scale.
 TRANSPOSED = {name: function for name, function in LINEAR.items() if name not in ("standardized", "centered")}
 EMBEDDING = {name: function for name, function in TRANSPOSED.items() if name not in ("stack", "kronecker", "hadamard")}
-SCALE = {"slices": "w v", "multiple": "w", "exp": "w", "weight norm": "w g", "spectral norm": "w", "gain": "w e"}
+SCALE = {
+    "mask": "w",
+    "bounds and noise": "w r",
+    "exp": "w",
+    "slices": "w v",
+    "multiple": "w",
+    "weight norm": "w g",
+    "spectral norm": "w",
+    "gain": "w e",
+}
 SCALE_AND_SHIFT = {**SCALE, "weight norm": "w", "gain": "w"}  # the gain of a shift has no input
 SHIFT = {**SCALE_AND_SHIFT, "gathered": "w", "gathered inputs": "w", "linear map": "w"}
 ALONE = {
@@ -88,6 +100,8 @@ ALONE = {
 # The same of pairs: use, outer, inner; "b2" is the outer one's own.
 PAIRS: dict[str, dict[str, dict[str, str]]] = {
     "linear": {
+        **dict.fromkeys(("exp", "gain"), dict.fromkeys(("mask", "exp", "multiple", "gain"), "w")),
+        "mask": {**dict.fromkeys(("mask", "exp", "multiple", "gain"), "w"), "product": "w b"},
         "slices": {"slices": "w v v2", "multiple": "w v2"},
         "multiple": {name: LINEAR[name] for name in PAIRED if name in LINEAR and name != "gathered"},
         "spectral norm": {"centered": "w"},
@@ -95,9 +109,10 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
         "gathered": {"gathered": "w"},
     },
     "shift": {
-        "slices": {"slices": "w v v2", "multiple": "w v2", "exp": "w v2"},
+        **dict.fromkeys(("mask", "gain"), dict.fromkeys(("mask", "exp", "multiple", "gain"), "w")),
+        "slices": {"slices": "w v v2", **dict.fromkeys(("mask", "exp", "multiple"), "w v2")},
         "multiple": {name: SCALE_AND_SHIFT[name] for name in PAIRED if name in SCALE_AND_SHIFT},
-        "exp": {"multiple": "w", "exp": "w"},
+        "exp": dict.fromkeys(("mask", "exp", "multiple", "gain"), "w"),
         "gathered": {"gathered": "w", "linear map": "w"},
         "linear map": {"linear map": "w"},
     },
@@ -105,7 +120,8 @@ PAIRS: dict[str, dict[str, dict[str, str]]] = {
 
 # With Jacobians, of a use that scales and shifts: what is followed on its way, and then has no rows of a case.
 REFUSED: dict[str, list[str]] = {
-    "slices": ["weight norm", "spectral norm", "centered", "gain"],
+    "mask": ["product"],
+    "slices": ["mask", "weight norm", "spectral norm", "centered", "gain"],
     "multiple": ["weight norm", "gain", "product"],
     "product": PAIRED,
     "gathered": ["linear map"],
@@ -297,7 +313,7 @@ class Shared(nn.Module):
         return F.linear(x[..., :4], first).sum(-1, keepdim=True) + F.linear(torch.tanh(x[..., :4]), second)
 
 
-ALONE_OR_IN_PIECES = {"slices", "exp", "jacobian"}
+ALONE_OR_IN_PIECES = {"slices", "jacobian"}
 SHARED = [name for name in EXAMPLES if EXAMPLES[name].shapes["w"] == (4, 4) and name != "stack"]
 
 

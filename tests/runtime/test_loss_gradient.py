@@ -127,6 +127,8 @@ def test_the_gradient_behind_an_elementwise_function_is_found() -> None:
     assert found is not None
     torch.testing.assert_close(found, gradient)
     assert gradient_behind(LOGITS, [leaf], [arrived]) is None
+    elsewhere = torch.randn(2, 3, requires_grad=True)
+    assert gradient_behind(inputs, [elsewhere], [arrived]) is None  # as logits inside of an object are of no output
 
 
 @pytest.mark.parametrize(

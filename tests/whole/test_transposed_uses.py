@@ -79,3 +79,25 @@ def test_a_training_backward_scales_gradient_rows_alone(x: Tensor, reduction: st
     F.cross_entropy(net(x), Y, reduction=reduction).backward()
     opt.step()
     torch.testing.assert_close(factors(opt.estimator), expected(net.model, x, F.one_hot(Y, CLASSES).double()))
+
+
+class TiedConvolutions(nn.Module):
+    """The rows of both layers are patches, of other images: no single pair of factors has both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 3) / 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return F.conv_transpose1d(torch.tanh(F.conv1d(x, self.weight, stride=2)), self.weight, stride=2)
+
+
+def test_a_small_weight_with_two_layouts_has_the_exact_block_of_its_elements() -> None:
+    torch.manual_seed(0)
+    model, x, y = TiedConvolutions().double(), torch.randn(4, 2, 7).double(), torch.randn(4, 2, 7).double()
+    estimator = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    (block,) = estimator.blocks.values()
+    losses = [kfac_fx.losses.Normal(model(x[n : n + 1]), targets=y[n : n + 1]).evaluate() for n in range(4)]
+    gradients = torch.stack([torch.autograd.grad(loss, model.weight)[0].flatten() for loss in losses])
+    torch.testing.assert_close(block.full_fisher_block(), gradients.T @ gradients / 4)

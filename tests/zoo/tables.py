@@ -119,7 +119,7 @@ class OtherSizes(nn.Module):
 
 
 class TokenWithPosition(nn.Module):
-    """The token has a position, too: a slice of the table goes into a function, the rest is a shift."""
+    """The token has a position, too: a slice of the table is added to it, the rest is a shift of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,8 +268,11 @@ CASES = (
         "token_with_position",
         TokenWithPosition,
         lambda: batch(3, 5, 3),
-        (linear("embed"), linear("head"), ("scale_and_shift", ("positions[:, 1:6]",), 1)),
-        generic=("token", "positions[:, 0:1]"),
+        (
+            linear("embed"),
+            linear("head"),
+            *(("scale_and_shift", (name,), 1) for name in ("token", "positions[:, 0:1]", "positions[:, 1:6]")),
+        ),
     ),
     Case(
         "table_made_by_a_network",
