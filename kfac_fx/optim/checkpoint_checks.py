@@ -71,7 +71,7 @@ WHOLE_VALUES: Mapping[str, Values] = {
 # In no older states: a training goes on with the first values.
 SINCE = (
     *("multiplier", "peak_lr", "last_update", "steps"),
-    *("predicted", "trust", "advance", "agreement", "agreed"),
+    *("promised", "trust", "advance", "agreement", "agreed"),
 )
 GENERATOR = f"{WHOLE}generator"
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's

@@ -8,8 +8,17 @@ from torch import Tensor
 
 
 class Multiplier:
+    """
+    Attributes:
+        trust: T, by which the bound is wider.
+        agreement, agreed: A at the last check, and whether it was large at the last two.
+        gained: the factor in m that comes from agreement.
+        promised: the fall of the loss that the last check predicted for its step.
+    """
+
     def __init__(self) -> None:
         self.value, self.peak, self.steps = 1.0, 0.0, 0
+        self.trust, self.agreement, self.agreed, self.gained, self.promised = 1.0, 1.0, False, 1.0, 0.0
 
     def grow(self, gradient: Tensor, last_update: Tensor, lr: float) -> None:
         """By the cosine of two vectors, where a zero has none, and the part of lr in the largest one so far.
@@ -30,7 +39,28 @@ class Multiplier:
         self.value *= factor
         return factor
 
-    def checked(self, change: float, predicted: float) -> None:
-        """After a check: of the loss of its batch."""
+    def arrived(self, fall: float, steps: int) -> None:
+        """At a later check. fall: of the loss of its batch in the steps since the last check."""
+        agreement = max(-1.0, min(1.0, fall / (steps * self.promised))) if self.promised else 0.0
+        self.agreed = min(agreement, self.agreement) >= 0.75
+        self.agreement = agreement
+
+    def later(self, rho: float) -> float:
+        """The factor of m at a later check. rho: under the bound without trust."""
+        factor = max(1 / self.gained, min(1.0, 1 / self.value))
+        if self.agreed:
+            room = max(1.0, 30 / self.value)
+            factor = min(2.0, room, max(1.0, 0.75 / rho)) if rho and self.steps <= 11 else 1.0
+        self.gained = self.gained * factor if self.agreed else 1.0
+        self.value *= factor
+        return factor
+
+    def checked(self, change: float, predicted: float, limits: bool = False) -> None:
+        """After a check: of the loss of its batch. limits: whether the bound limits the step."""
+        self.promised = max(0.0, -predicted)
+        if limits and self.agreed and abs(change / predicted - 1) <= 0.25:
+            self.trust = min(4.0, 2 * self.trust)
+        elif not change / predicted > 0.5:
+            self.trust = max(1.0, self.trust / 2)
         if change > 0 and change > 2 * predicted:
             self.value = max(0.1, 0.3 * self.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from typing import Any
@@ -38,7 +39,7 @@ class Lengths:
     """m and r of one optimizer."""
 
     def __init__(self, bound: float) -> None:
-        self.bound, self.multiplier, self.ratio = bound, Multiplier(), 1.0
+        self.bound, self.multiplier, self.ratio, self.limits = bound, Multiplier(), 1.0, False
 
     @property
     def rate(self) -> float:
@@ -47,8 +48,10 @@ class Lengths:
     def check(self, squared_norm: float, loss: float, lr: float, is_first: bool) -> None:
         """squared_norm: of a step with m = r = 1."""
         norm = self.multiplier.value * math.sqrt(squared_norm / (self.bound * max(1.0, loss)))
-        norm *= self.multiplier.first(norm / lr) if is_first else 1.0
+        norm *= (self.multiplier.first if is_first else self.multiplier.later)(norm / lr)
+        norm /= self.multiplier.trust
         self.ratio = next_ratio(self.ratio, norm)
+        self.limits = norm >= 0.75 * self.ratio
 
 
 @pytest.mark.parametrize("bound", [1e-6, 0.003])
@@ -59,20 +62,27 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
     lr, decay = options.get("lr", 1.0), options.get("weight_decay", 0.0)
     ours, others, ratios, firsts = Lengths(bound), Lengths(1e30), list[float](), list[float]()
     (net, opt), (other, free) = made(norm_constraint=bound, **options), made(norm_constraint=1e30, **options)
-    update = torch.zeros_like(theta(net))
+    update, last, at_last = torch.zeros_like(theta(net)), 0, copy.deepcopy(net.model)
     for number in range(20):
         at, (x, y) = theta(net), batch(number)
+        checks, here = number < 3 or number % 4 == 0, copy.deepcopy(net.model)
         with torch.no_grad():
             for to, parameter in zip(other.parameters(), net.parameters(), strict=True):
                 to.copy_(parameter)
         free._step_state.checks.size.near.copy_(opt._step_state.checks.size.near)  # for steps along the same direction
         loss = step(net, opt, number).item()
         step(other, free, number)
-        gradient, checks = gradient_of(net), number < 3 or number % 4 == 0
+        gradient = gradient_of(net)
         for lengths in (ours, others):
             lengths.multiplier.grow(gradient, update, lr)
         if number == 0:
             others.multiplier.first(1e-9)
+        elif checks:
+            with torch.no_grad():
+                fall = F.cross_entropy(at_last(x), y).item() - loss
+            ours.multiplier.arrived(fall, number - last)
+            others.multiplier.arrived(fall, number - last)
+            others.multiplier.later(1e-9)
         whole = (theta(other) - at) / others.rate  # with m = r = 1
         if checks:
             fisher_matrix = fisher(net.model, at, x)
@@ -88,8 +98,10 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
             with torch.no_grad():
                 change = F.cross_entropy(model(x), y).item() - loss
             lengths.multiplier.checked(
-                change, float(gradient @ made_move + 0.5 * made_move @ fisher_matrix @ made_move)
+                change, float(gradient @ made_move + 0.5 * made_move @ fisher_matrix @ made_move), lengths.limits
             )
+        if checks:
+            last, at_last = number, here
         torch.testing.assert_close(float(opt.scalars["multiplier"]), ours.multiplier.value)
     assert opt.skipped == free.skipped == 0
     assert max(ratios) > 1 if bound == 1e-6 else 1 < firsts[0] < 10

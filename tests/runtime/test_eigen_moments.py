@@ -337,7 +337,9 @@ class Slow:
             direction = turned / (divisor ** (1 - self.exponent) * self.values[n] ** self.exponent)
             both.append(gradient)
             updates.append(self.q[n] @ direction * adam.norm() / direction.norm())
-        rate = 0.01 * self.multiplier_of_step(torch.cat(both), torch.cat(updates)) / opt._step_state.checks.size.ratio
+        rate = (
+            0.01 * self.multiplier_of_step(torch.cat(both), torch.cat(updates), opt) / opt._step_state.checks.size.ratio
+        )
         if self.checks:
             self.multiplier.checked(float(opt.rho * opt.predicted_change), float(opt.predicted_change))
         for n, flat in enumerate(updates):
@@ -349,11 +351,14 @@ class Slow:
     def checks(self) -> bool:
         return self.t <= 3 or (self.t - 1) % self.interval == 0
 
-    def multiplier_of_step(self, gradient: Tensor, update: Tensor) -> float:
+    def multiplier_of_step(self, gradient: Tensor, update: Tensor, opt: KFAC) -> float:
         self.multiplier.grow(gradient, self.last, 0.5)
         self.last = update
         if self.t == 1:
             self.multiplier.first(1 / self.bound)
+        elif self.checks:
+            self.multiplier.agreed = bool(opt.scalars["agreed"])
+            self.multiplier.later(1 / self.bound)
         return self.multiplier.value
 
 

@@ -247,8 +247,15 @@ class Dense:
             self.move(delta)
             return
         fisher = self.fisher(x, y, "exact")
+        rho, here = math.sqrt(float(delta @ fisher @ delta) / 1e30) / 0.5, [*map(torch.clone, self.parameters.values())]
         if self.k == 1:
-            delta = self.multiplier.first(math.sqrt(float(delta @ fisher @ delta) / 1e30) / 0.5) * delta
+            delta = self.multiplier.first(rho) * delta
+        else:
+            at = dict(zip(self.parameters, self.at_last, strict=True))
+            fall = F.cross_entropy(functional_call(self.model, at, (x,)), y).item() - loss.item()
+            self.multiplier.arrived(fall, self.k - 1 - self.last_check)
+            delta = self.multiplier.later(rho) * delta
+        self.last_check, self.at_last = self.k - 1, here
         self.move(delta)
         change = F.cross_entropy(self.model(x), y).item() - loss.item()
         self.multiplier.checked(change, float(0.5 * delta @ fisher @ delta - g @ delta))

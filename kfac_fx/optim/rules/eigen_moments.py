@@ -197,7 +197,7 @@ class EigenMoments(CheckedRule):
         "multiplier": 1.0,
         "peak_lr": 0.0,
         "steps": 0.0,
-        "predicted": 0.0,  # change of the loss in the step of the last check
+        "promised": 0.0,  # the fall of the loss that the last check predicted for its step
         "trust": 1.0,  # T
         "advance": 1.0,  # the part of m that comes from agreement
         "agreement": 1.0,  # A at the last check, from -1 to 1
@@ -207,7 +207,7 @@ class EigenMoments(CheckedRule):
         "multiplier": Values(LEAST, FIRST * MOST),
         "peak_lr": NOT_NEGATIVE,
         "steps": A_COUNT,
-        "predicted": Values(),
+        "promised": NOT_NEGATIVE,
         "trust": Values(1, MOST_TRUST),
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
@@ -385,9 +385,8 @@ class EigenMoments(CheckedRule):
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         self.forget_update(step, outcome.tried & ~outcome.kept)
-        step.scalars["predicted"].copy_(
-            torch.where(outcome.tried & outcome.predicted.isfinite(), outcome.predicted, 0.0)
-        )
+        promised = (-outcome.predicted).clamp(min=0.0)
+        step.scalars["promised"].copy_(torch.where(outcome.tried & promised.isfinite(), promised, 0.0))
         trust, limits = step.scalars["trust"], measured.norm >= NEAR * measured.ratio
         right = ((outcome.rho - 1).abs() <= RIGHT) & (step.scalars["agreed"] > 0)
         more = torch.where(
@@ -406,9 +405,9 @@ class EigenMoments(CheckedRule):
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
         last, agreed = step.scalars["agreement"], step.scalars["agreed"]
-        predicted = step.scalars["predicted"]
-        known = (predicted < 0) & check.rise.isfinite()
-        agreement = torch.where(known, check.rise / (check.steps * predicted), 0.0).clamp(-1.0, 1.0)
+        promised = check.steps * step.scalars["promised"]
+        known = (promised > 0) & check.rise.isfinite()
+        agreement = torch.where(known, -check.rise / promised, 0.0).clamp(-1.0, 1.0)
         agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
         last.copy_(agreement)
         step.memory.means.forget_average(risen)
