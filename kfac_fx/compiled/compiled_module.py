@@ -96,6 +96,9 @@ class ForwardListener(Protocol):
     def forgetting_on_error(self) -> AbstractContextManager[None]:
         """Entered around every forward in training mode with gradients enabled, which may raise."""
 
+    def on_call(self) -> None:
+        """Called before every forward in training mode, with gradients enabled or not."""
+
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called before every forward in training mode with gradients enabled.
 
@@ -260,6 +263,8 @@ class CompiledModule(nn.Module):
         transformations such as `torch.func.vmap`, it is the model's own forward, and nothing is recorded.
         """
         captures = self.captures
+        if self._listener is not None and self.model.training:
+            self._listener.on_call()
         if self.model.training and torch.is_grad_enabled() and captures.trained.any_now:
             if transforms() or captures.structure.lent:
                 self._unrecorded += 1

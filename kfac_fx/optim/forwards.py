@@ -65,6 +65,7 @@ class Forwards:
     has_learned_inputs: bool = False  # an input of a forward before the first step requires a gradient
     derived: bool = False  # before the first step the user took derivatives of outputs, to train with them
     differentiable: bool = False  # the present backward makes a graph
+    called: bool = False  # the net was called in training mode since the last step, with gradients enabled or not
     stepped: bool = False  # no backward has begun since the last step
     adds: bool = False  # the backwards since the last step have added to the gradients of before
     added: int | None = 0  # steps in a row whose gradients were added to those of the step before; None: not counted
@@ -226,11 +227,11 @@ class Forwards:
         """Called before a backward has computed any gradient."""
         self.differentiable = torch.is_grad_enabled()  # create_graph=True
         if self.seen.trained_before(number) and self.left.are_zeroed():
-            self.zeroed = True
+            self.zeroed, self.added = True, None  # this user zeroes gradients
             self.seen.gradients_zeroed(number)
         if self.stepped and self.added is not None:
             if self.left.are_zeroed():
-                self.added = None  # this user zeroes gradients
+                self.added = None
             else:
                 self.left.begin()
         self.stepped = False
@@ -243,7 +244,8 @@ class Forwards:
 
     def count_added(self) -> None:
         """At the beginning of a step. Warns at the second of two whose gradients were added to those before."""
-        self.added = None if self.added is None else self.added + self.adds
+        if self.added is not None and self.schedule.counter:
+            self.added = self.added + 1 if self.adds else None  # the second step of all shows it
         self.adds = False
         if self.added == 2:
             self.added = None
@@ -257,7 +259,7 @@ class Forwards:
 
     def forget(self) -> None:
         """Ignore the forwards since the last step."""
-        self.stepped = True
+        self.stepped, self.called = True, False
         self.seen = MicroBatches()
         self.recorder = self.batch = None
 

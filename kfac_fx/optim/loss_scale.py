@@ -558,8 +558,7 @@ def check_scale(
     """
     used = [forward for forward in watched if forward.gradients]
     with torch.enable_grad():
-        lines = [DERIVATIVES_OUTSIDE] if derived else []
-        lines += [line for forward in used[:1] for line in misplaced_classes(forward)] if not lines else []
+        lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
         lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
         lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
         of_losses = used[:1] if are_compared(used) else used
@@ -591,6 +590,9 @@ def check_scale(
             lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
     with torch.enable_grad():
         lines += untrained(used)
+        # Of a classifier they are a penalty, and its curvature is not that of the loss anyway.
+        if derived and not lines and all(isinstance(loss, Normal) for of in used[:1] for *_, loss in of.losses()[1]):
+            lines.append(DERIVATIVES_OUTSIDE)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
 

@@ -44,8 +44,8 @@ class LeftGradients:
 
     def begin(self) -> None:
         """At the beginning of a backward that `note` is asked about."""
-        first = self.first
-        self._before = None if first is None else (weakref.ref(first), version(first))
+        first, left = self.first, None if self._first is None else self._first()
+        self._before = None if first is None or first is not left else (weakref.ref(first), version(first))
 
     def note(self) -> bool:
         """At the end of a backward. Returns whether it has added to the gradients that were there at `begin`."""

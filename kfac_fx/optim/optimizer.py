@@ -396,6 +396,10 @@ class KFAC(Optimizer, Joinable):
         with self.phases.measure("record"):
             return self._forwards.on_forward(args, kwargs)
 
+    def on_call(self) -> None:
+        """Called by the net in training mode: a step without a gradient is then a mistake."""
+        self._forwards.called = True
+
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Called by the net: until the first step, watch the gradients that the backward sends into the outputs.
 

@@ -64,7 +64,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     in_blocks, others = state.vectors.of(groups, states)
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not due.burning_in:
-        if any(parameter.requires_grad for group in groups for parameter in group["params"]):
+        if forwards.called and any(parameter.requires_grad for group in groups for parameter in group["params"]):
             state.standstill.note_without_gradient()
         return
     if not (forwards.seen.forwards or schedule.counter or estimator.recorded):

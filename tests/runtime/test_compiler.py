@@ -125,10 +125,13 @@ def test_example_keywords_alone_are_inputs() -> None:
 
 class Silent:
     def __init__(self, answer: Any = None) -> None:
-        self.calls, self.answer, self.zeroed = 0, answer, 0
+        self.calls, self.answer, self.zeroed, self.trainings = 0, answer, 0, 0
 
     def forgetting_on_error(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def on_call(self) -> None:
+        self.trainings += 1
 
     def on_forward(self, args: Any, kwargs: Any) -> Any:
         self.calls += 1
@@ -151,7 +154,7 @@ def test_a_listener_hears_training_forwards_and_zeroed_gradients_only() -> None:
     net.plain(X)
     net.eval()(X)
     net.zero_grad()
-    assert listener.calls == listener.zeroed == 1 and listener.last is first
+    assert listener.calls == listener.zeroed == 1 and listener.last is first and listener.trainings == 2
     net.train()
     net.detach()
     net(X)

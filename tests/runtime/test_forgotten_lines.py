@@ -176,6 +176,63 @@ def test_gradients_that_are_given_anew_are_not_told() -> None:
     assert said(run) == []
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("zero", [by_optimizer, by_model, by_none, by_zero])
+def test_a_discriminator_that_is_zeroed_behind_its_forward_is_not_told(
+    zero: Callable[..., None], in_place: bool
+) -> None:
+    """The generator's backward passes it, too, and leaves gradients."""
+    net, opt = made(in_place)
+    called = net.model if in_place else net
+    generator = nn.Linear(3, 3)
+
+    def run() -> None:
+        loss = loss_of(called)
+        zero(net, opt)
+        loss.backward()
+        opt.step()
+        F.cross_entropy(called(generator(X)), Y).backward()
+
+    assert RuntimeWarning not in [category for category, _ in said(run)]
+
+
+def test_a_second_gradient_at_another_place_and_a_backward_that_is_only_logged_are_not_told() -> None:
+    net, opt = made()
+
+    def run() -> None:
+        opt.zero_grad()
+        loss_of(net).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(0.01 * parameter.grad)
+        second = loss_of(net)
+        second.backward(retain_graph=True)  # for a norm that is logged
+        net.model.zero_grad()
+        second.backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.sub_(0.01 * parameter.grad)
+        opt.step()
+
+    assert RuntimeWarning not in [category for category, _ in said(run)]
+
+
+def test_steps_between_which_the_net_was_not_called_have_no_gradient_by_intention() -> None:
+    """As those of an actor that learns at every fourth step of its critic, with both optimizers stepped."""
+    net, opt = made()
+    number = 0
+
+    def run() -> None:
+        nonlocal number
+        opt.zero_grad()
+        if number % 4 == 0:
+            loss_of(net).backward()
+        opt.step()
+        number += 1
+
+    assert said(run, 16) == []
+
+
 # --- a damping that no step reads ------------------------------------------------------------------------------------
 
 

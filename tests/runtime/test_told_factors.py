@@ -191,6 +191,21 @@ def test_derivatives_outside_of_a_forward_without_a_loss_are_right() -> None:
     assert told(net, loss) == []
 
 
+@pytest.mark.parametrize("factor", [1.0, 12.0])
+def test_a_penalty_on_the_slope_of_a_classifier_is_not_told_and_hides_no_factor(factor: float) -> None:
+    torch.manual_seed(0)
+    net, y = kfac_fx.compile(nn.Linear(5, 2), (torch.randn(12, 5),), loss="categorical"), torch.arange(12) % 2
+    x = torch.randn(12, 5, requires_grad=True)
+
+    def loss() -> Tensor:
+        outputs = net(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return factor * F.cross_entropy(outputs, y) + slope.square().sum(1).mean()
+
+    lines = told(net, loss)
+    assert len(lines) == (factor != 1) and all(line.startswith("the trained loss is 12 times") for line in lines)
+
+
 def test_a_penalty_on_gradients_of_parameters_has_no_derivatives_by_inputs() -> None:
     torch.manual_seed(0)
     net, x = kfac_fx.compile(Residuals().u, (INSIDE,), loss="mse"), INSIDE.detach().clone()

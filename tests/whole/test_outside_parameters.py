@@ -121,6 +121,9 @@ class Listening:
     def forgetting_on_error(self) -> Any:
         return torch.enable_grad()
 
+    def on_call(self) -> None:
+        pass
+
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.forwards += 1
 
