@@ -318,6 +318,17 @@ def differentiates(code: CodeType) -> bool:
     return code is GRAD or (code is not UNWRAP and TRANSFORMS in code.co_filename)
 
 
+# The class of modes that see every operation; torch documents it, and has it in a private module alone.
+DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+
+def differentiates_forward(code: CodeType) -> bool:
+    """Whether this is the code that begins forward-mode derivatives: of torch.autograd.forward_ad, or of jvp, jacfwd
+    and hessian of torch.func."""
+    of_func = code.co_name == "_jvp_with_argnums" and TRANSFORMS in code.co_filename
+    return of_func or code is forward_ad.enter_dual_level.__code__
+
+
 def transforms() -> int:
     """The number of transformations of torch.func, and levels of forward-mode derivatives, that are active.
 

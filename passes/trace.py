@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -55,8 +55,10 @@ from .torch_private import (
     UNSAFE_VIEW,
     VMAP,
     BatchNorm,
+    DispatchMode,
     InstanceNorm,
     differentiates,
+    differentiates_forward,
     make_fx,
     pytree,
 )
@@ -512,10 +514,15 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
 
     It runs once, without a trace. False if it fails.
     """
+    return runs(model, tensors, lambda code: differentiates(code) or code is VMAP)
+
+
+def runs(model: nn.Module, tensors: Sequence[Tensor], wanted: Callable[[CodeType], bool]) -> bool:
+    """Whether forward runs code that is wanted; without a trace. False if it fails."""
     seen: set[bool] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and (differentiates(frame.f_code) or frame.f_code is VMAP):
+        if event == "call" and wanted(frame.f_code):
             seen.add(True)
 
     before = sys.getprofile()
@@ -538,6 +545,28 @@ def forward_mode() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
         yield
+
+
+# By which Python reads the values of a tensor. What it computes of them would be a constant of the graph.
+READS = ("numpy", "tolist", "__array__", "data_ptr")
+
+
+class WithoutReads(TorchFunctionMode):
+    """In a trace with real tensors: raises RuntimeError where Python reads values, as fakes do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in READS:
+            raise RuntimeError(f"Python reads the values of a tensor by {name}")
+        return func(*args, **(kwargs or {}))
+
+
+class WithoutSizes(DispatchMode):
+    """In a trace with real tensors: raises RuntimeError where a size depends on values, as fakes do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise RuntimeError(f"the size of the result of {func} depends on values")
+        return func(*args, **(kwargs or {}))
 
 
 class Marked(TorchFunctionMode):
@@ -581,9 +610,12 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
         with Marked():
             return functional_call(model, held, tensors)
 
+    if not runs(model, tensors, differentiates_forward):
+        with torch.enable_grad(), forward_mode():
+            return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
     # Forward mode fails with symbolic sizes, and with fakes next to its zeros. So forward computes here.
     copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
-    with without_trace(model), forward_mode():
+    with without_trace(model), forward_mode(), WithoutReads(), WithoutSizes():  # type: ignore[no-untyped-call]
         return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, copies)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -259,3 +260,48 @@ def test_derivatives_of_a_forward_that_cannot_be_captured_are_refused() -> None:
 
     with pytest.raises(UntraceableError, match=r"Replace what depends on the values of tensors"):
         trace_model(Toy(branch, w=(3, 2)), (X,))
+
+
+# --- values and sizes that depend on data -----------------------------------------------------------------------------
+
+
+def largest_by_numpy(x: Tensor) -> Any:
+    return float(np.abs(x.detach().numpy()).max())
+
+
+def largest_of_a_list(x: Tensor) -> Any:
+    return max(map(max, x.detach().tolist()))
+
+
+def positive_rows(x: Tensor) -> Any:
+    return (x[:, 0] > 0).nonzero().shape[0]
+
+
+class Forces(nn.Module):
+    """The slope of a network by its inputs, times a number that depends on their values."""
+
+    def __init__(self, number: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.number = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(at).sum(), at, create_graph=True)
+        result: Tensor = slope * self.number(x)
+        return result
+
+
+@pytest.mark.parametrize("number", [largest_by_numpy, largest_of_a_list, positive_rows])
+def test_numbers_that_a_forward_with_derivatives_reads_are_those_of_every_batch(number: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = Forces(number)
+    first = torch.randn(8, 3)
+    net = kfac_fx.compile(model, (first,), loss="mse")
+    opt = kfac_fx.KFAC(net)
+    for n in range(3):
+        x = first if n == 0 else torch.randn(8, 3) + n / 2
+        torch.testing.assert_close(net(x), model(x))
+        opt.zero_grad()
+        net(x).square().mean().backward()
+        opt.step()
+    assert opt.skipped == 0

@@ -463,18 +463,27 @@ def test_a_wrapped_tensor_is_unwrapped_to_its_memory() -> None:
 
 
 @LOADS
-@pytest.mark.parametrize("kind", ["grad", "jvp", "none"])
+@pytest.mark.parametrize("kind", ["grad", "vjp", "jvp", "jacfwd", "dual", "none"])
 def test_derivatives_run_code_that_is_known(kind: str) -> None:
-    seen: set[bool] = set()
+    seen: set[str] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and private.differentiates(frame.f_code):
-            seen.add(True)
+            seen.add("any")
+        if event == "call" and private.differentiates_forward(frame.f_code):
+            seen.add("forward")
+
+    def dual() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            pass
 
     x = torch.ones(2, requires_grad=True)
     run = {
         "grad": lambda: torch.autograd.grad(x.sum(), x),
+        "vjp": lambda: torch.func.vjp(torch.sin, x.detach()),
         "jvp": lambda: torch.func.jvp(torch.sin, (x.detach(),), (x.detach(),)),
+        "jacfwd": lambda: torch.func.jacfwd(torch.sin)(x.detach()),
+        "dual": dual,
         "none": lambda: private.debug_unwrap(x).sum(),
     }
     before = sys.getprofile()
@@ -483,7 +492,20 @@ def test_derivatives_run_code_that_is_known(kind: str) -> None:
         run[kind]()
     finally:
         sys.setprofile(before)
-    assert bool(seen) is (kind != "none")
+    of_kind = {"none": set(), "grad": {"any"}, "vjp": {"any"}, "dual": {"forward"}}
+    assert seen == of_kind.get(kind, {"any", "forward"})
+
+
+def test_a_dispatch_mode_sees_operations() -> None:
+    class Seen(private.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    operations: list[Any] = []
+    with Seen():
+        torch.ones(2).nonzero()
+    assert torch.Tag.dynamic_output_shape in operations[-1].tags
 
 
 def test_transformations_are_counted() -> None:
