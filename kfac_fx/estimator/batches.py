@@ -56,12 +56,13 @@ def as_batch(batch: Any) -> Batch:
 
 
 def refuse_one_pair(batches: Any) -> None:
-    """Raises TypeError for (inputs, targets) instead of batches: two tensors of as many rows, and of different rows."""
+    """Raises TypeError for (inputs, targets) instead of batches: two tensors of as many rows, and the second of another
+    dtype or of fewer dimensions. Two batches of inputs may differ in their lengths and sizes."""
     if not (isinstance(batches, tuple) and len(batches) == 2 and all(isinstance(part, Tensor) for part in batches)):
         return
     inputs, targets = batches
-    same_rows = (inputs.dtype, inputs.shape[1:]) == (targets.dtype, targets.shape[1:])
-    if inputs.ndim and targets.ndim and len(inputs) == len(targets) and not same_rows:
+    alike = inputs.dtype == targets.dtype and targets.ndim >= inputs.ndim
+    if inputs.ndim and targets.ndim and len(inputs) == len(targets) and not alike:
         raise TypeError(
             f"fit_spectrum takes batches, and this is one, {as_read(as_batch(batches))}: write fit_spectrum(net, [(x, "
             "y)]), or pass a DataLoader."

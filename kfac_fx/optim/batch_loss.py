@@ -498,6 +498,8 @@ def against_part(forward: ObservedForward, share: float, parameters: Mapping[str
         return "of padded positions a part may hold others than the batch"
     if not recorder.losses.are_known and any(forward.gradients[leaf].dim() == 0 for leaf in forward.gradients):
         return "the loss that forward returns has no name, and a part may have another one"
+    if not forward.at_outputs and any(gradient.numel() > 1 for gradient in forward.gradients.values()):
+        return "the loss has a term of the outputs next to that of forward"
     if recorder.losses.given is None:
         if any(site.reduction == "sum" for site in recorder.emitted.loss_sites):
             return "forward computes a loss that is a sum over cases"

@@ -271,3 +271,27 @@ def test_the_report_says_why_the_checks_take_whole_batches(monkeypatch: pytest.M
     report = " ".join(str(net.report).split())
     assert "take whole batches and not 1/8 of their examples" in report
     assert "the outputs of an example depend on the others" in report and "checks take the first" not in report
+
+
+class LossAndOutputs(Net):
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        outputs = super().forward(x)
+        return F.mse_loss(outputs, targets), outputs
+
+
+def test_a_term_of_the_outputs_next_to_the_loss_of_a_compiled_forward_takes_the_whole_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradients at the outputs have rows of all examples, and that at the loss has none."""
+    monkeypatch.setattr(checks, "share_of_checks", lambda kinds, processes: SHARE)
+    for penalty, words in ((0.01, "the loss has a term of the outputs next to that of forward"), (0.0, None)):
+        compiled: Any = torch.compile(LossAndOutputs(), backend="aot_eager")
+        net = compile(compiled, (X, VALUES))
+        optimizer = KFAC(net, seed=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss, outputs = net(X, VALUES)
+            (loss + penalty * outputs.square().mean() if penalty else loss).backward()
+            optimizer.step()
+        report = " ".join(str(net.report).split())
+        assert words in report if words else "checks take the first 1/8" in report

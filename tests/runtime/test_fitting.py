@@ -300,6 +300,15 @@ def test_a_tuple_of_two_batches_is_two_batches() -> None:
         assert torch.equal(product, of_list.multiply(vector)[name])
 
 
+def test_a_tuple_of_two_batches_of_other_lengths_is_two_batches() -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), loss="categorical")
+    longer, shorter = torch.randint(5, (8, 12)), torch.randint(5, (8, 7))
+    for batches in ((longer, shorter), (shorter, longer)):
+        assert same(fit_spectrum(net, batches), fit_spectrum(net, [*batches]))
+    with pytest.raises(TypeError, match=r"this is one, net\(int64 \[8, 12\]\) with targets int64 \[8\]"):
+        fit_spectrum(net, (longer, torch.randint(2, (8,))))
+
+
 @pytest.mark.parametrize("approximation", ["kron_sua", "kron"])
 def test_a_bound_on_memory_counts_the_factors_that_there_are(approximation: str) -> None:
     """Three times every factor, and the eigenvalues. kron_sua has an input factor of the channels."""
