@@ -233,6 +233,10 @@ class Approximation:
     kinds: tuple[str, ...] = ()
     multi_name: str | None = None
 
+    def __deepcopy__(self, memo: object) -> Approximation:
+        """Itself: blocks ask which approximation they are by `is`, and copies of blocks do, too."""
+        return self
+
     @property
     def kronecker(self) -> bool:
         """Whether it is a Kronecker product."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import lru_cache
 
@@ -111,6 +112,16 @@ def test_without_damping_the_block_is_its_full_matrix(form: str, approximation: 
 def test_the_inverse_undoes_the_product(form: str, approximation: str) -> None:
     block, vector = trained(form, approximation)
     assert_same(block.multiply_inverse(block.multiply(vector)), vector)
+
+
+@pytest.mark.parametrize(
+    ("form", "approximation"), {name: case for case in CASES for name in case[1:]}.values(), ids=str
+)
+def test_a_copy_of_a_block_multiplies_as_the_block_does(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation)
+    copied = copy.deepcopy(block)
+    assert_same(copied.multiply(vector), block.multiply(vector))
+    assert_same(copied.multiply_inverse(vector), block.multiply_inverse(vector))
 
 
 @every_block

@@ -49,22 +49,23 @@ first steps must be short, has a large ρ. The rest of the way is left, because 
 skips rises in the first steps. The cosine sees the loss along a step and not beyond it. So a check multiplies m by
 `OVERSHOT` if the loss of its own batch rose in the step, and by more than twice what the quadratic model says.
 
-**Agreement.** The first check sees one batch, so it is careful, and the bound is that of networks that are far from
-their quadratic models. Each later check measures what the steps since the last one did to a batch that they had not
-seen, next to what the last check predicted for its own batch:
+**Agreement.** The first check knows one batch alone, so it is careful. The bound suits networks that are far from their
+quadratic models, and is too narrow for others. Each later check compares what the steps since the last one did to a
+batch that they had not seen with what the last check predicted for its own batch:
 
-    A = the change of the loss in the steps since the last check / (their number times the predicted change of one)
+    A = the fall of the loss in the steps since the last check / (their number times the predicted fall of one)
 
-Where batches are noise, a step serves its own batch and A is small; where it is 3/4 or more at two checks in a row, the
-steps do what they promise. Then
+Where batches are noise, a step serves its own batch, and A is small. Batches agree if A >= `AGREEMENT` at two checks
+in a row. At the checks of the first `EARLY` steps m grows then, and the bound widens wherever it limits the steps:
 
-    m <- m min(2, `ADVANCE_AGAIN` / ρ), at least m     at the checks after the first `EARLY` steps
-    T <- 2 T, at most `MOST_TRUST`    if lr ρ >= 3/4 r, and the quadratic model predicts the change of the loss in the
-                                      step within a quarter: the radius of a trust region (Conn, Gould & Toint 2000,
-                                      "Trust region methods", section 6.1)
+    m <- m min(`AGAIN`, `ADVANCE_AGAIN` / (T ρ)), at least m
+    T <- 2 T, at most `MOST_TRUST`    if lr ρ >= 3/4 r, and the loss changes by what the quadratic model predicts, up to
+                                      a quarter
+    T <- T / 2, at least 1            if the loss falls by less than half of the prediction
 
-and c is T² times the `norm_constraint`. If the change of the loss is half of the predicted one or less, T is halved.
-The first check without agreement takes back what m has gained from it, because the cosines alone would take long.
+T is the radius of a trust region (Conn, Gould & Toint 2000, "Trust region methods", section 6.1), and c is T² times the
+`norm_constraint`. The first check without agreement divides m by what it has gained from agreement, because the cosines
+alone would take long to do so.
 
 The squared Fisher norm of the step is twice the Kullback-Leibler divergence between the predictions before and after
 it. At a check it is at most c max(1, h), as r >= lr ρ. The guard tolerates a rise of h by `RISE` max(1, h), or by
