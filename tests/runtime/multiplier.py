@@ -50,7 +50,7 @@ class Multiplier:
         factor = max(1 / self.gained, min(1.0, 1 / self.value))
         if self.agreed:
             room = max(1.0, 30 / self.value)
-            factor = min(2.0, room, max(1.0, 0.75 / rho)) if rho and self.steps <= 11 else 1.0
+            factor = min(2.0, room, max(1.0, 0.75 / rho)) if rho and self.steps <= 6 else 1.0
         self.gained = self.gained * factor if self.agreed else 1.0
         self.value *= factor
         return factor

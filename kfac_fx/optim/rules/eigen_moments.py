@@ -56,7 +56,8 @@ batch that they had not seen with what the last check predicted for its own batc
     A = the fall of the loss in the steps since the last check / (their number times the predicted fall of one)
 
 Where batches are noise, a step serves its own batch, and A is small. Batches agree if A >= `AGREEMENT` at two checks
-in a row. At the checks of the first `EARLY` steps m grows then, and the bound widens wherever it limits the steps:
+in a row. At the checks of the first `EARLY` steps m grows then, because the next check is near, and the bound widens
+wherever it limits the steps:
 
     m <- m min(`AGAIN`, `ADVANCE_AGAIN` / (T ρ)), at least m
     T <- 2 T, at most `MOST_TRUST`    if lr ρ >= 3/4 r, and the loss changes by what the quadratic model predicts, up to
