@@ -77,6 +77,19 @@ def test_the_multiplier_grows_faster_where_batches_agree_and_gives_it_back_where
     assert scalar(opt, "multiplier") < math.e * before / gained[5]
 
 
+def test_the_multiplier_advances_in_the_first_five_steps_alone() -> None:
+    """The check after ten steps is the last one for ten steps."""
+    net, opt = made(bound=30.0)
+    opt.param_groups[0]["lr"] = 0.01  # along which the loss is linear
+    gained = []
+    for number in range(11):
+        if number in (5, 10):
+            opt.scalars["multiplier"].fill_(1.0)  # far below the bound
+        step(net, opt, data(0, noise=False, cases=64))
+        gained.append(scalar(opt, "advance"))
+    assert scalar(opt, "agreed") == 1 and gained[5] == 2 * gained[4] and gained[10] == gained[5]
+
+
 def test_batches_of_noise_lengthen_no_step() -> None:
     net, opt = made()
     for number in range(31):

@@ -152,11 +152,8 @@ OVERSHOT = 0.3
 YOUNG = 100.0  # steps, after which m grows more slowly
 ADVANCE, FIRST = 0.5, 10.0  # the first check takes m to this part of the bound, and at most to `FIRST`
 AGREEMENT = 0.75  # of batches, from which steps do what their checks predicted
-EARLY, ADVANCE_AGAIN, AGAIN = (
-    10,
-    0.75,
-    2.0,
-)  # steps, whose checks take m to this part of the bound, at most times `AGAIN`
+EARLY = 5  # steps, whose checks take m on if batches agree
+ADVANCE_AGAIN, AGAIN = 0.75, 2.0  # to this part of the bound, at most times `AGAIN`
 RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted one, or below this part of it
 MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
 LEAST, MOST = 0.1, 30.0  # of m
