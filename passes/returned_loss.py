@@ -117,11 +117,13 @@ def way_of(
 
 
 def counts_among(divisors: Iterable[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
-    """The divisors that may be numbers of cases: those that forward is given, or else whole constants, and inverses of
-    these. Other constants are factors of the loss, such as ln 2."""
+    """The divisors that may be numbers of cases: those that forward is given, or else whole constants, or else inverses
+    of these. Other constants are factors of the loss, such as ln 2."""
     every = list(divisors)
     given = tuple(pair for pair in every if isinstance(pair[0], fx.Node))
-    return given or tuple(pair for pair in every if pair[1] < 0 or (float(pair[0]).is_integer() and pair[0] > 1))
+    constants = [pair for pair in every if pair not in given]
+    whole = tuple(pair for pair in constants if pair[1] > 0 and float(pair[0]).is_integer() and pair[0] > 1)
+    return given or whole or tuple(pair for pair in constants if pair[1] < 0)
 
 
 def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | None:

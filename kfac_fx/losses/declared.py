@@ -306,6 +306,7 @@ class ObservedLoss:
         weights: the gradient of the returned loss with respect to the result; None: there is no gradient.
         linear, elementwise: see `passes.ir.Way`.
         divisor: the number that the returned loss divides it by; None: there is no way between.
+        divided: whether that is a division, and no factor 1 / n.
     """
 
     loss: str
@@ -320,9 +321,28 @@ class ObservedLoss:
     linear: bool = True
     elementwise: bool = True
     divisor: Tensor | None = None
+    divided: bool = True
 
 
 FoundLoss = LossSite | ObservedLoss
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the number is read that forward divides a sum over cases by, as the first batch tells.
+
+    Attributes:
+        of_elements: whether it counts the elements of the cases.
+        inverses_from: the least whole n of which a factor 1 / n that forward writes is a division by n, and no weight
+            of the loss.
+    """
+
+    of_elements: bool = False
+    inverses_from: float = math.inf
+
+    def divides(self, number: Any, exponent: int) -> bool:
+        """Whether one of the numbers of `passes.ir.Way` is such a divisor."""
+        return not isinstance(number, (int, float)) or exponent > 0 or 1 / number >= self.inverses_from
 
 
 @dataclass(frozen=True)
@@ -333,12 +353,12 @@ class LossesInForward(DeclaredLosses):
         is_mean: whether what forward returns is a mean over cases, and not a sum. A sum may be divided by a number that
             is given, such as that of the cases in all micro-batches of a step. The division is no part of the
             coefficients, as it is none where the user divides what forward returns.
-        of_elements: whether that number counts the elements of the cases.
+        division: how that number is read.
     """
 
     found: Sequence[FoundLoss]
     is_mean: bool = True
-    of_elements: bool = False
+    division: Division = Division()
 
     @property
     def names(self) -> Sequence[str]:
@@ -368,7 +388,7 @@ class LossesInForward(DeclaredLosses):
             raise no_loss_known()
         number = len(self.found)
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
-        rows = rows or [RowsOfLoss(weights=constant_of(site), divisor=divisor_of(site)) for site in self.found]
+        rows = rows or [self.rows_of(site) for site in self.found]
         every = list(zip(self.found, fisher, by_site, case_dims or [0] * number, rows, strict=True))
         pairs = [
             likelihood(BY_NAME[site.loss], site.reduction, inputs, target, dim, its_rows)
@@ -380,13 +400,17 @@ class LossesInForward(DeclaredLosses):
             for (site, _, _, dim, its_rows), (weight, loss), its_cases in zip(every, pairs, cases, strict=True)
         ]
 
+    def rows_of(self, site: FoundLoss) -> RowsOfLoss:
+        """The rows of a loss as far as forward alone tells."""
+        return RowsOfLoss(weights=constant_of(site), divisor=divisor_of(site, self.division))
+
     def undivided(self, loss: LossFunction, rows: Sequence[RowsOfLoss]) -> Tensor | float:
         """The multiple of the returned loss that is a sum over cases, if the returned loss is no mean over them.
 
         loss: the first one.
         """
         divisor = None if self.is_mean else next((of_loss.divisor for of_loss in rows), None)
-        return 1.0 if divisor is None else divisor / elements_of_case(loss) if self.of_elements else divisor
+        return 1.0 if divisor is None else divisor / elements_of_case(loss) if self.division.of_elements else divisor
 
     def coefficient(
         self,
@@ -444,12 +468,14 @@ def constant_of(site: FoundLoss) -> float | None:
     return None if site.way is None else site.way.constant
 
 
-def divisor_of(site: FoundLoss) -> Tensor | float | None:
+def divisor_of(site: FoundLoss, division: Division) -> Tensor | float | None:
     """The number that the returned loss divides a loss by, where it is the same for all inputs; None if there is none,
     or if the inputs tell it."""
     if isinstance(site, ObservedLoss):
-        return site.divisor
-    divisors = () if site.way is None else site.way.divisors
+        if site.divisor is None or site.divided:
+            return site.divisor
+        return torch.where(site.divisor >= division.inverses_from, site.divisor, 1.0)
+    divisors = [pair for pair in (() if site.way is None else site.way.divisors) if division.divides(*pair)]
     constants = [divisor**exponent for divisor, exponent in divisors if isinstance(divisor, (int, float))]
     return math.prod(constants) if constants and len(constants) == len(divisors) else None
 

@@ -54,7 +54,7 @@ from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, 
 from kfac_fx.recording.progress import phase, working
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.returned_loss import divides_by_elements, is_mean
+from kfac_fx.recording.returned_loss import division_of, is_mean
 from kfac_fx.recording.statistics import Key, PendingMoments
 from kfac_fx.recording.unchanged import Structure, Trained
 
@@ -228,7 +228,7 @@ class Capturing:
         for misfit in recorder.misfits:
             warn_user(UserWarning(misfit))
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
-        recorder.of_elements = divides_by_elements(recorder, args, kwargs)
+        recorder.division = recorder.division or division_of(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
@@ -321,6 +321,7 @@ class CaptureCache:
         """
         if self.capturing.by_hand or (self.masked and recorder.program.mask is not None):
             refuse_other_uses(recorder, self.registrations, by_hand=self.capturing.by_hand)
+        recorder.division = next((other.division for other in self.all if other.division), recorder.division)
         union = united(recorder, self.registrations, self.stale)
         if union.reasons and self.arguments.options.strict:
             raise RegistrationError(

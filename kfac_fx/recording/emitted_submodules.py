@@ -136,7 +136,7 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     if transforms():
         earlier = before if len(before) == len(losses) else losses
         return [
-            replace(loss, weights=other.weights, linear=other.linear, divisor=other.divisor)
+            replace(loss, weights=other.weights, linear=other.linear, divisor=other.divisor, divided=other.divided)
             for loss, other in zip(losses, earlier, strict=True)
         ]
     of_losses = [loss.result for loss in losses]
@@ -148,7 +148,7 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
     found: list[ObservedLoss] = []
     for loss in (losses[number] for number in sorted(used)):
         weights: Tensor | float = 1.0
-        linear = elementwise = True
+        linear = elementwise = divided = True
         divisor: Tensor | None = None
         if len(roots) > 1 or loss.result is not roots[0]:
             ones = [torch.ones_like(root) for root in roots]
@@ -158,7 +158,7 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
         sources = [source_of_piece(other.inputs) for other in found]
         source = source_of_piece(loss.inputs)
         first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
-        weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor)
+        weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor, divided=divided)
         found.append(replace(weighted, linear=linear, elementwise=elementwise))
     return found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.losses.declared import (
     DeclaredLosses,
+    Division,
     FoundLoss,
     LossesInForward,
     LossSpec,
@@ -47,13 +48,13 @@ class OutputLosses:
         emitted: the model that computes the outputs.
         given: the user's losses, on the model's outputs or on nodes of the graph; None: those that forward computes.
         is_mean: whether what forward returns is a mean over cases, and not a sum.
-        of_elements: whether a sum is divided by a number of elements; see `LossesInForward`.
+        division: how the number is read that a sum is divided by; see `LossesInForward`.
     """
 
     emitted: EmittedModel
     given: LossSpec | RegisteredLosses | None
     is_mean: bool = True
-    of_elements: bool = False
+    division: Division = Division()
 
     @property
     def declared(self) -> DeclaredLosses:
@@ -61,7 +62,7 @@ class OutputLosses:
 
     @property
     def in_forward(self) -> LossesInForward:
-        return LossesInForward(self.emitted.loss_sites, self.is_mean, self.of_elements)
+        return LossesInForward(self.emitted.loss_sites, self.is_mean, self.division)
 
     @property
     def are_known(self) -> bool:
@@ -158,9 +159,9 @@ class OutputLosses:
     def divisor(self, site: FoundLoss, values: Any) -> Tensor | float | None:
         """The number that the returned sum over cases is divided by; None if there is none."""
         if self.is_mean or isinstance(site, ObservedLoss) or site.way is None:
-            return None if self.is_mean else divisor_of(site)
+            return None if self.is_mean else divisor_of(site, self.division)
         divisor: Tensor | float | None = None
-        for number, exponent in site.way.divisors:
+        for number, exponent in (pair for pair in site.way.divisors if self.division.divides(*pair)):
             given = self.emitted.target_values(number, values)
             divisor = (1.0 if divisor is None else divisor) * (given if exponent == 1 else 1.0 / given)
         return divisor

@@ -21,7 +21,7 @@ from kfac_fx.linalg.arguments import a_share, several_names, whole_number
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
 from kfac_fx.linalg.processes import averaged_unsharded, is_sharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
-from kfac_fx.losses.declared import LossSpec, RegisteredLosses, WeightedLosses
+from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, WeightedLosses
 from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
@@ -79,7 +79,7 @@ class Recorder:
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
             no loss.
         mean_reason: why that is a guess; None: it is none.
-        of_elements: whether it is a sum that forward divides by a number of elements.
+        division: how the number is read that forward divides a sum by; None: no batch has told it.
     """
 
     emitted: EmittedModel
@@ -106,7 +106,7 @@ class Recorder:
     log_axes: Mapping[int, int] | None = field(default=None, init=False)
     is_mean: bool | None = None
     mean_reason: str | None = None
-    of_elements: bool = False
+    division: Division | None = None
 
     @property
     def capture(self) -> Capture:
@@ -125,7 +125,7 @@ class Recorder:
         """The losses on the outputs of a run."""
         sites = self.emitted.loss_sites
         is_mean = probably_mean(sites) if self.is_mean is None else self.is_mean
-        return OutputLosses(self.emitted, self.loss, is_mean, self.of_elements)
+        return OutputLosses(self.emitted, self.loss, is_mean, self.division or Division())
 
     @property
     def knows_loss(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import with_gradient
 from kfac_fx.losses.declared import (
     DIVIDED_BY_CASES,
+    Division,
     FoundLoss,
     ObservedLoss,
     constant_of,
@@ -32,6 +34,8 @@ from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import LossWatch, among_returned
 from kfac_fx.recording.output_losses import probably_mean
 from kfac_fx.recording.recorder import Recorder
+
+ELEMENTS_TOLERANCE = 0.01  # of a number that counts the elements of a batch
 
 
 def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool | None, str | None]:
@@ -74,27 +78,34 @@ def is_weighed_as_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
 def is_divided(site: FoundLoss) -> bool:
     """Whether forward divides a loss by a number, and does not multiply it with an inverse."""
     if isinstance(site, ObservedLoss) or site.way is None:
-        return divisor_of(site) is not None
+        return divisor_of(site, Division()) is not None
     return any(exponent > 0 for _, exponent in site.way.divisors)
 
 
-def divides_by_elements(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the returned loss is a sum of losses of elements that forward divides by a number of elements.
+def division_of(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Division | None:
+    """How the number is read that forward divides a sum over cases by; None if there is none, or no case.
 
-    In micro-batches this is the number of all of a step, as the number of cases may be. So any number that is at least
-    that of the elements of this batch counts elements: they are more than the cases of a few micro-batches.
+    It may be that of a whole step of micro-batches. So a constant factor 1 / n is a division if n may be the cases of
+    this batch, or of several; a smaller n makes a weight of the loss. The number counts elements only if it is that of
+    the elements of this batch: a larger one may as well be the cases of several micro-batches.
     """
     if recorder.is_mean is not False or recorder.loss is not None:
-        return False
+        return None
     values = recorder.capture.flatten(args, kwargs)
     learned = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
     _, fisher = recorder.outputs(learned, values)  # losses that Python computes have weights where there are gradients
-    of, sites = recorder.losses, recorder.emitted.loss_sites
-    if not sites or not BY_NAME[sites[0].loss].averages_elements:
-        return False
-    (_, loss), *_ = of.real(lambda outputs: None, fisher, values)
-    divisor, elements = of.rows(fisher, values)[0].divisor, elements_of_case(loss)
-    return divisor is not None and elements > 1 and float(divisor) > (elements - 0.5) * int(loss.cases)
+    sites = recorder.emitted.loss_sites
+    if not sites:
+        return None
+    (_, loss), *_ = recorder.losses.real(lambda outputs: None, fisher, values)
+    cases = int(loss.cases)
+    division = Division(inverses_from=DIVIDED_BY_CASES[0] * cases)
+    divisor = replace(recorder.losses, division=division).rows(fisher, values)[0].divisor
+    if divisor is None or not cases:
+        return None
+    elements = elements_of_case(loss)
+    counted = BY_NAME[sites[0].loss].averages_elements and elements > 1
+    return replace(division, of_elements=counted and abs(float(divisor) / (elements * cases) - 1) < ELEMENTS_TOLERANCE)
 
 
 def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:

@@ -939,13 +939,19 @@ BY_NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, float]] = {  #
     "the inverse of given elements": (lambda s, n: s * (1 / n), torch.tensor(32.0), 0.5),
     "a constant": (lambda s, n: s / 32, torch.tensor(0), 0.5),
     "an inverse constant": (lambda s, n: s * (1 / 32), torch.tensor(0), 0.5),
+    "an inverse constant of cases": (lambda s, n: s * (1 / 8), torch.tensor(0), 2.0),
 }
 
 
-@pytest.mark.parametrize(("parts", "python"), [(1, False), (2, False), (1, True)])
-@pytest.mark.parametrize("name", BY_NUMBERS)
+@pytest.mark.parametrize(
+    ("name", "parts", "python"),
+    [(name, 1, python) for name in BY_NUMBERS for python in (False, True)]
+    + [(name, parts, False) for name, (*_, curvature) in BY_NUMBERS.items() for parts in (2, 8) if curvature == 2],
+)
 def test_a_sum_of_squares_may_be_divided_by_its_elements_or_by_its_cases(name: str, parts: int, python: bool) -> None:
-    """The curvature is that of the mean over the cases of all micro-batches: 2 / 4 for one over 4 elements."""
+    """The curvature is that of the mean over the cases of all micro-batches: 2 / 4 for one over 4 elements.
+
+    The cases of 8 micro-batches are more than the elements of one."""
     torch.manual_seed(0)
     divided, number, curvature = BY_NUMBERS[name]
     first = len(X) // parts
@@ -967,31 +973,87 @@ def test_a_sum_of_squares_may_be_divided_by_its_elements_or_by_its_cases(name: s
 
 
 @pytest.mark.parametrize(
-    ("divided", "number", "told"),
+    ("divided", "number", "first", "told"),
     [
-        (lambda s, n: s / n, torch.tensor(8), "the trained loss is 4 times the mean of the registered Normal loss over "
-         "its 8 cases; the number by which forward divides its sum may count cases, elements or something else: return "
-         "the sum, and divide behind forward: (net(...) / number).backward()."),
-        (lambda s, n: s * 0.127, torch.tensor(0), "the trained loss is 8 times the mean of the registered Normal loss "
-         "over its 8 cases; 0.127 may be a weight of the loss: return the sum, and divide behind forward: (net(...) / "
-         "7.874).backward()."),
+        (lambda s, n: s / n, torch.tensor(8), 2, "the trained loss is 4 times the mean of the registered Normal loss "
+         "over its 8 cases; the number by which forward divides its sum may count cases, elements or something else: "
+         "return the sum, and divide behind forward: (net(...) / number).backward()."),
+        (lambda s, n: s / n, torch.tensor(32), 4, "the trained loss is 0.25 times the mean of the registered Normal "
+         "loss over its 8 cases; the number by which forward divides its sum may count cases, elements or something "
+         "else: return the sum, and divide behind forward: (net(...) / number).backward()."),
+        (lambda s, n: s * 0.127, torch.tensor(0), 1, "the trained loss is 8 times the mean of the registered Normal "
+         "loss over its 8 cases; 0.127 may be a weight of the loss: return the sum, and divide behind forward: "
+         "(net(...) / 7.874).backward()."),
     ],
 )  # fmt: skip
-def test_a_number_that_may_be_another_one_is_told_with_what_to_write(divided: Any, number: Tensor, told: str) -> None:
-    """Eight micro-batches: the number of all cases is larger than that of the elements of one."""
+def test_a_number_that_may_be_another_one_is_told_with_what_to_write(
+    divided: Any, number: Tensor, first: int, told: str
+) -> None:
+    """The cases of four micro-batches are as many as the elements of one."""
 
     def lines(divided: Any, behind: float) -> list[str]:
-        net = kfac_fx.compile(SumInForward(divided), (X[:1], VALUES[:1], number))
+        net = kfac_fx.compile(SumInForward(divided), (X[:first], VALUES[:first], number))
         optimizer = kfac_fx.KFAC(net)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", LossScaleWarning)
-            for x, y in zip(X.split(1), VALUES.split(1), strict=True):
+            for x, y in zip(X.split(first), VALUES.split(first), strict=True):
                 (net(x, y, number) / behind).backward()
             optimizer.step()
         return [str(warning.message).splitlines()[0] for warning in caught]
 
     assert lines(divided, 1.0) == [told]
     assert lines(lambda s, n: s, 8.0) == []  # as it says
+
+
+def test_captures_read_the_number_that_divides_a_sum_alike() -> None:
+    """The first one reads cases. The second alone would read elements."""
+    torch.manual_seed(0)
+    model = SumInForward(lambda s, n: s / n)
+    net = kfac_fx.compile(model, (X, VALUES, torch.tensor(8)))
+    model.eval()
+    moments = net.record((X[:4], VALUES[:4], torch.tensor(16)), {}, mode="exact")
+    assert len(net.captures.all) == 2
+    g = moments.statistics["layer.weight", "layer.bias"]["G"][0] / float(moments.cases)
+    torch.testing.assert_close(g, 2.0 * torch.eye(4))
+
+
+class WeightedSum(nn.Module):
+    """Divides or multiplies a sum of cross entropies with targets that are not certain."""
+
+    def __init__(self, weighted: Callable[[Tensor], Tensor], python: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.weighted, self.python = nn.Linear(3, 4), weighted, python
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        if self.python and outputs.sum() > 1e9:
+            outputs = 2 * outputs
+        return self.weighted(F.cross_entropy(outputs, y, reduction="sum", label_smoothing=0.1))
+
+
+@pytest.mark.parametrize(
+    ("weighted", "weight", "python"),
+    [
+        (lambda s: 0.05 * s, 0.05, False),
+        (lambda s: 0.05 * s, 0.05, True),
+        (lambda s: 0.25 * s / 32, 0.25, False),
+        (lambda s: 0.25 * s * (1 / 32), 0.25, False),
+        (lambda s: s * (1 / 32) * 0.25, 0.25, False),
+        (lambda s: s * (1 / 64), 1.0, False),
+    ],
+)
+def test_an_inverse_of_fewer_than_the_cases_is_a_weight_of_a_sum(weighted: Any, weight: float, python: bool) -> None:
+    """64 may be the cases of two batches; 4 and 20 are fewer than those of one."""
+    x, y = X.repeat(4, 1), CLASSES.repeat(4)
+
+    def g(weighted: Any) -> Tensor:
+        net = kfac_fx.compile(WeightedSum(weighted, python), (x, y))
+        assert bool(net.program.submodules) == python
+        moments = net.record((x, y), {}, mode="exact")
+        return moments.statistics["layer.weight", "layer.bias"]["G"][0] / float(moments.cases)
+
+    torch.testing.assert_close(g(weighted), weight * g(lambda s: s))
 
 
 @pytest.mark.parametrize("kind", ["mse", "normal"])
