@@ -208,7 +208,9 @@ def test_a_model_whose_parts_are_called_is_told_to_compile_what_is_called() -> N
         opt.step()
     assert str(error.value).endswith(
         "Calls of its parts record nothing, such as those in the training_step of a LightningModule: compile the "
-        "module that is called, as in kfac_fx.compile(self.model, ..., in_place=True)"
+        "module that is called, as in kfac_fx.compile(self.model, ..., in_place=True). Neither do those of "
+        "torch.compile(model), which traces past the recording: write kfac_fx.compile(torch.compile(model), ..., "
+        "in_place=True) and call net(x)"
     )
 
 

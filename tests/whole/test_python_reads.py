@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, ModelChangedError
+from kfac_fx.passes.parametrizations import functions
 from tests.whole.divided import Base, compiled, submodules_of
 from tests.whole.training import differences, step
 
@@ -185,7 +186,8 @@ def test_a_read_that_nothing_can_capture_is_an_error_later_on() -> None:
         net.record((1e4 * S,), {})
 
 
-def test_uses_that_do_not_go_together_are_left_to_python() -> None:
+def test_uses_that_do_not_go_together_are_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 0)  # small weights have the block of their elements
     net = compiled(Reading(lambda own, h: F.linear(h, own.first.weight.view(4, 5)) @ own.mix, mix=(4, 5)), S)
     reasons = generic_reasons(net)
     assert set(reasons) == {("first.weight",), ("first.bias",), ("mix",)}
