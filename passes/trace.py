@@ -547,15 +547,15 @@ def forward_mode() -> Iterator[None]:
         yield
 
 
-# By which Python reads the values of a tensor. What it computes of them would be a constant of the graph.
-READS = ("numpy", "tolist", "__array__", "data_ptr")
+# By these Python reads the values of a tensor. A number that it computes from them would be a constant of the graph.
+VALUE_READS = ("numpy", "tolist", "__array__", "data_ptr")
 
 
 class WithoutReads(TorchFunctionMode):
     """In a trace with real tensors: raises RuntimeError where Python reads values, as fakes do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(func, "__name__", "")) in READS:
+        if (name := getattr(func, "__name__", "")) in VALUE_READS:
             raise RuntimeError(f"Python reads the values of a tensor by {name}")
         return func(*args, **(kwargs or {}))
 

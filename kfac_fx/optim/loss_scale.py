@@ -590,7 +590,7 @@ def check_scale(
             lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
     with torch.enable_grad():
         lines += untrained(used)
-        # Of a classifier they are a penalty, and its curvature is not that of the loss anyway.
+        # The derivatives of a classifier are a penalty, and its curvature is not that of the loss anyway.
         if derived and not lines and all(isinstance(loss, Normal) for of in used[:1] for *_, loss in of.losses()[1]):
             lines.append(DERIVATIVES_OUTSIDE)
     if lines:

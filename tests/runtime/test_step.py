@@ -93,6 +93,7 @@ class FakeForwards:
     log: list[str]
     seen: MicroBatches = field(default_factory=lambda: one_forward())
     checked: bool = False
+    called: bool = False
 
     def close(self) -> None:
         """All forwards had a backward."""
