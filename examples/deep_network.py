@@ -4,7 +4,7 @@ The network tells which of three spirals a point of the plane belongs to.
 
     python -m examples.deep_network
 
-    K-FAC  loss 0.001 after 150 steps, 1.099 is chance
+    K-FAC  loss 0.006 after 150 steps, 1.099 is chance
     AdamW  loss 0.620 after 150 steps, 1.099 is chance
 """
 
