@@ -6,6 +6,7 @@ next one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 
 from kfac_fx.optim.damping import DampingRule
 from kfac_fx.optim.forwards import Closure, TrainingClosure
-from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.rule import BlockStep
 from kfac_fx.optim.schedule import Due
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.tracing.random_streams import RandomState
@@ -52,40 +51,22 @@ def check_losses(rule: DampingRule, due: Due, losses: Losses) -> None:
 
 
 def measured_move(
-    state: StepState,
-    step: BlockStep | None,
-    others: FlatParameters | None,
-    ok: Tensor,
-    loss: Tensor | None,
-    losses: Losses,
+    state: StepState, move: Callable[[list[Tensor]], Tensor], loss: Tensor | None, losses: Losses
 ) -> Tensor:
     """Move the parameters, and compare the change of the loss with the predicted one: now, or in the next step.
 
-    loss: before the update, if known. Returns whether they moved, 0-dim.
+    Args:
+        move: moves the parameters, adds predicted changes of the loss to a list, and returns whether they moved, 0-dim.
+        loss: before the update, if known.
+
+    Returns the result of `move`.
     """
-    rule, start, change = state.options.rule, state.forwards.seen.start, torch.zeros_like(state.damping)
+    rule, start, changes = state.options.rule.damping_rule, state.forwards.seen.start, list[Tensor]()
     loss = measured_now(state, losses, start) if loss is None else loss
-    moves: list[tuple[FlatParameters, Tensor, dict[str, Tensor]]] = []
-    if step is not None:
-        step.ok = ok
-        update = rule.update(step)
-        move = rule.move(step, update)
-        if update.kappa is not None:
-            state.scalars["kappa"].copy_(update.kappa)
-        change = rule.predicted_change(step, move)
-        moves.append((step.flat, move, update.state))
-    if others is not None:
-        (move, new), finite = state.first_order_update(state.options.first_order_rule, others)
-        ok = ok & finite
-        change = change + others.inner(others.g, move)  # no Fisher block: only the slope is known
-        moves.append((others, move, new))
-    for flat, move, _ in moves:
-        ok = ok & flat.may_be_added(move)
-    for flat, move, new in moves:
-        flat.commit(move, new, ok)
-    state.scalars["predicted_change"].copy_(change)
+    ok = move(changes)
+    state.scalars["predicted_change"].copy_(sum(changes, torch.zeros_like(state.damping)))
     state.scalars["loss_before"].copy_(torch.where(ok, loss, torch.nan))
-    if rule.damping_rule is not None and not rule.damping_rule.immediately:
+    if rule is not None and not rule.immediately:
         state.late = start
     else:
         adapt_damping(state, measured_now(state, losses, start))

@@ -45,33 +45,6 @@ REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class Look:
-    """The numbers of a look, on the device: 0-dim tensors that become one message to the host.
-
-    Attributes:
-        failed: the number of steps that could not be made, so far.
-        undone: that of steps which a check undid.
-        moved: whether a parameter has changed in the step.
-        pushed: whether a gradient is other than zero.
-        rate: whether an lr is.
-        diverged: whether gradients and parameters have grown as those of a training that diverges.
-        finite: for each cause of a failure, whether it is none in this step.
-    """
-
-    failed: Tensor
-    undone: Tensor
-    moved: Tensor
-    pushed: Tensor
-    rate: Tensor
-    diverged: Tensor
-    finite: Mapping[str, Tensor]
-
-    def stacked(self) -> Tensor:
-        numbers = self.failed, self.undone, self.moved, self.pushed, self.rate, self.diverged
-        return torch.stack([number.to(torch.int64) for number in (*numbers, *self.finite.values())])
-
-
 @dataclass
 class StandstillWatch:
     """The looks at an optimizer, and what they have told.
@@ -139,9 +112,17 @@ class StandstillWatch:
         growth = sizes / self.first
         return are_sizes(sizes) & (growth > GROWN).all() & (growth.prod() > DIVERGED)
 
-    def look(self, look: Look) -> None:
-        copy = HostCopy(look.stacked())
-        of_look = self.looked, self.tried, list(look.finite), copy
+    def look(self, skipped: Tensor, undone: Tensor, pushed: Tensor, rate: Tensor, finite: Mapping[str, Tensor]) -> None:
+        """After a step; all tensors are 0-dim, on one device, and become one message to the host.
+
+        Args:
+            skipped, undone: the number of steps so far that changed nothing, and of those that a check undid.
+            pushed, rate: whether a gradient is other than zero, and whether an lr is.
+            finite: for each cause of a failure, whether it is none in this step.
+        """
+        numbers = skipped - undone, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), *finite.values()
+        copy = HostCopy(torch.stack([number.to(torch.int64) for number in numbers]))
+        of_look = self.looked, self.tried, list(finite), copy
         self.looked, self.before = self.tried, None
         self.read(*of_look) if copy.event is None else self.unread.append(of_look)
 

@@ -2,17 +2,18 @@
 
 take_step
     gradients                  -> vectors             (Vectors.of)
-    loss, gradients            -> whether to take it  (admitted)
+    loss, gradients            -> whether to take it  (Rule.admits)
     batch                      -> check; parameters may go back to the last one (checked_by_batch)
     statistics of the forwards -> factors             (FisherEstimator.fold)
     factors, if due            -> inverses or bases   (renew_inverses, Rule.decompose)
     gradient -> update -> move -> new parameters      (moved, Rule.update, Rule.move; with a check guarded_move)
-    or, where closures measure the change of the loss, new parameters -> new damping  (kfac_fx.optim.measured_step)
+    where closures measure the change of the loss, new parameters -> new damping  (kfac_fx.optim.measured_step)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
-from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE, Look
+from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of
@@ -62,6 +63,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     due = schedule.due()
     forwards.close()
     in_blocks, others = state.vectors.of(groups, states)
+    moving = [flat for flat in (in_blocks, others) if flat is not None]
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not due.burning_in:
         if forwards.called and any(parameter.requires_grad for group in groups for parameter in group["params"]):
@@ -101,49 +103,33 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
     if due.first and not (recorded and ok.item()):
         state.skipped += 1
-        look_at(state, causes if recorded else {NO_CASES: torch.zeros_like(ok)}, in_blocks, others)
+        look_at(state, moving, causes if recorded else {NO_CASES: torch.zeros_like(ok)})
         return
     if due.adapting_late:
         measure_late(state, losses)
     renew_inverses(state, due)
     if due.first:
-        parts = [flat.flat.parts(flat.g) for flat in (in_blocks, others) if flat is not None]
-        forwards.check_coverage({name: gradient for by_name in parts for name, gradient in by_name.items()})
+        forwards.check_coverage({n: part for flat in moving for n, part in flat.flat.parts(flat.g).items()})
     with state.phases.measure("update"):
-        ok = measured_move(state, step, others, ok, loss, losses) if due.adapting else moved(state, step, others, ok)
+        move = partial(moved, state, step, others, ok)
+        ok = measured_move(state, move, loss, losses) if due.adapting else move()
     state.skipped += ~ok
-    if step is not None and step.undone is not None:
-        state.undone += step.undone & ~ok
-    look_at(
-        state, {**causes, UPDATE: ok if step is None or step.undone is None else ok | step.undone}, in_blocks, others
-    )
+    undone = None if step is None else step.undone
+    if undone is not None:
+        state.undone += undone & ~ok
+    look_at(state, moving, {**causes, UPDATE: ok if undone is None else ok | undone})
     schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
-    if (rule_with_checks := state.options.checks) is not None and step is not None and step.undone is not None:
-        state.checks.watch.look(rule_with_checks.divisor(step), step.undone, schedule.last_check)
+    if (rule_with_checks := state.options.checks) is not None and step is not None and undone is not None:
+        state.checks.watch.look(rule_with_checks.divisor(step), undone, schedule.last_check)
 
 
-def look_at(
-    state: StepState, causes: Mapping[str, Tensor], in_blocks: FlatParameters | None, others: FlatParameters | None
-) -> None:
-    """Look at what the step has changed, if that is due. causes: as `Look.finite`."""
-    if state.standstill.before is None:
-        return
-    moving = [flat for flat in (in_blocks, others) if flat is not None]
-    assert state.vectors.grouped is not None, "bug in kfac_fx: a step before the parameter groups are read"
-    rates = {id(rate): rate for rate in state.vectors.grouped.scalars["lr"].values()}
-    device = state.skipped.device
-    gradients = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
-    state.standstill.look(
-        Look(
-            state.skipped - state.undone,
-            state.undone,
-            state.standstill.moved(state.skipped),
-            torch.stack(gradients).any(),
-            torch.stack([*rates.values()]).any(),
-            state.standstill.diverged(state.skipped),
-            causes,
-        )
-    )
+def look_at(state: StepState, moving: Sequence[FlatParameters], causes: Mapping[str, Tensor]) -> None:
+    """Look at what the step has changed, if that is due. causes: as of `StandstillWatch.look`."""
+    if state.standstill.before is not None:
+        device = state.skipped.device
+        pushed = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
+        rates = torch.stack([flat.largest_lr for flat in moving])
+        state.standstill.look(state.skipped, state.undone, torch.stack(pushed).any(), rates.any(), causes)
 
 
 # --- before the update ------------------------------------------------------------------------------------------------
@@ -299,33 +285,46 @@ def renew_inverses(state: StepState, due: Due) -> None:
 # --- the update -----------------------------------------------------------------------------------------------------
 
 
-def moved(state: StepState, step: BlockStep | None, others: FlatParameters | None, ok: Tensor) -> Tensor:
-    """Move the parameters. Returns whether they moved, 0-dim."""
+def moved(
+    state: StepState,
+    step: BlockStep | None,
+    others: FlatParameters | None,
+    ok: Tensor,
+    changes: list[Tensor] | None = None,
+) -> Tensor:
+    """Move the parameters. Returns whether they moved, 0-dim.
+
+    changes: gets the changes of the loss that are predicted for the parts of the move; None if nobody measures it.
+    """
     if others is not None:
         (move, new), finite = state.first_order_update(state.options.first_order_rule, others)
         ok = ok & finite
     if step is not None:
         step.ok = ok
         state.mark_static(step)
-        ok = moved_in_blocks(state, step)
+        ok = moved_in_blocks(state, step, changes)
     if others is not None:
+        if changes is not None:
+            changes.append(others.inner(others.g, move))  # no Fisher block: only the slope is known
         others.commit(move, new, ok)
     return ok
 
 
-def moved_in_blocks(state: StepState, step: BlockStep) -> Tensor:
-    """direction, step size, guard, move."""
+def moved_in_blocks(state: StepState, step: BlockStep, changes: list[Tensor] | None) -> Tensor:
+    """direction, step size, guard, move. changes: as of `moved`."""
     rule = state.options.rule
-    if step.check is None and rule.is_whole and (whole := rule.whole_step(step)) is not None:
+    if step.check is None and changes is None and rule.is_whole and (whole := rule.whole_step(step)) is not None:
         ok, kappa = whole
         keep(state, kappa=kappa)
         return ok
     update = rule.update(step)
     ok = step.ok if update.ok is None else update.ok
     keep(state, kappa=update.kappa)
-    if step.check is not None:
+    if step.check is not None and changes is None:
         return guarded_move(state, step, update, step.check, ok)
     move = rule.move(step, update)
+    if changes is not None:
+        changes.append(rule.predicted_change(step, move))
     ok = ok & step.flat.may_be_added(move)
     step.flat.commit(move, update.state, ok)
     step.size.store(ok, **update.scalars)

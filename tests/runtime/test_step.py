@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -360,7 +361,8 @@ def test_a_measured_step_that_is_not_finite_leaves_the_damping(min_damping: floa
     problem.backward()
     step, others = problem.vectors()
     step.g[0] = torch.nan
-    ok = measured_move(problem.state, step, others, TRUE, None, Losses(problem.loss))
+    move = partial(moved, problem.state, step, others, TRUE)
+    ok = measured_move(problem.state, move, None, Losses(problem.loss))
     assert not ok and not move_of(problem).any() and problem.state.damping.item() == LAMBDA
 
 
