@@ -47,7 +47,8 @@ AROUND = (
 def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
-    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs.
+    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
+        finite.
     """
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
@@ -65,12 +66,11 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
     masked = kept.reshape(-1) & ~trained & uncertain
     told = trained & uncertain
     least, most = (torch.where(told, weight, other) for other in (torch.inf, -torch.inf))
-    numbers = torch.stack([
-        rows.isfinite().all(), told.sum(), (trained & apart).any(), masked.sum(), kept.sum(),
+    number, unfit, left_out, cases, low, high, total = torch.stack([
+        told.sum(), (trained & apart).any(), masked.sum(), kept.sum(),
         least.min(), most.max(), torch.where(told, weight, 0).sum(),
     ]).tolist()  # fmt: skip
-    finite, number, unfit, left_out, cases, low, high, total = numbers
-    if not finite or not number or unfit or low < 0:
+    if not number or unfit or low < 0:
         return []
     lines = []
     if left_out > SMALL * cases:

@@ -11,15 +11,14 @@ label smoothing, there is no warning.
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -407,13 +406,12 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             continue
         if loss.targets is None:
             targets = loss.targets_behind(gradient)
-            if targets is None and isinstance(loss, Normal) and are_residuals(loss.inputs.detach(), gradient):
-                targets = torch.zeros_like(gradient)
-            elif (
-                targets is None and isinstance(loss, Normal) and bool((gradient != 0).all())
-            ):  # all of them are trained
-                unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec, of=len(weighted))
-                squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
+            if targets is None and isinstance(loss, Normal):
+                if are_residuals(loss.inputs.detach(), gradient):
+                    targets = torch.zeros_like(gradient)
+                elif bool((gradient != 0).all()):  # all of them are trained
+                    unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec, of=len(weighted))
+                    squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
             if targets is None:
                 rest = rest if isinstance(loss, Normal) else None
                 continue
@@ -431,17 +429,14 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         else:
             explained = multiple / loss_scale * weight * float(loss.evaluate().detach()) / cases
             rest = None if rest is None else rest - explained
-            with_targets = part_with_targets(loss) if cases == loss.all_cases else 1.0
-            whole = round(cases / watched.part)
-            of_cases = float(weight) if isinstance(registered, Tensor) else registered
             known.append(
                 LossFactor(
                     multiple / watched.part,
                     loss,
-                    of_cases,
-                    whole,
-                    with_targets,
-                    spec,
+                    coefficient=float(weight) if isinstance(registered, Tensor) else registered,
+                    cases=round(cases / watched.part),
+                    with_targets=part_with_targets(loss) if cases == loss.all_cases else 1.0,
+                    spec=spec,
                     given=watched.is_given,
                     of=len(weighted),
                     unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
@@ -557,33 +552,29 @@ def check_scale(
         derived: the loss has derivatives of the outputs, which the user took outside of forward.
     """
     used = [forward for forward in watched if forward.gradients]
+    of_losses = used[:1] if are_compared(used) else used
+    roots = Counter(root for forward in of_losses for root in forward.roots)
+    each: list[list[LossFactor]] = []
     with torch.enable_grad():
-        lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
-        lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
-        lines += [line for forward in used[:1] for line in cross_entropies(forward)] if not lines else []
-        of_losses = used[:1] if are_compared(used) else used
-        roots = Counter(root for forward in of_losses for root in forward.roots)
-        alone = [
-            all(roots[root] == 1 for root in forward.roots) for forward in of_losses
-        ]  # no other has a part of its value
-        seen = [
-            None if forward.value is None or not own_value else forward.value / loss_scale
-            for forward, own_value in zip(of_losses, alone, strict=True)
-        ]
-        values = [value] if value is not None and len(of_losses) == 1 else seen
-        pairs = [] if lines else zip(of_losses, values, strict=True)
-        each = [factors(forward, known, len(of_losses), loss_scale) for forward, known in pairs]
+        reached = gradients_of(used[0]) if used else []
+        kinds = misplaced_classes, without_targets, cross_entropies
+        of_kinds = ([line for reach in reached if (line := kind(reach)) is not None] for kind in kinds)
+        lines = next(filter(None, of_kinds), [])
+        for forward in () if lines else of_losses:
+            alone = all(roots[root] == 1 for root in forward.roots)  # no other has a part of its value
+            seen = forward.value / loss_scale if alone and forward.value is not None else None
+            known = value if value is not None and len(of_losses) == 1 else seen
+            each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
-            lines += [line for forward in used[:1] for line in unlike_registered(forward)]
+            lines += [line for reach in reached for line in weights_of_cases(reach.loss, reach.weight, reach.gradient)]
+            lines += [forward.around for forward in used[:1] if forward.around is not None]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     for of_loss in zip(*each, strict=True) if same_losses else ():
         cases = sum(factor.cases for factor in of_loss)
         multiple = factor_of_step(of_loss, cases, reduction, loss_scale)
         if multiple is not None and recorded and reduction == "mean":
             lines += counted_without_target(multiple, of_loss, recorded)
-        if multiple is None or is_right(multiple, of_loss):
-            continue
-        if may_be_smoothing(multiple, of_loss):
+        if multiple is None or is_right(multiple, of_loss) or may_be_smoothing(multiple, of_loss):
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
@@ -779,43 +770,59 @@ def untrained(used: Sequence[Watched]) -> list[str]:
 # --- gradients that fit no targets ------------------------------------------------------------------------------------
 
 
-def without_targets(watched: Watched) -> list[str]:
-    """The lines of the warning, for Categorical losses on outputs that the trained loss does not take for logits.
+class Reached(NamedTuple):
+    """A registered loss that the trained one reaches."""
+
+    loss: LossFunction
+    weight: float | Tensor  # as registered
+    gradient: Tensor  # of its inputs, in the trained loss; finite
+    spec: object  # the origin of the loss
+
+
+def gradients_of(watched: Watched) -> list[Reached]:
+    """The losses whose inputs have a gradient of the trained loss that is finite."""
+    leaves, weighted = watched.losses()
+    arrived = watched.arrived()
+    pairs = [(loss, weight, gradient_behind(loss.inputs, leaves, arrived)) for weight, _, loss in weighted]
+    return [
+        Reached(loss, weight, gradient, watched.recorder.loss)
+        for loss, weight, gradient in pairs
+        if gradient is not None and bool(gradient.isfinite().all())
+    ]
+
+
+def without_targets(reached: Reached) -> str | None:
+    """The line of the warning, for a Categorical loss on outputs that the trained loss does not take for logits.
 
     Over the classes of a case the gradient of every cross entropy sums to zero, with any targets, weights, smoothing.
     """
-    lines = []
-    for loss, gradient in categorical_gradients(watched):
-        if bool(gradient.isfinite().all()) and rest_of_classes(gradient) > NO_CLASSES:
-            lines.append(
-                f"the trained loss fits no targets of the registered {type(loss).__name__} loss: the outputs "
-                f"{list(loss.inputs.shape)} have gradients that do not sum to zero over the classes, so the loss takes "
-                "them for something else than logits. If it compares cases (contrastive losses), compute the "
-                "similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile that "
-                'module, whose outputs are the logits. If it is a squared error, write loss="mse".'
-            )
-    return lines
+    loss = reached.loss
+    if not isinstance(loss, Categorical) or rest_of_classes(reached.gradient) <= NO_CLASSES:
+        return None
+    return (
+        f"the trained loss fits no targets of the registered {type(loss).__name__} loss: the outputs "
+        f"{list(loss.inputs.shape)} have gradients that do not sum to zero over the classes, so the loss takes them "
+        "for something else than logits. If it compares cases (contrastive losses), compute the similarities in "
+        "forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile that module, whose outputs "
+        'are the logits. If it is a squared error, write loss="mse".'
+    )
 
 
-def cross_entropies(watched: Watched) -> list[str]:
-    """The lines of the warning, for Normal losses on outputs that the trained loss takes for logits.
+def cross_entropies(reached: Reached) -> str | None:
+    """The line of the warning, for a Normal loss on outputs that the trained loss takes for logits.
 
     A gradient fits a squared error with any targets, so the loss is known by its form: that of a cross entropy is a
     multiple of softmax(outputs), or of sigmoid(outputs), but for the targets.
     """
-    lines = []
-    for loss, gradient in gradients_of(watched):
-        if not isinstance(loss, Normal) or not bool(gradient.isfinite().all()):
-            continue
-        kind = next(
-            (kind for kind in ("categorical", "multi_bernoulli") if has_logits(kind, loss.inputs, gradient)), None
-        )
-        if kind is not None:
-            lines.append(
-                f"the trained loss is a cross entropy, which takes the outputs {list(loss.inputs.shape)} for logits, "
-                f'and the registered Normal loss is a squared error: write loss="{kind}".'
+    outputs = reached.loss.inputs
+    kinds = ("categorical", "multi_bernoulli") if isinstance(reached.loss, Normal) else ()
+    for kind in kinds:
+        if has_logits(kind, outputs, reached.gradient):
+            return (
+                f"the trained loss is a cross entropy, which takes the outputs {list(outputs.shape)} for logits, and "
+                f'the registered Normal loss is a squared error: write loss="{kind}".'
             )
-    return lines
+    return None
 
 
 def has_logits(kind: str, outputs: Tensor, gradient: Tensor) -> bool:
@@ -835,62 +842,30 @@ def has_logits(kind: str, outputs: Tensor, gradient: Tensor) -> bool:
         return bool((gradient - expected).abs().sum() <= PROPORTIONAL * gradient.abs().sum())
 
 
-def unlike_registered(watched: Watched) -> Iterator[str]:
-    """The lines of the warning, for weights of cases and terms of the trained loss that the curvature does not have."""
-    leaves, weighted = watched.losses()
-    for coefficient, _, loss in weighted:
-        gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
-        if gradient is not None:
-            yield from weights_of_cases(loss, coefficient, gradient)
-    if watched.around is not None:
-        yield watched.around
-
-
-def categorical_gradients(watched: Watched) -> Iterator[tuple[Categorical, Tensor]]:
-    """The Categorical losses whose inputs have a gradient of the trained loss, with these gradients."""
-    yield from ((loss, gradient) for loss, gradient in gradients_of(watched) if isinstance(loss, Categorical))
-
-
-def gradients_of(watched: Watched) -> Iterator[tuple[LossFunction, Tensor]]:
-    """The losses whose inputs have a gradient of the trained loss, with these gradients."""
-    leaves, weighted = watched.losses()
-    for _, _, loss in weighted:
-        gradient = gradient_behind(loss.inputs, leaves, watched.arrived())
-        if gradient is not None:
-            yield loss, gradient
-
-
 def rest_of_classes(gradient: Tensor) -> float:
     """The sums of a gradient over the last axis, relative to its size: from 0 to 1."""
     size = float(gradient.abs().sum())
     return float(gradient.sum(-1).abs().sum()) / size if size else 0.0
 
 
-# --- classes on another axis ----------------------------------------------------------------------------------------
-
-
-def misplaced_classes(watched: Watched) -> list[str]:
-    """The lines of the warning, for Categorical losses whose classes the trained loss has on another axis.
+def misplaced_classes(reached: Reached) -> str | None:
+    """The line of the warning, for a Categorical loss whose classes the trained loss has on another axis.
 
     Over the axis of its classes the gradient of a cross entropy sums to zero, for all targets and weights.
     """
-    lines = []
-    for loss, gradient in categorical_gradients(watched):
-        axis = axis_of_classes(gradient)
-        if axis is not None:
-            name, shape, place = type(loss).__name__, list(loss.inputs.shape), "the last"
-            spec = watched.recorder.loss
-            if isinstance(spec, LossSpec) and spec.of_torch is not None:  # its inputs have axis 1 of the outputs last
-                axis, shape, place = axis + 1, list(loss.inputs.movedim(-1, 1).shape), "axis 1"
-            of_last = axis == len(shape) - 1
-            remedy = (
-                '"categorical"' if of_last else f"lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))"
-            )
-            lines.append(
-                f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: "
-                f"write loss={remedy}."
-            )
-    return lines
+    loss, spec = reached.loss, reached.spec
+    axis = axis_of_classes(reached.gradient) if isinstance(loss, Categorical) else None
+    if axis is None:
+        return None
+    name, shape, place = type(loss).__name__, list(loss.inputs.shape), "the last"
+    if isinstance(spec, LossSpec) and spec.of_torch is not None:  # its inputs have axis 1 of the outputs last
+        axis, shape, place = axis + 1, list(loss.inputs.movedim(-1, 1).shape), "axis 1"
+    by_axis = f"lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))"
+    remedy = '"categorical"' if axis == len(shape) - 1 else by_axis
+    return (
+        f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: "
+        f"write loss={remedy}."
+    )
 
 
 def axis_of_classes(gradient: Tensor) -> int | None:
@@ -898,7 +873,7 @@ def axis_of_classes(gradient: Tensor) -> int | None:
     if gradient.ndim < 3:
         return None
     size = float(gradient.abs().sum())
-    if not size or not math.isfinite(size):
+    if not size:
         return None
     rest = {axis: float(gradient.sum(axis).abs().sum()) / size for axis in range(1, gradient.ndim)}
     *between, last = rest
@@ -974,17 +949,3 @@ def root_of_trace(block: BlockOperator) -> Tensor:
     roots = [trace.sqrt() for trace in traces]
     root: Tensor = torch.linalg.vector_norm(roots[0] * roots[1] if len(roots) > 1 else roots[0])
     return root * group.positions()[block.member.start].sqrt()
-
-
-def scale_of_caller() -> float:
-    """The loss scale of the GradScaler whose `step` called, which has divided the gradients by it; 1 without one."""
-    return next((float(caller.get_scale()) for caller in callers() if isinstance(caller, torch.amp.GradScaler)), 1.0)
-
-
-def callers() -> Iterator[Any]:
-    """The `self` of every frame above, from the nearest on."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if "self" in frame.f_code.co_varnames and "self" in frame.f_locals:  # else the copy of its locals keeps them
-            yield frame.f_locals["self"]
-        frame = frame.f_back

@@ -51,22 +51,11 @@ class StepIntervals(NamedTuple):
 
 ANY = 10**6
 # Every optimizer keeps something by these names, so no rule has other scalars of them.
-COMMON = frozenset(
-    [
-        *("damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late"),
-        *(
-            "first_recorded",
-            "generator",
-            "estimator.damping",
-            "options",
-            "name",
-            "momentum_type",
-            "estimation_mode",
-            "adapt_damping",
-        ),
-        *("intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near"),
-    ]
-)
+COMMON = frozenset([
+    "damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late", "options",
+    "first_recorded", "generator", "estimator.damping", "name", "momentum_type", "estimation_mode", "adapt_damping",
+    "intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near",
+])  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ take_step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,6 @@ from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
 from kfac_fx.optim.forwards import evaluating, without_batch
 from kfac_fx.optim.groups import OF_GROUPS, FlatParameters, Group
-from kfac_fx.optim.loss_scale import callers, scale_of_caller
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
@@ -370,6 +370,20 @@ def check_closure(state: StepState) -> None:
             "undivided: call scaler.scale(loss).backward() first, and then scaler.step(optimizer), or "
             "scaler.step(optimizer, evaluate=closure) with a closure that returns the loss"
         )
+
+
+def callers() -> Iterator[Any]:
+    """The `self` of every frame above, from the nearest on."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if "self" in frame.f_code.co_varnames and "self" in frame.f_locals:  # else the copy of its locals keeps them
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def scale_of_caller() -> float:
+    """The loss scale of the GradScaler whose `step` called, which has divided the gradients by it; 1 without one."""
+    return next((float(caller.get_scale()) for caller in callers() if isinstance(caller, torch.amp.GradScaler)), 1.0)
 
 
 def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:

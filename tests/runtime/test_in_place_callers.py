@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.optim.loss_scale import callers, scale_of_caller
-from kfac_fx.optim.step import warn_of_trainer
+from kfac_fx.optim.step import callers, scale_of_caller, warn_of_trainer
 
 
 class Calls:
