@@ -1,4 +1,4 @@
-"""The damping λ: the Levenberg-Marquardt rule that adapts it to how well the quadratic model predicts the loss."""
+"""The damping λ, which follows how well the quadratic model predicts the loss."""
 
 from __future__ import annotations
 
@@ -9,38 +9,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.arguments import a_flag, a_weight, finite, not_negative, positive, whole_number
-
-
-@dataclass(frozen=True)
-class DampingRule:
-    """The Levenberg-Marquardt rule for the damping λ (Martens & Grosse 2015, section 6.5).
-
-    Every `interval` steps the change of the loss is compared with the change that the quadratic model predicted; ρ is
-    their ratio.
-    """
-
-    interval: int = 5
-    decay: float = 0.95  # λ changes by decay^interval
-    decrease_above: float = 0.75  # of ρ
-    increase_below: float = 0.25  # of ρ
-    min_damping: float = 1e-8  # λ never falls below min_damping + l2_reg
-    l2_reg: float = 0.0  # the curvature of an l2 term in the loss, which the Fisher does not have
-    immediately: bool = True  # the loss after the step is measured in the step itself, and not in the next one
-
-    def due(self, step: int) -> bool:
-        """Whether the damping is adapted at the end of step `step`, counted from 0."""
-        return (step + 1) % self.interval == 0
-
-    def __call__(self, damping: Tensor, before: Tensor, after: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
-        """(the new damping, ρ = actual change / predicted change). The damping stays where ρ is not a number."""
-        omega = self.decay**self.interval
-        change = after - before
-        rho = change / predicted
-        # A model that predicted an increase was wrong in the right direction if the loss fell: ρ is negative then.
-        decrease = ((change < 0) & (predicted > 0)) | (rho > self.decrease_above)
-        kept = torch.where(rho < self.increase_below, damping / omega, damping)
-        adapted = torch.where(decrease, damping * omega, kept)
-        return adapted.clamp(min=self.min_damping + self.l2_reg), rho
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +42,10 @@ class DampingThresholds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdaptedDamping(DampingThresholds):
-    """The options of a damping that a closure's loss adapts (Martens & Grosse 2015, section 6.5).
+    """A damping λ that a closure's loss adapts: the Levenberg-Marquardt rule (Martens & Grosse 2015, section 6.5).
+
+    Every `damping_adaptation_interval` steps the change of the loss is compared with the change that the quadratic
+    model predicted; ρ is their ratio.
 
     Args:
         adapt_damping: adapt λ. `step` then needs `evaluate` or a closure, at least on every
@@ -89,19 +60,31 @@ class AdaptedDamping(DampingThresholds):
     l2_reg: Annotated[float, not_negative] = 0.0
 
     @property
-    def damping_rule(self) -> DampingRule | None:
+    def damping_rule(self) -> AdaptedDamping | None:
         """None without `adapt_damping`."""
-        if not self.adapt_damping:
-            return None
-        return DampingRule(
-            self.damping_adaptation_interval or 5,
-            self.damping_adaptation_decay,
-            self.damping_decrease_rho_threshold,
-            self.damping_increase_rho_threshold,
-            self.min_damping,
-            self.l2_reg,
-            self.update_damping_immediately,
-        )
+        return self if self.adapt_damping else None
+
+    @property
+    def interval(self) -> int:
+        return self.damping_adaptation_interval or 5
+
+    @property
+    def immediately(self) -> bool:
+        return self.update_damping_immediately
+
+    def due(self, step: int) -> bool:
+        """Whether the damping is adapted at the end of step `step`, counted from 0."""
+        return (step + 1) % self.interval == 0
+
+    def adapted(self, damping: Tensor, before: Tensor, after: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
+        """(the new damping, ρ = actual change / predicted change). The damping stays where ρ is not a number."""
+        omega, change = self.damping_adaptation_decay**self.interval, after - before
+        rho = change / predicted
+        # A model that predicted an increase was wrong in the right direction if the loss fell: ρ is negative then.
+        decrease = ((change < 0) & (predicted > 0)) | (rho > self.damping_decrease_rho_threshold)
+        kept = torch.where(rho < self.damping_increase_rho_threshold, damping / omega, damping)
+        new = torch.where(decrease, damping * omega, kept)
+        return new.clamp(min=self.min_damping + self.l2_reg), rho
 
     def check_adapted_damping(self) -> None:
         """Raises ValueError for options that need `adapt_damping`, and for thresholds in the wrong order."""

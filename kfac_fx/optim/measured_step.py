@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.damping import DampingRule
+from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.schedule import Due
 from kfac_fx.optim.state import StepState
@@ -33,7 +33,7 @@ class Losses:
         return self.evaluate is not None or self.closure is not None
 
 
-def check_losses(rule: DampingRule, due: Due, losses: Losses) -> None:
+def check_losses(rule: AdaptedDamping, due: Due, losses: Losses) -> None:
     """Raises ValueError if the damping rule needs a loss that is not given."""
     every = f"every {rule.interval} steps"
     if due.adapting and rule.immediately and not losses.measurable:
@@ -99,6 +99,6 @@ def adapt_damping(state: StepState, after: Tensor) -> None:
     rule, scalars = state.options.rule.damping_rule, state.scalars
     assert rule is not None, "bug in kfac_fx: a damping that is adapted, and no rule for it"
     before = scalars["loss_before"]
-    damping, rho = rule(state.damping, before, after, scalars["predicted_change"])
+    damping, rho = rule.adapted(state.damping, before, after, scalars["predicted_change"])
     state.damping.copy_(torch.where(before.isfinite(), damping, state.damping))
     scalars["rho"].copy_(rho)

@@ -32,7 +32,7 @@ from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bases import basis_of, new_bases, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize
-from kfac_fx.optim.damping import DampingRule
+from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.ir import Registration
@@ -312,7 +312,7 @@ class Rule:
         return 0.0
 
     @property
-    def damping_rule(self) -> DampingRule | None:
+    def damping_rule(self) -> AdaptedDamping | None:
         """How the change of the loss that closures measure adapts λ; None if it does not."""
         return None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.optim.damping import DampingRule
+from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, StateVectors, inner, is_finite
 from kfac_fx.optim.rules import Adam, Regular
@@ -273,7 +273,8 @@ OMEGA = 0.95**5
 )
 def test_damping_follows_the_reduction_ratio(change: float, predicted: float, factor: float) -> None:
     before = torch.tensor(2.0, dtype=torch.float64)
-    damping, rho = DampingRule()(before.new_tensor(0.1), before, before + change, before.new_tensor(predicted))
+    rule, numbers = AdaptedDamping(), (before.new_tensor(0.1), before, before + change, before.new_tensor(predicted))
+    damping, rho = rule.adapted(*numbers)
     assert damping.dtype is torch.float64
     assert damping.item() == pytest.approx(0.1 * factor, rel=1e-14)
     expected = change / predicted if predicted else math.nan
@@ -281,14 +282,14 @@ def test_damping_follows_the_reduction_ratio(change: float, predicted: float, fa
 
 
 def test_the_floor_holds_the_loss_s_own_l2_term() -> None:
-    rule = DampingRule(min_damping=1e-3, l2_reg=1e-2)
+    rule = AdaptedDamping(min_damping=1e-3, l2_reg=1e-2)
     one = torch.tensor(1.0)
-    damping, _ = rule(torch.tensor(0.0112), one, one - 1, -one)
+    damping, _ = rule.adapted(torch.tensor(0.0112), one, one - 1, -one)
     assert damping.item() == pytest.approx(0.011)
 
 
 def test_adaptation_is_due_at_the_end_of_every_interval() -> None:
-    assert [step for step in range(12) if DampingRule(interval=5).due(step)] == [4, 9]
+    assert [step for step in range(12) if AdaptedDamping(damping_adaptation_interval=5).due(step)] == [4, 9]
 
 
 # --- the first-order rule -------------------------------------------------------------------------------------------

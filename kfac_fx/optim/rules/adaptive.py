@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.arguments import a_decay, a_weight, positive
 from kfac_fx.optim.checks import RISE, Check
-from kfac_fx.optim.damping import DampingRule, DampingThresholds
+from kfac_fx.optim.damping import DampingThresholds
 from kfac_fx.optim.rule import ANY, BlockStep, CheckedRule, Damped, MeasuredMove, Outcome, StepIntervals, Update
 
 NORM_GROWTH = 1.5
@@ -61,15 +61,6 @@ class Adaptive(DampingThresholds, Damped, CheckedRule):
         super().check_options()
         self.check_thresholds()
 
-    @property
-    def thresholds(self) -> DampingRule:
-        return DampingRule(
-            decay=self.damping_adaptation_decay,
-            decrease_above=self.damping_decrease_rho_threshold,
-            increase_below=self.damping_increase_rho_threshold,
-            min_damping=self.min_damping,
-        )
-
     def direction(self, step: BlockStep) -> Update:
         decay, size = self.momentum, step.size
         velocity = decay * step.state["velocity"] + (1 - decay) * step.g
@@ -106,13 +97,13 @@ class Adaptive(DampingThresholds, Damped, CheckedRule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         """Adapt λ."""
-        rule, rho, predicted = self.thresholds, outcome.rho, outcome.predicted
-        falls = torch.where(predicted < 0, rho > rule.decrease_above, outcome.change < 0)
+        rho, predicted = outcome.rho, outcome.predicted
+        falls = torch.where(predicted < 0, rho > self.damping_decrease_rho_threshold, outcome.change < 0)
         falls = falls & (1 / measured.ratio > LEAST_STEP)
-        grows = ~falls & ~(rho >= rule.increase_below) & ~((predicted >= 0) & (outcome.change < 0))
-        factor = rule.decay**check.steps
+        grows = ~falls & ~(rho >= self.damping_increase_rho_threshold) & ~((predicted >= 0) & (outcome.change < 0))
+        factor = self.damping_adaptation_decay**check.steps
         adapted = step.damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
-        step.damping.copy_(torch.where(outcome.tried, adapted.clamp(min=rule.min_damping), step.damping))
+        step.damping.copy_(torch.where(outcome.tried, adapted.clamp(min=self.min_damping), step.damping))
 
     def divisor(self, step: BlockStep) -> Tensor:
         """The part of r that is unusual: α is below `LEAST_STEP` in no good training."""
