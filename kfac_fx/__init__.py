@@ -11,6 +11,7 @@ from kfac_fx.compiled.layer_collection import (
     get_default_layer_collection,
     set_default_layer_collection,
 )
+from kfac_fx.compiled.loss_scale import LossScaleWarning
 from kfac_fx.compiled.names import CapturedModel
 from kfac_fx.compiled.register_methods import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled.report import Report
@@ -24,7 +25,6 @@ from kfac_fx.fisher.spectrum import Relative, Spectrum
 from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot, rules
 from kfac_fx.optim.checks import StalledWarning
-from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes import errors

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.loss_scale import check_scale, watch
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
+from kfac_fx.optim.coverage import check_coverage
 from kfac_fx.optim.curvature import CheckPrecision
-from kfac_fx.optim.loss_scale import check_coverage, check_scale, watch
 from kfac_fx.optim.micro_batches import Backward, LeftGradients, MicroBatch, MicroBatches, weakly
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes import results

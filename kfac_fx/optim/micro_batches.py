@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.compiled.loss_scale import Watched
 from kfac_fx.estimator.estimator import PendingBatch
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
-from kfac_fx.optim.loss_scale import Watched
 from kfac_fx.passes import results
 from kfac_fx.passes.torch_private import after_backward, backward_here, version
 from kfac_fx.passes.tracing.random_streams import RandomState

@@ -39,7 +39,7 @@ FIRST_STEP = {
     "batch_loss.py:repeats",  # once a capture: has a second forward the outputs of the first?
     "evaluation.py:against",  # once a capture: have torch's recurrent kernels the outputs of the graph?
     "step.py:choose_intervals",  # how many rows has a batch?
-    "loss_scale.py:check_coverage",  # does it reach other parameters?
+    "coverage.py:check_coverage",  # does it reach other parameters?
     "means.py:have_equal_weights",  # have all blocks the same past?
     "checkpoint.py:on",  # numbers and random states, into the state by parameter
     "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm

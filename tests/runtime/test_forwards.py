@@ -459,7 +459,7 @@ def test_large_outputs_of_different_numbers_of_cases_are_not_watched_and_the_rep
         return [(1.0, Normal(output, 0.5)) for output in outputs]
 
     for limit, unchecked in ((1 << 22, False), (8, True)):
-        monkeypatch.setattr("kfac_fx.optim.loss_scale.LIMIT", limit)
+        monkeypatch.setattr("kfac_fx.compiled.loss_scale.LIMIT", limit)
         net = compile(Two(), (torch.randn(6, 4),), loss=loss)
         opt = KFAC(net, 0.1, damping=1.0, momentum_type="regular")
         sum(output.square().sum(1).mean() for output in net(torch.randn(6, 4))).backward()

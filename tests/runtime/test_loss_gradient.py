@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.losses import Categorical, Normal, OnehotCategorical
-from kfac_fx.losses.declared import LossSpec, RegisteredLosses, loss_from
-from kfac_fx.optim import loss_scale
-from kfac_fx.optim.loss_scale import (
+from kfac_fx.compiled import loss_scale
+from kfac_fx.compiled.loss_scale import (
     LossFactor,
     Watched,
     advice,
@@ -33,7 +31,9 @@ from kfac_fx.optim.loss_scale import (
     ratio,
     short_name,
 )
-from kfac_fx.optim.squared_errors import SquaredError, factors_of_squares
+from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
+from kfac_fx.losses import Categorical, Normal, OnehotCategorical
+from kfac_fx.losses.declared import LossSpec, RegisteredLosses, loss_from
 from kfac_fx.passes import results
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import KFAC, LossScaleWarning
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.loss_scale import WHY
 from kfac_fx.losses import Categorical, MultiBernoulli, Normal
-from kfac_fx.optim.loss_scale import WHY
 
 
 class Residuals(nn.Module):

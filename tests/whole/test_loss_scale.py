@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LossScaleWarning, losses
-from kfac_fx.optim import loss_scale
-from kfac_fx.optim.loss_scale import LISTED_PARAMETERS, LossFactor, check_coverage, factor_of_step
+from kfac_fx.compiled import loss_scale
+from kfac_fx.compiled.loss_scale import LossFactor, factor_of_step
+from kfac_fx.optim.coverage import LISTED_PARAMETERS, check_coverage
 from tests.runtime.collections_of_toys import towers
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
