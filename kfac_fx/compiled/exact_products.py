@@ -28,6 +28,10 @@ from kfac_fx.passes.tracing.random_streams import RandomState, accelerators, sam
 LossTerms = Sequence[tuple[float, LossFunction]]
 
 
+def at_least_one(cases: int | Tensor) -> int | Tensor:
+    return cases.clamp(min=1) if isinstance(cases, Tensor) else max(1, cases)
+
+
 class FisherProduct:
     """F v of the batch behind one call of a model; `CompiledModule.fisher_product` makes it.
 
@@ -128,6 +132,7 @@ class FisherProduct:
     def of_loss(self, coefficient: float, loss: LossFunction, tangent: Tensor) -> Tensor:
         """c H t / cases for a vector t in the space of the inputs."""
         multiply = loss.multiply_ggn if self.ggn else loss.multiply_fisher
-        cases = loss.cases.clamp(min=1) if isinstance(loss.cases, Tensor) else max(1, loss.cases)
         product = multiply(precise(tangent))
-        return coefficient / cases * (product if loss.weights is None else product * loss.weights.abs())
+        return (
+            coefficient / at_least_one(loss.cases) * (product if loss.weights is None else product * loss.weights.abs())
+        )

@@ -413,6 +413,30 @@ def evaluating(net: CompiledModule) -> str:
 
 
 @contextmanager
+def outside_autocast() -> Iterator[Callable[[Callable[..., Any] | None], Callable[..., Any] | None]]:
+    """Inside, nothing is rounded by an autocast that a user has entered. Yields a function that returns a user's
+    function as it runs outside: under that autocast."""
+    ambient = autocast()
+
+    def as_outside(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if function is None or not ambient:
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                for kind, dtype in ambient:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+                return function(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for kind, _ in ambient:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield as_outside
+
+
+@contextmanager
 def backwards_into(parameters: Iterable[Tensor]) -> Iterator[list[bool]]:
     """A list that is empty as long as no backward has reached the parameters."""
     backwards: list[bool] = []

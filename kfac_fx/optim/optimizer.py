@@ -23,8 +23,7 @@ from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.bases import BASIS_VALUES
 from kfac_fx.optim.checkpoint import is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.checkpoint_checks import check_state
-from kfac_fx.optim.curvature import outside_autocast
-from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
+from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, outside_autocast, refuse_other_losses
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses

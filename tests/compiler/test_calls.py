@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, jvp, vmap
 
-from kfac_fx.optim.curvature import load_forward_mode
+from kfac_fx.compiled.jacobian_products import load_forward_mode
 from kfac_fx.passes.torch_private import transforms
 from kfac_fx.passes.tracing import calls
 from kfac_fx.passes.tracing.calls import Lent, calls_of, map_tensors, watched, without_trace

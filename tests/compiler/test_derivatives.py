@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.optim.curvature import load_forward_mode
+from kfac_fx.compiled.jacobian_products import load_forward_mode
 from kfac_fx.passes.trace import Capture, takes_derivatives, trace_model
 from tests.compiler.toy import Toy
 

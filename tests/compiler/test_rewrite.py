@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.optim.curvature import load_forward_mode
+from kfac_fx.compiled.jacobian_products import load_forward_mode
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve

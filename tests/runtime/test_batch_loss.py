@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import compile
+from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
-from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products
 from kfac_fx.passes.tracing.random_streams import RandomState
 
 CASES = 6

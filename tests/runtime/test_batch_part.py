@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
+from kfac_fx.compiled.jacobian_products import JacobianProducts
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim import checks
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
-from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.tracing.random_streams import RandomState
 

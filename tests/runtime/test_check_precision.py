@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiled_module import compile
+from kfac_fx.compiled.jacobian_products import load_forward_mode
 from kfac_fx.optim.checks import Check
-from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.tracing.signature import autocast
@@ -213,5 +213,5 @@ def test_what_the_forward_returned_serves_only_in_the_precision_of_the_check() -
 def test_only_products_with_the_jacobian_need_the_plain_formula_of_attention() -> None:
     """Quotients take forwards, in which attention runs as it does in the user's."""
     net = compile(Net(), (X,), loss="categorical")
-    with mock.patch("kfac_fx.optim.curvature.sdpa_kernel", side_effect=AssertionError):
+    with mock.patch("kfac_fx.compiled.jacobian_products.sdpa_kernel", side_effect=AssertionError):
         checks(net, nullcontext, nullcontext, 1)

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
-from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
-from kfac_fx.optim import curvature
-from kfac_fx.optim.curvature import (
+from kfac_fx.compiled import jacobian_products
+from kfac_fx.compiled.jacobian_products import (
     JacobianProducts,
     by_dual_numbers,
     fisher_inner_products,
     in_forward_mode,
     in_reverse_mode_twice,
 )
+from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.passes.errors import LossError
 
 Losses = Callable[[tuple[Tensor, ...]], list[tuple[float, LossFunction]]]
@@ -257,8 +257,8 @@ def test_the_fallback_is_taken_where_it_is_needed_and_forward_mode_is_tried_once
 
         return call
 
-    monkeypatch.setattr(curvature, "in_reverse_mode_twice", noted("reverse", in_reverse_mode_twice))
-    monkeypatch.setattr(curvature, "in_forward_mode", noted("forward", in_forward_mode))
+    monkeypatch.setattr(jacobian_products, "in_reverse_mode_twice", noted("reverse", in_reverse_mode_twice))
+    monkeypatch.setattr(jacobian_products, "in_forward_mode", noted("forward", in_forward_mode))
     for name, odd in ODD.items():
         net, multiply_jacobian = Odd(odd).double(), JacobianProducts()
         losses, parameters = calling(net, x, LOSSES["normal"]), dict(net.named_parameters())
@@ -287,7 +287,7 @@ def test_a_model_with_a_forward_derivative_of_its_own_tries_dual_numbers_once(
         pushed: Tensor = torch.func.jvp(torch.sin, (y,), (y.cos(),))[1]
         return pushed
 
-    monkeypatch.setattr(curvature, "by_dual_numbers", noted)
+    monkeypatch.setattr(jacobian_products, "by_dual_numbers", noted)
     torch.manual_seed(0)
     net, multiply_jacobian = Odd(tangent).double(), JacobianProducts()
     plain = Odd(lambda y: y.cos().square()).double()

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_fx
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.jacobian_products import JacobianProducts
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.checks import Check
-from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.tracing import kernels
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.evaluation import evaluated

@@ -12,9 +12,9 @@ from torch.func import functional_call, jacrev
 
 import kfac_fx
 from kfac_fx import LossError, LossScaleWarning, losses
+from kfac_fx.compiled.jacobian_products import JacobianProducts
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
-from kfac_fx.optim.curvature import JacobianProducts
 
 pytestmark = pytest.mark.usefixtures("float64")
 N = 6

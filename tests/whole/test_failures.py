@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx import layer
 from kfac_fx.compiled import loss_scale
-from kfac_fx.optim.curvature import JacobianProducts
+from kfac_fx.compiled.jacobian_products import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.expressions import Expressions
 from kfac_fx.passes.graphs.labels import labels

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LayerCollection, losses
-from kfac_fx.optim.curvature import fisher_inner_products
+from kfac_fx.compiled.jacobian_products import fisher_inner_products
 from tests.runtime.collections_of_toys import collection
 from tests.tables import pairs
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from kfac_fx import losses
-from kfac_fx.optim.curvature import load_forward_mode
+from kfac_fx.compiled.jacobian_products import load_forward_mode
 
 from .case import Case, Expected
 from .dense import batch
