@@ -124,7 +124,7 @@ class PaddedGroup:
 
     Attributes:
         bases: of the dense sides.
-        weights, biases: the gradients [L, g, O, I'] and [L, g, O, 1] where they are apart; None where they are `rows`.
+        apart: the gradients of weights [L, g, O, I'] and of biases [L, g, O, 1]; None where they are `rows`.
         views: the parts of the gradients by parameter; None if the layout of a parameter has no views.
         seen: the versions of the extras that `bases` are copies of.
     """
@@ -133,8 +133,7 @@ class PaddedGroup:
     rows: Tensor
     directions: Tensor
     bases: list[Tensor]
-    weights: Tensor | None = None
-    biases: Tensor | None = None
+    apart: tuple[Tensor, Tensor] | None = None
     views: Tensors | None = None
     seen: tuple[int, ...] = ()
 
@@ -154,15 +153,14 @@ class PaddedGroup:
             bases.append(rows.new_zeros(*basis.shape[:2], size, size))
         padded = PaddedGroup(group, rows, torch.zeros_like(rows), bases)
         if group.alike is not None and group.alike.both:
-            width = group.shape[2] - 1
-            padded.weights = rows.new_zeros(*rows.shape[:3], cache_aligned(width) if padded.turns_both else width)
-            padded.biases = rows.new_zeros(*rows.shape[:3], 1)
+            width = cache_aligned(group.shape[2] - 1) if padded.turns_both else group.shape[2] - 1
+            padded.apart = rows.new_zeros(*rows.shape[:3], width), rows.new_zeros(*rows.shape[:3], 1)
         views = padded.by_name(*padded.gradients)
         memory = [buffer.untyped_storage().data_ptr() for buffer in padded.gradients]
         if all(view.untyped_storage().data_ptr() in memory for view in views.values()):
             padded.views = views
         else:
-            padded.weights = padded.biases = None
+            padded.apart = None
         return padded
 
     @property
@@ -171,9 +169,9 @@ class PaddedGroup:
         return self.group.multiplies_whole and len(self.bases) == 2
 
     @property
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> tuple[Tensor, ...]:
         """The buffers that gradients are read into."""
-        return [self.rows] if self.weights is None or self.biases is None else [self.weights, self.biases]
+        return self.apart or (self.rows,)
 
     def inside(self, tensor: Tensor) -> Tensor:
         """[..., g, O, I] without its padding: [..., g, o, i]."""
@@ -202,24 +200,24 @@ class PaddedGroup:
     def to_eigenbasis(self) -> Tensor:
         """h = Qᵀ W of the gradients, [L, g, o, i] in the precision of the factors."""
         width = self.group.shape[2] - 1
-        if self.weights is None or self.biases is None or not self.turns_both:
-            if self.weights is not None and self.biases is not None:
-                self.rows[..., :width].copy_(self.weights)
-                self.rows[..., width:].copy_(self.biases)
+        if self.apart is None or not self.turns_both:
+            if self.apart is not None:
+                self.rows[..., :width].copy_(self.apart[0])
+                self.rows[..., width:].copy_(self.apart[1])
             return self.inside(self.turned(self.rows, transpose=True))
         (left, right), rows = (basis.flatten(0, 1) for basis in self.bases), self.rows.flatten(0, 1)
-        torch.bmm(left.mT, self.weights.flatten(0, 1)[..., :width], out=rows[..., :width])
-        torch.bmm(left.mT, self.biases.flatten(0, 1), out=rows[..., width : width + 1])
+        weights, biases = (gradients.flatten(0, 1) for gradients in self.apart)
+        torch.bmm(left.mT, weights[..., :width], out=rows[..., :width])
+        torch.bmm(left.mT, biases, out=rows[..., width : width + 1])
         return self.inside(half_products(rows, right, self.group.dtype).view(self.rows.shape))
 
     def updates(self) -> Tensors:
         """Q d of the directions, by parameter."""
         width = self.group.shape[2] - 1
-        if self.weights is None:
-            return self.by_name(self.turned(self.directions, transpose=False))
-        if not self.turns_both:
+        if self.apart is None or not self.turns_both:
             update = self.turned(self.directions, transpose=False)
-            return self.by_name(update[..., :width].contiguous(), update[..., width:].contiguous())
+            parts = (update,) if self.apart is None else (update[..., :width], update[..., width:])
+            return self.by_name(*(part.contiguous() for part in parts))
         left, right = (basis.flatten(0, 1) for basis in self.bases)
         turned = half_products(self.directions.flatten(0, 1), right.mT)
         parts = turned[..., :width], turned[..., width : width + 1]
