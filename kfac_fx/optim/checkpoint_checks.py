@@ -148,8 +148,7 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     if not entries.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     refuse_other_choices(state, entries.whole)
-    refuse_other_paths(state, entries.blocks)
-    refuse_other_frozen(state, entries.blocks)
+    refuse_other_blocks(state, entries.blocks)
     added = follow_versions(state, groups, entries)
     other_stream = leave_stream_of_another_kind(state, entries)
     given, declared = of_rules(state, groups, entries)
@@ -214,46 +213,33 @@ def refuse_other_choices(state: StepState, whole: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_other_paths(state: StepState, blocks: Mapping[str, Any]) -> None:
+def refuse_other_blocks(state: StepState, blocks: Mapping[str, Any]) -> None:
     """Raises ValueError if the state has blocks of parameters that no call has used so far, or lacks those of some that
-    calls have used."""
+    calls have used; and if parameters were frozen before they had a block there or here."""
     there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
-    here = {key_text(key): key for key in state.estimator.blocks}
-    waiting = {
-        name for name in state.net.captures.waiting if any(name in text.split(",") for text in there - here.keys())
-    }
-    if waiting:
+    here, captures, names = list(map(key_text, state.estimator.blocks)), state.net.captures, state.vectors.names
+    only_there = {name for text in there.difference(here) for name in text.split(",")}
+    if waiting := only_there.intersection(captures.waiting):
         raise ValueError(
             "the state has blocks of parameters that no call of this net has used so far, and which get their blocks "
             f"when one does: {', '.join(sorted(waiting))}.\nCall net.recorder((x,), {{}}) once for every path that the "
             "training of before took, and load the state then."
         )
     absent = [text for text in here if not any(name.startswith(f"{text}/") for name in blocks)]
-    if absent and there and there < here.keys() and len(state.net.captures.all) > 1:
+    if absent and there and there < set(here) and len(captures.all) > 1:
         raise ValueError(
             f"the state lacks blocks that calls of this net have used: {'; '.join(absent)}.\nThe training of before "
             "took fewer paths: load its state into a new optimizer of a net that took no others."
         )
-
-
-def refuse_other_frozen(state: StepState, blocks: Mapping[str, Any]) -> None:
-    """Raises ValueError if the state has blocks of parameters that were frozen before they had any here, or the other
-    way round."""
-    there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
-    here, names = set(map(key_text, state.estimator.blocks)), state.vectors.names
     in_state = {name for text in there for name in text.split(",")}
     if not in_state or not in_state.issubset(names.values()):
         return  # the state of another model, or one with blocks of pieces
-    only_there = {name for text in there - here for name in text.split(",")}
-    later = [name for parameter, name in names.items() if name in only_there and not parameter.requires_grad]
-    if later:
+    if later := [name for parameter, name in names.items() if name in only_there and not parameter.requires_grad]:
         raise ValueError(
             f"the state has blocks of parameters that are frozen here: {', '.join(later)}. They were trained before it "
             "was saved.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze them then."
         )
-    absent = {text for text in here if not any(name.startswith(f"{text}/") for name in blocks)}
-    earlier = [name for text in sorted(absent) for name in text.split(",") if name not in in_state]
-    if earlier:
+    if earlier := [name for text in sorted(absent) for name in text.split(",") if name not in in_state]:
         raise ValueError(
             f"the state has no block of parameters that are trained here: {', '.join(earlier)}. They were frozen, or "
             "took no part, when it was saved.\nIf they were frozen, create the optimizer while they have "
