@@ -7,14 +7,12 @@ no single module has.
 the division among processes, the guard and the metrics that the library's rules have.
 
 **Steps.** `step(closure)` always calls the closure, because trainers run the first micro-batches of a step themselves
-and the last one in the step. All forwards since the last step are its micro-batches, whoever ran them, if their
-backwards came and no gradient was zeroed since (`micro_batches`): a statistic belongs to the gradient that came with
-it. `evaluate` is another argument, because a closure that computes gradients cannot be told from one that returns the
-loss alone.
+and the last one in the step. A statistic belongs to the gradient that came with it, so forwards whose gradients the
+step does not get are no part of it (`micro_batches`). `evaluate` is another argument, because a closure that computes
+gradients cannot be told from one that returns the loss alone.
 
 **State.** torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a
-step before the first batch changes nothing. The tensors of a block are with its first parameter, and those of no block
-with the first parameter of all (`checkpoint`).
+step before the first batch changes nothing.
 
 **Metrics** are a pair of hooks around `step`. Hooks cannot see the seconds of a phase, so a step measures these itself,
 and only while a `Metrics` is attached. The change of the parameters is the one that happened: clipping, weight decay,
@@ -26,9 +24,8 @@ CUDA graph of a function that writes into tensors that may lie elsewhere in the 
 bases of an optimizer are marked as tensors that stay where they are.
 
 **On CUDA** a plain step of the default in float32 is another program for the same formula (`padded_step`; tests compare
-the two). Its CUDA graph depends on the addresses of the parameters and of the scalars of their groups, on whether the
-means of all blocks have equal weights, and on whether there is weight decay. If one of these changes, the next step
-runs as it is, and the one after it is captured. `benchmarks/launches.py` counts what a step launches, without a GPU.
+the two). If a tensor that its CUDA graph reads moves, or a decision of the host changes, the next step runs as it is,
+and the one after it is captured. `benchmarks/launches.py` counts what a step launches, without a GPU.
 
 **Means.** A gradient whose squares overflow skips the whole step. Left out of one block alone, it would give that block
 other weights than the rest, and every group operations of its own. On a CPU the host reads conditions, such as whether
