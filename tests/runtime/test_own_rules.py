@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.rules import BlockStep, Rule, Update, zeros_for
+from kfac_fx.rules import BlockStep, Regular, Rule, Update, zeros_for
 
 X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
 
@@ -100,6 +100,37 @@ def test_a_wrong_first_state_is_told(first: Any, text: str) -> None:
 def test_a_key_error_of_the_rule_s_own_stays_one() -> None:
     with pytest.raises(KeyError, match="own"):
         step_with(Mine(returned=lambda step: {}["own"]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choosy(Regular):
+    """It takes no gradient."""
+
+    name: ClassVar[str] = "choosy"
+
+    def direction(self, step: BlockStep) -> Update:
+        return replace(super().direction(step), ok=torch.zeros_like(step.ok))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
+def test_a_gradient_that_a_rule_does_not_take_moves_nothing(measured: bool) -> None:
+    """Also where a closure measures the loss before and after the step."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    rule = Choosy(damping=0.1, adapt_damping=measured, damping_adaptation_interval=1 if measured else None)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, rule=rule)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(X), Y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert all(map(torch.equal, before, model.parameters())) and int(optimizer.skipped) == 1
 
 
 def test_what_is_right_steps() -> None:
