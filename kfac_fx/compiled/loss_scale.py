@@ -694,20 +694,11 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         usual = [(multiple, f"{divisor} {reason}: return the sum, and divide behind forward: ({outside}).backward()")]
     mean = short_name(factor)
     by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
+    inside = "divide by them inside of forward, and by the number of cases behind it"
+    over = inside if factor.in_sum else f"sum over them, or {by_name}"
     usual += [
-        (
-            forwards,
-            f"the step has {forwards} forwards: divide the loss of each by {forwards}",
-        ),
-        (
-            1 / elements,
-            f"it is a mean over the {elements:.0f} elements of a case, too: "
-            + (
-                "divide by them inside of forward, and by the number of cases behind it"
-                if factor.in_sum
-                else f"sum over them, or {by_name}"
-            ),
-        ),
+        (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
+        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: {over}"),
     ]
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""

@@ -406,10 +406,8 @@ class BatchLoss:
             if leaf in forward.gradients
         ]
         terms = [(g * v).sum(dtype=torch.promote_types(v.dtype, torch.float32)) for g, v in pairs]
-        return torch.stack(terms).sum() / self.loss_scale if terms else torch.zeros((), device=self.device(vectors))
-
-    def device(self, vectors: Sequence[Tensor]) -> torch.device:
-        return next((vector.device for vector in vectors), next(self.net.parameters()).device)
+        device = next((vector.device for vector in vectors), next(self.net.parameters()).device)
+        return torch.stack(terms).sum() / self.loss_scale if terms else torch.zeros((), device=device)
 
     def cases(self, of_forwards: Iterable[int | Tensor]) -> int | Tensor:
         """The number of cases in this process; of several, their mean, by which the terms of a case are divided."""

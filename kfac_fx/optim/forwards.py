@@ -359,9 +359,9 @@ class Forwards:
         try:
             return self.ask(closure, with_backward, start)
         except RuntimeError as error:
-            if with_backward or self.needs_graph or not lacks_graph(error):
+            if with_backward or self.needs_graph or "does not require grad" not in str(error):
                 raise
-        self.needs_graph = True
+        self.needs_graph = True  # something was differentiated while gradients were off
         return self.ask(closure, with_backward, start)
 
     def ask(self, closure: TrainingClosure, with_backward: bool, start: RandomState | None) -> Tensor | float:
@@ -455,6 +455,13 @@ def checked(loss: Tensor | float | None) -> Tensor | float:
     return loss
 
 
+def refuse_no_closure(takes: str, given: object) -> None:
+    """Raises TypeError for an argument of a step that is not called. takes: what it is."""
+    if given is not None and not callable(given):
+        text = f"{takes}, and got a {type(given).__name__}: write step(loss=loss) for a loss, and step() for none"
+        raise TypeError(text)
+
+
 def refuse_other_losses(loss: Any) -> None:
     """Raises ValueError for losses of single cases instead of one loss, and for anything but a number."""
     if loss is not None and not isinstance(loss, Tensor):
@@ -466,8 +473,3 @@ def refuse_other_losses(loss: Any) -> None:
             f"the loss has the shape {list(loss.shape)}, and a step takes one number: write loss.mean(), or "
             "reduction='mean' in the loss function"
         )
-
-
-def lacks_graph(error: RuntimeError) -> bool:
-    """Whether torch raised this because something was differentiated while gradients were off."""
-    return "does not require grad" in str(error)

@@ -23,7 +23,14 @@ from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.bases import BASIS_VALUES
 from kfac_fx.optim.checkpoint import is_left, publish, restore, with_empty_groups
 from kfac_fx.optim.checkpoint_checks import check_state
-from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, outside_autocast, refuse_other_losses
+from kfac_fx.optim.forwards import (
+    Closure,
+    Forwards,
+    TrainingClosure,
+    outside_autocast,
+    refuse_no_closure,
+    refuse_other_losses,
+)
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses
@@ -337,18 +344,10 @@ class KFAC(Optimizer, Joinable):
                 gradients.
             FactorNotReady: no batch was ever recorded.
         """
-        if closure is not None and not callable(closure):
-            raise TypeError(
-                f"step takes a closure by position, and got a {type(closure).__name__}: write step(loss=loss) for a "
-                "loss, and step() for none"
-            )
+        refuse_no_closure("step takes a closure by position", closure)
+        refuse_no_closure("step(evaluate=...) takes a closure that returns a loss", evaluate)
+        refuse_no_closure("step(previous=...) takes a closure that returns a loss", previous)
         refuse_inference_mode("a step is taken")
-        for name, function in (("evaluate", evaluate), ("previous", previous)):
-            if function is not None and not callable(function):
-                raise TypeError(
-                    f"step({name}=...) takes a closure that returns a loss, and got a {type(function).__name__}: write "
-                    "step(loss=loss) for a loss"
-                )
         refuse_other_losses(loss)
         if closure is not None:
             check_closure(self._step_state)
