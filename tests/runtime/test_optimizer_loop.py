@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.losses import Categorical
+from kfac_fx.optim import step
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp
@@ -42,12 +43,14 @@ def test_a_grad_scaler_changes_nothing_but_the_scale(momentum_type: str, estimat
     torch.testing.assert_close(values(net), values(plain))
 
 
-@pytest.mark.parametrize("momentum_type", ["eigen_moments", "adaptive"])
-def test_checks_know_the_scale_of_a_scaler_that_is_not_given(momentum_type: str) -> None:
+@pytest.mark.parametrize(
+    ("momentum_type", "scale"), [("eigen_moments", 2.0**16), ("eigen_moments", 2.0), ("adaptive", 2.0**16)]
+)
+def test_checks_know_the_scale_of_a_scaler_that_is_not_given(momentum_type: str, scale: float) -> None:
     """They see the gradients of the outputs, which the scaler does not divide."""
     options: dict[str, Any] = {"lr": None, "damping": None, "momentum_type": momentum_type}
     (plain, opt), (net, scaled) = made(**options), made(**options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     for number in range(6):
         opt.zero_grad()
         backward(plain, number)
@@ -59,6 +62,22 @@ def test_checks_know_the_scale_of_a_scaler_that_is_not_given(momentum_type: str)
         scaler.update()
     torch.testing.assert_close(scaled.scalars["predicted_change"], opt.scalars["predicted_change"])
     torch.testing.assert_close(values(net), values(plain))
+
+
+def test_a_scaler_is_looked_for_once_if_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = made(lr=None, damping=None, momentum_type="eigen_moments")
+    looked: list[float] = []
+
+    def look() -> float:
+        looked.append(1.0)
+        return 1.0
+
+    monkeypatch.setattr(step, "scale_of_caller", look)
+    for number in range(3):  # each has a check
+        opt.zero_grad()
+        backward(net, number)
+        opt.step()
+    assert looked == [1.0]
 
 
 @pytest.mark.parametrize("options", [QUADRATIC, {}], ids=["qmodel", "regular"])

@@ -285,6 +285,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     },
     "a flag of text": ({"adapt_damping": "no"}, r"adapt_damping is 'no'; it must be True or False"),
     "a momentum type of another kind": ({"momentum_type": 3}, r"momentum_type 3 is none of 'adaptive', "),
+    "a scale instead of its scaler": (
+        {"grad_scaler": 64.0},
+        r"grad_scaler is 64\.0; it must be a torch.amp.GradScaler",
+    ),
     "fraction": ({"fraction": 0.0}, r"fraction is 0\.0; it must be above 0 and at most 1"),
 }
 
