@@ -75,21 +75,21 @@ def measured_move(
 
 def measure_late(state: StepState, losses: Losses) -> None:
     """Adapt the damping to the last step."""
-    assert losses.previous is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
     adapt_damping(state, measured(state, losses.previous, False, state.late))
     state.late = None
 
 
 def measured_now(state: StepState, losses: Losses, start: RandomState | None) -> Tensor:
     """The loss of the step's batch at the present parameters."""
-    if losses.evaluate is not None:
-        return measured(state, losses.evaluate, False, start)
-    assert losses.closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
-    return measured(state, losses.closure, True, start)
+    with_backward = losses.evaluate is None
+    return measured(state, losses.closure if with_backward else losses.evaluate, with_backward, start)
 
 
-def measured(state: StepState, closure: TrainingClosure, with_backward: bool, start: RandomState | None) -> Tensor:
+def measured(
+    state: StepState, closure: TrainingClosure | None, with_backward: bool, start: RandomState | None
+) -> Tensor:
     """The loss at the present parameters, averaged over processes; see `Forwards.measure`."""
+    assert closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
     loss = state.forwards.measure(closure, with_backward, start)
     return state.replicas.mean((state.vectors.scalar + loss).detach())
 
