@@ -142,7 +142,7 @@ def test_what_the_forward_returned_and_the_primals_of_a_product_are_the_values_a
         outputs.zero_()  # as a CUDA graph may
     here, there = parameters_of(net), parameters_of(net, 0.5)
     (expected,) = batch.at(here)
-    for (values,) in batch.returned(here), batch.along(here, there)[2]:
+    for (values,) in batch.returned(there), batch.along(here, there)[2]:  # no forward at other parameters
         assert values.cases == expected.cases
         torch.testing.assert_close(values.leaves, expected.leaves)
         for (weight, known), (wanted, at) in zip(values.losses, expected.losses, strict=True):
@@ -193,7 +193,8 @@ def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
     before, (value, _) = batch.at(here), net(X, CLASSES)
     expected = torch.func.functional_call(net.model, there, (X, CLASSES))[0] - value
     torch.testing.assert_close(batch.change(before, batch.at(there)), expected.detach())
-    torch.testing.assert_close(batch.value(before), value.detach())
+    for values in before, batch.returned(here):
+        torch.testing.assert_close(batch.value(values), value.detach())
 
 
 def test_a_loss_whose_terms_have_a_backward_each_is_their_sum() -> None:
