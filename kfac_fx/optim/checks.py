@@ -19,6 +19,7 @@ parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -84,6 +85,9 @@ class Check:
     steps: int  # since the last check
     quotient_step: float | None = None  # of a difference quotient; None: a product with the Jacobian instead
     rise: Tensor | None = None  # of the loss of this batch since the last check; None at the first
+    last: list[Values] | None = None  # at the parameters of the last check; None at the first
+    same: bool = False  # whether the host knows that the batch is that of the last check
+    probed: Probe | None = None  # of `along`, by a difference quotient
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
@@ -111,9 +115,34 @@ class Check:
         if self.quotient_step is None:
             return self.batch.along(self.parameters, flat.everywhere(move))
         step = self.quotient_step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
-        steps = flat.everywhere(move * step).items()  # in the widest precision of all parameters
-        probe = {name: (flat.copies[name] + part).to(flat.copies[name].dtype) for name, part in steps}
-        return (*self.batch.between(self.before, self.values_at(probe), step), self.before)
+        self.probed = Probe.along(self, flat, move, step)
+        return (*self.batch.between(self.before, self.probed.values, step), self.before)
+
+    def inner_products(self, flat: FlatParameters, moves: Sequence[Tensor]) -> Tensor:
+        """<δ_i, F δ_j> of moves [P] about as long as a step, [k, k]. That of `along` takes no further forward."""
+        if self.quotient_step is None:
+            return self.batch.inner_products(self.parameters, [flat.everywhere(move) for move in moves])
+        step = moves[0].new_tensor(self.quotient_step)
+        probes = [
+            self.probed if self.probed is not None and self.probed.move is move else Probe.along(self, flat, move, step)
+            for move in moves
+        ]
+        return self.batch.products_between(self.before, [(probe.values, probe.step) for probe in probes])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The values after a small part of a move, for difference quotients."""
+
+    move: Tensor  # δ, [P]
+    step: Tensor  # this part, 0-dim
+    values: list[Values]
+
+    @staticmethod
+    def along(check: Check, flat: FlatParameters, move: Tensor, step: Tensor) -> Probe:
+        parts = flat.everywhere(move * step).items()  # in the widest precision of all parameters
+        there = {name: (flat.copies[name] + part).to(flat.copies[name].dtype) for name, part in parts}
+        return Probe(move, step, check.values_at(there))
 
 
 class StalledWarning(UserWarning):
@@ -248,7 +277,7 @@ def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: 
             of the same one.
         finite: whether the gradient is.
     """
-    there = check.values_at(last)
+    check.last = there = check.values_at(last)
     check.rise = rise = -check.batch.change(check.before, there)
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.

@@ -94,7 +94,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if due.first:
         choose_intervals(state)
     with state.phases.measure("statistics"):
-        recorded = estimator.fold(decay=1.0 if due.burning_in else None, accept=ok)
+        dense = schedule.decay if schedule.intervals_apart == 0 else None
+        recorded = estimator.fold(decay=1.0 if due.burning_in else dense, accept=ok)
     if due.burning_in:
         schedule.burned_in += recorded
         return
@@ -117,7 +118,10 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     look_at(
         state, {**causes, UPDATE: ok if step is None or step.undone is None else ok | step.undone}, in_blocks, others
     )
-    schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
+    if step is not None and due.checking:
+        schedule.advance(state.checks.size.calm, step.check_next)
+    else:
+        schedule.advance(None)
     if (rule_with_checks := state.options.checks) is not None and step is not None and step.undone is not None:
         state.checks.watch.look(rule_with_checks.divisor(step), step.undone, schedule.last_check)
 
