@@ -72,4 +72,5 @@ class QuadraticModel:
         ridge = PARALLEL * torch.finfo(m.dtype).eps * torch.eye(len(c), dtype=m.dtype, device=m.device)
         unit = torch.diag((root <= 0).to(m.dtype))
         solution, _ = torch.linalg.solve_ex(scaled + ridge + unit, -(inverse * c))
-        return inverse * solution
+        result: Tensor = inverse * solution
+        return result

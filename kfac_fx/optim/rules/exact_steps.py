@@ -51,6 +51,7 @@ FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 0.5, 64.0  # R
 RISING, FALLING = 0.25, 0.75  # ρ, below and above which λ changes
 RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
 PROBES = 3
+LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 AGREES = 0.25
 
 SCALARS: Mapping[str, float] = {
@@ -59,6 +60,7 @@ SCALARS: Mapping[str, float] = {
     "reach": FIRST_REACH,  # R
     "repeats": 0.0,  # 1: the batch does; 0, -1, ...: it does not, with the number of checks that looked in vain
     "outputs": 0.0,  # the norm of the outputs before the step of the last check
+    "undone": 0.0,  # 1: the last step was exact, and undone
     "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
 }
 VALUES: Mapping[str, Values] = {
@@ -67,6 +69,7 @@ VALUES: Mapping[str, Values] = {
     "reach": Values(LEAST_REACH, MOST_REACH),
     "repeats": Values(-PROBES, 1),
     "outputs": NOT_NEGATIVE,
+    "undone": Values(0, 1),
     "held": NOT_NEGATIVE,
 }
 
@@ -119,6 +122,10 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     scalars["outputs"].copy_(check.batch.norm(check.before))
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
     along_bounded = bounded.curvature / flat.inner(bounded.move, bounded.move)
+    if scalars["undone"]:
+        scalars["undone"].zero_()
+        step.check_next = True
+        return None
     if scalars["repeats"] <= 0 or not 0 < float(along_bounded) < torch.inf:
         return None
     damping = scalars["exact_damping"]
@@ -143,7 +150,7 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
         slope=s @ model.slopes,
         curvature=s @ model.fisher @ s,
         before=bounded.before,
-        rise=bounded.rise,
+        rise=LEAST_RISE * check.value.nan_to_num().abs(),
         ratio=bounded.ratio,
         scalars=bounded.scalars,
         norm=bounded.norm,
@@ -174,5 +181,6 @@ def checked(step: BlockStep, move: ExactMove, outcome: Outcome) -> None:
     times = torch.where(wrong, 0.5, torch.where(right & move.limited, 2.0, 1.0))
     scalars["reach"].mul_(times).clamp_(LEAST_REACH, MOST_REACH)
     scalars["exact_steps"].add_(outcome.tried)
+    scalars["undone"].copy_(outcome.tried & ~kept)
     scalars["held"].copy_(scalars["multiplier"])
     step.state["last_update"].copy_(torch.where(kept, -move.move, 0))
