@@ -214,6 +214,10 @@ class BatchLoss:
         """Whether the user's forwards computed in the precision of those of a check."""
         return all(forward.precision.as_returned for forward in self.forwards)
 
+    def agreed(self, flag: Tensor) -> bool:
+        """Whether a flag, 0-dim, is true in all processes, which take the same decisions. The host waits."""
+        return bool(self.replicas.mean(flag.to(torch.float32)) == 1)
+
     @contextmanager
     def same_noise(self) -> Iterator[None]:
         """Forwards inside have the noise of the user's forwards, and products are in full precision."""

@@ -143,7 +143,7 @@ from kfac_fx.optim.rule import (
     zeros_for,
 )
 from kfac_fx.optim.rules import exact_steps
-from kfac_fx.passes.errors import table
+from kfac_fx.passes.errors import plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -182,7 +182,7 @@ class EigenMoments(CheckedRule):
         norm_constraint: c; the squared exact Fisher norm of a step is at most c max(1, loss).
         overhead: what statistics, inverses and checks may cost in a step, as a part of the training step. A cost model
             of the network chooses their intervals at the first step (`kfac_fx.optim.schedule`), and net.report prints
-            them. Intervals that are given replace those of the model.
+            them. Intervals that are given replace those of the model. Exact steps come in addition.
         damping_adaptation_interval: the interval of the checks, which are also made after 1, 2, 5, 10, 20, ... steps
             while that is less. None means what `overhead` allows; they then become up to four times as rare while steps
             are far below their bound.
@@ -241,10 +241,13 @@ class EigenMoments(CheckedRule):
 
     @property
     def reported(self) -> tuple[str, ...]:
-        return ("multiplier",)
+        return ("multiplier", "exact_steps")
 
     def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
-        return [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
+        lines = [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
+        if number := int(scalars["exact_steps"]):
+            lines.append(f"{plural(number, 'step')} minimized the exact quadratic model of a batch that repeats")
+        return lines
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -345,11 +348,11 @@ class EigenMoments(CheckedRule):
         return step.flat.displacement(update.vector, RATE * step.scalars["multiplier"] / step.size.divisor)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
-        may_be_exact = self.exact_steps and exact_steps.may_be_exact(step, check)
-        if may_be_exact:
-            exact_steps.give_back(step.scalars)
+        exact_steps.give_back(step.scalars)
         bounded = self.bounded_move(step, update, check)
-        return (may_be_exact and exact_steps.exact_move(step, check, bounded, self.longest_step(check))) or bounded
+        if not (self.exact_steps and exact_steps.may_be_exact(step, check)):
+            return bounded
+        return exact_steps.exact_move(step, check, bounded, self.longest_step(check)) or bounded
 
     def longest_step(self, check: Check) -> Tensor:
         """The largest squared Fisher norm of a step without trust, 0-dim."""
@@ -419,8 +422,9 @@ class EigenMoments(CheckedRule):
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
     def divisor(self, step: BlockStep) -> Tensor:
-        """r, without what a large multiplier made of it and the bound takes back."""
-        return step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
+        """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""
+        divisor = step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
+        return torch.where(step.scalars["held"] > 0, 1.0, divisor)
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"

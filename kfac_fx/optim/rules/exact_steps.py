@@ -101,7 +101,7 @@ def note_batch(step: BlockStep, check: Check, agrees: Tensor) -> None:
     assert check.last is not None, "bug in kfac_fx: a check that did not look at the last one"
     repeats, norm = step.scalars["repeats"], check.batch.norm(check.last)
     alike = (norm - step.scalars["outputs"]).abs() <= SAME * norm
-    check.same = bool(step.size.same | (alike & agrees))
+    check.same = check.batch.agreed(step.size.same | (alike & agrees))
     if check.steps == 1:
         in_vain = 0.0 if repeats > 0 else (repeats - 1).clamp(min=-PROBES)
         repeats.copy_(torch.as_tensor(1.0 if check.same else in_vain))
@@ -140,8 +140,8 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     norm, allowed = s @ model.fisher @ s, scalars["reach"].square() * longest
     s = s * (allowed / norm).sqrt().clamp(max=1.0)
     fall, of_bounded = -model.change(s, 0.0), -(bounded.slope + 0.5 * bounded.curvature)
-    step.check_next = bool(fall > NEARLY * of_bounded)
-    if not fall > WORTH * of_bounded:
+    step.check_next = check.batch.agreed(fall > NEARLY * of_bounded)
+    if not check.batch.agreed(fall > WORTH * of_bounded):
         return None
     s = s * flat.largest_lr.clamp(max=1.0)
     return ExactMove(
@@ -166,9 +166,9 @@ def of_length(flat: FlatParameters, direction: Tensor, length: Tensor) -> Tensor
 
 def give_back(scalars: Mapping[str, Tensor]) -> None:
     """Give m the value that it had at an exact step, which says nothing of the rate of other steps."""
-    if scalars["held"]:
-        scalars["multiplier"].copy_(scalars["held"])
-        scalars["held"].zero_()
+    multiplier, held = scalars["multiplier"], scalars["held"]
+    multiplier.copy_(torch.where(held > 0, held, multiplier))
+    held.zero_()
 
 
 def checked(step: BlockStep, move: ExactMove, outcome: Outcome) -> None:
