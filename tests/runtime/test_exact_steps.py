@@ -1,4 +1,4 @@
-"""Exact steps of "eigen_moments": the minimum of the quadratic model of a batch that repeats, against dense matrices."""
+"""Exact steps of "eigen_moments": the minimum of the quadratic model of a repeated batch, against dense matrices."""
 
 from __future__ import annotations
 
