@@ -19,7 +19,7 @@ parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -39,6 +39,7 @@ RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
+Tolerance = Callable[[Tensor, Tensor], Tensor]  # from 0-dim tensors to one
 STEPS_TO_READ = 5  # from a check to the step in which the host reads it, at least
 MOST_SHORTENED = 1e30  # of r, which doubles with every step that is undone, and must come down again
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
@@ -268,13 +269,14 @@ def tolerated(value: Tensor, same: Tensor | None = None) -> Tensor:
     return of_same if same is None else torch.where(same, of_same, RISE * value.abs())
 
 
-def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: Tensor) -> tuple[Tensor, Tensor]:
+def has_risen(
+    size: StepSize, last: Tensors, check: Check, rise_tolerated: Tolerance, finite: Tensor
+) -> tuple[Tensor, Tensor]:
     """Whether the loss has risen from its value at `last`, the parameters of the last check by name, and whether the
     batch is the same as there; 0-dim.
 
     Args:
-        noisy: whether the step's length is that of a norm, so that the loss of another batch may rise as much as that
-            of the same one.
+        rise_tolerated: from the loss there, and whether the batch is the same: the rise that is left alone.
         finite: whether the gradient is.
     """
     check.last = there = check.values_at(last)
@@ -283,16 +285,16 @@ def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: 
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
     same = (was - size.value).abs() <= SAME * was.abs()
-    return (rise > tolerated(was, None if noisy else same)) | (lost & check.batch.finite(there)), same
+    return (rise > rise_tolerated(was, same)) | (lost & check.batch.finite(there)), same
 
 
-def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, finite: Tensor) -> Tensor:
+def revert(size: StepSize, flat: FlatParameters, check: Check, rise_tolerated: Tolerance, finite: Tensor) -> Tensor:
     """Go back to the last check if the loss has risen since. Returns whether that happened, 0-dim.
 
-    noisy, finite: as of `has_risen`.
+    rise_tolerated, finite: as of `has_risen`.
     """
     last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
-    risen, same = has_risen(size, last, check, noisy, finite)
+    risen, same = has_risen(size, last, check, rise_tolerated, finite)
     size.same.copy_(same)
     go_back(flat, last, risen)
     size.ratio.mul_(torch.where(risen, 2.0, 1.0)).clamp_(max=MOST_SHORTENED)

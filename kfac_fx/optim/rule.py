@@ -31,7 +31,7 @@ from kfac_fx.linalg.arguments import positive
 from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bases import basis_of, new_bases, solved, turned, update_bases
-from kfac_fx.optim.checks import Check, StepSize
+from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.damping import DampingRule
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
 from kfac_fx.passes.errors import table
@@ -552,6 +552,11 @@ class CheckedRule(Rule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         """Called after a checked move."""
+
+    def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
+        """The rise of the loss since the last check that is left alone, 0-dim. was: the loss there. same: whether the
+        batch is the same as there, by the value of its loss; 0-dim."""
+        return tolerated(was, None if self.is_noisy else same)
 
     def divisor(self, step: BlockStep) -> Tensor:
         """By how much steps are shorter than the rule would have them without checks, 0-dim."""

@@ -13,6 +13,7 @@ take_step
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: 
     with state.phases.measure("update"):
         step.check = new_check(state, rule, loss_scale)
         if state.schedule.counter:
-            step.risen = risen = revert(step.size, step.flat, step.check, rule.is_noisy, ok)
+            step.risen = risen = revert(step.size, step.flat, step.check, partial(rule.tolerated_rise, step), ok)
             rule.reverted(step, step.check, risen)
             ok = ok & ~risen
     return ok

@@ -269,6 +269,64 @@ def test_a_small_lr_shortens_an_exact_step_and_a_large_one_does_not_lengthen_it(
     assert lengths[0] == pytest.approx(0.25 * lengths[1], rel=0.2) and lengths[2] == pytest.approx(lengths[1], rel=0.2)
 
 
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def phased(**values: float) -> dict[str, Tensor]:
+    start = {**exact_steps.SCALARS, **values}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in start.items()}
+
+
+def followed(scalars: dict[str, Tensor], losses: list[float], steps: int = 1, risen: bool = False) -> None:
+    """After checks with these losses, `steps` apart."""
+    for before, after in zip(losses, losses[1:], strict=False):
+        value, rise = torch.tensor(after, dtype=torch.float64), torch.tensor(after - before, dtype=torch.float64)
+        check: Any = SimpleNamespace(steps=steps, value=value, rise=rise)
+        exact_steps.follow_phase(scalars, check, risen)
+
+
+def falling(rate: float, steps: int, start: float = 1.0) -> list[float]:
+    return [start * math.exp(-rate * number) for number in range(steps + 1)]
+
+
+@pytest.mark.parametrize(("exact", "of_bounded", "next_is_bounded"), [(0.3, 0.1, 0), (0.3, 0.25, 1)])
+def test_the_next_long_phase_is_of_the_kind_whose_loss_fell_faster(
+    exact: float, of_bounded: float, next_is_bounded: int
+) -> None:
+    scalars = phased()
+    followed(scalars, falling(exact, 19))
+    assert scalars["long"] == 1 and scalars["bounded"] == 0 and scalars["taken"] == 19
+    followed(scalars, falling(exact, 1))  # the twentieth
+    assert scalars["long"] == 0 and scalars["bounded"] == 1 and scalars["taken"] == 0
+    followed(scalars, falling(of_bounded, 10)[::10], steps=10)
+    assert scalars["long"] == 1 and scalars["bounded"] == next_is_bounded and scalars["phase"] == 40
+    followed(scalars, falling(0.1, 40))
+    assert float(scalars["rate"]) == pytest.approx(0.1) and scalars["bounded"] == 1 - next_is_bounded
+    steps = 10 if scalars["bounded"] else 15  # of a short phase
+    followed(scalars, falling(0.1, steps - 1))
+    assert scalars["long"] == 0
+    followed(scalars, falling(0.1, 1))
+    assert scalars["long"] == 1 and scalars["phase"] == 80
+
+
+def test_the_logarithm_of_the_loss_counts_and_steps_that_were_undone_count_as_none() -> None:
+    scalars = phased()
+    followed(scalars, falling(0.2, 20, start=7.0))
+    assert float(scalars["rate"]) == pytest.approx(0.2)
+    followed(scalars, [1.0, 5.0], steps=10, risen=True)
+    assert scalars["bounded"] == 0 and scalars["long"] == 1 and scalars["fallen"] == 0
+
+
+@pytest.mark.parametrize(("bounded", "same", "strict"), [(1, True, True), (1, False, False), (0, True, False)])
+def test_a_rise_of_the_repeated_batch_is_undone_in_a_phase_of_bounded_steps(
+    bounded: float, same: bool, strict: bool
+) -> None:
+    was, usual = torch.tensor(2.0), torch.tensor(0.7)
+    scalars = phased(bounded=bounded, repeats=1.0)
+    tolerance = exact_steps.tolerated_in_phase(scalars, usual, was, torch.tensor(same))
+    assert float(tolerance) == pytest.approx(2e-3 if strict else 0.7)
+
+
 # --- around them ------------------------------------------------------------------------------------------------------
 
 

@@ -421,6 +421,9 @@ class EigenMoments(CheckedRule):
         multiplier = step.scalars["multiplier"]
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
+    def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
+        return exact_steps.tolerated_in_phase(step.scalars, super().tolerated_rise(step, was, same), was, same)
+
     def divisor(self, step: BlockStep) -> Tensor:
         """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""
         divisor = step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
@@ -435,7 +438,7 @@ class EigenMoments(CheckedRule):
         agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
         last.copy_(agreement)
         if self.exact_steps and exact_steps.may_be_exact(step, check):
-            exact_steps.note_batch(step, check, agreement >= exact_steps.AGREES)
+            exact_steps.note_batch(step, check, agreement >= exact_steps.AGREES, risen)
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
 

@@ -20,6 +20,12 @@ the next step has a check, too; otherwise checks come as they do in any training
 The first λ is a part of the curvature along the bounded step. The squared Fisher norm of a step is at most R² times the
 bound of "eigen_moments".
 
+**Phases.** The fall in one step does not tell what steps lead to: the mean over steps and m make bounded steps better
+than each of them looks. So phases of both kinds take turns, and the falls of the loss in them are compared. A long
+phase is followed by a short one of the other kind. The next long one, twice as long, is of exact steps if in these the
+logarithm of the loss fell by `COST` times as much in a step. A check undoes bounded steps in such phases if they made
+the loss of the batch rise.
+
 **The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
 at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
 the loss has changed by what the earlier check predicted, because the value is not known of every loss. Where a batch
@@ -51,6 +57,9 @@ FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 0.5, 64.0  # R
 RISING, FALLING = 0.25, 0.75  # ρ, below and above which λ changes
 RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
 PROBES = 3
+COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
+FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
+SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
 LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 AGREES = 0.25
 
@@ -60,6 +69,12 @@ SCALARS: Mapping[str, float] = {
     "reach": FIRST_REACH,  # R
     "repeats": 0.0,  # 1: the batch does; 0, -1, ...: it does not, with the number of checks that looked in vain
     "outputs": 0.0,  # the norm of the outputs before the step of the last check
+    "bounded": 0.0,  # 1: in a phase of bounded steps
+    "long": 1.0,  # 1: in a long phase
+    "phase": FIRST_PHASE,  # the length of long phases
+    "taken": 0.0,  # steps in this phase
+    "fallen": 0.0,  # by which the loss fell in it
+    "rate": 0.0,  # by which the logarithm of the loss fell in a step of the last long phase
     "undone": 0.0,  # 1: the last step was exact, and undone
     "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
 }
@@ -69,6 +84,10 @@ VALUES: Mapping[str, Values] = {
     "reach": Values(LEAST_REACH, MOST_REACH),
     "repeats": Values(-PROBES, 1),
     "outputs": NOT_NEGATIVE,
+    "bounded": Values(0, 1),
+    "long": Values(0, 1),
+    "phase": Values(FIRST_PHASE, LONGEST_PHASE),
+    "taken": A_COUNT,
     "undone": Values(0, 1),
     "held": NOT_NEGATIVE,
 }
@@ -93,10 +112,11 @@ def may_be_exact(step: BlockStep, check: Check) -> bool:
     )
 
 
-def note_batch(step: BlockStep, check: Check, agrees: Tensor) -> None:
-    """Note at a later check whether the batch repeats.
+def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> None:
+    """Note at a later check whether the batch repeats, and if it does, what the steps since the last check did.
 
-    agrees: whether the loss has changed by what the last check predicted, 0-dim.
+    agrees: whether the loss has changed by what the last check predicted, 0-dim. risen: whether these steps were undone,
+        0-dim.
     """
     assert check.last is not None, "bug in kfac_fx: a check that did not look at the last one"
     repeats, norm = step.scalars["repeats"], check.batch.norm(check.last)
@@ -107,6 +127,42 @@ def note_batch(step: BlockStep, check: Check, agrees: Tensor) -> None:
         repeats.copy_(torch.as_tensor(1.0 if check.same else in_vain))
     elif not check.same:
         repeats.clamp_(max=0)
+    if repeats > 0:
+        follow_phase(step.scalars, check, bool(risen))
+
+
+def follow_phase(scalars: Mapping[str, Tensor], check: Check, risen: bool) -> None:
+    """Count the steps since the last check, and begin the next phase if this one is over. risen: they were undone."""
+    assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
+    taken, fallen, bounded = scalars["taken"], scalars["fallen"], scalars["bounded"]
+    taken.add_(check.steps)
+    fallen.sub_(0.0 if risen else check.rise.nan_to_num())
+    long, length = bool(scalars["long"]), float(scalars["phase"])
+    least, part = SHORT_PHASES[int(bounded)]
+    if taken < (length if long else max(least, part * length)):
+        return
+    value = check.value - check.rise if risen else check.value
+    rate = (1 + fallen / value).log() if value.isfinite() and value > 0 else fallen
+    rate = torch.where(fallen > 0, rate / taken, 0.0)
+    if long:
+        scalars["rate"].copy_(rate)
+        bounded.copy_(1 - bounded)
+    else:
+        exact, of_bounded = (scalars["rate"], rate) if bounded else (rate, scalars["rate"])
+        bounded.copy_(exact <= COST * of_bounded)
+        scalars["phase"].mul_(2).clamp_(max=LONGEST_PHASE)
+    scalars["long"].copy_(1 - scalars["long"])
+    taken.zero_()
+    fallen.zero_()
+
+
+def tolerated_in_phase(scalars: Mapping[str, Tensor], tolerated: Tensor, was: Tensor, same: Tensor) -> Tensor:
+    """The rise of the loss since the last check that is left alone: none of the same batch in a phase of bounded steps.
+
+    tolerated: in other trainings. was: the loss at the last check. same: whether it had the same batch. All are 0-dim.
+    """
+    strict = same & (scalars["bounded"] > 0) & (scalars["repeats"] > 0)
+    return torch.where(strict, LEAST_RISE * was.abs(), tolerated)
 
 
 def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Tensor) -> ExactMove | None:
@@ -121,6 +177,8 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     scalars, flat = step.scalars, step.flat
     scalars["outputs"].copy_(check.batch.norm(check.before))
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
+    if scalars["bounded"] and scalars["repeats"] > 0:
+        return None
     along_bounded = bounded.curvature / flat.inner(bounded.move, bounded.move)
     if scalars["undone"]:
         scalars["undone"].zero_()
