@@ -294,9 +294,10 @@ def test_the_next_long_phase_is_of_the_kind_whose_loss_fell_faster(
     exact: float, of_bounded: float, next_is_bounded: int
 ) -> None:
     scalars = phased()
-    followed(scalars, falling(exact, 19))
+    losses = falling(exact, 20)
+    followed(scalars, losses[:20])
     assert scalars["long"] == 1 and scalars["bounded"] == 0 and scalars["taken"] == 19
-    followed(scalars, falling(exact, 1))  # the twentieth
+    followed(scalars, losses[19:])
     assert scalars["long"] == 0 and scalars["bounded"] == 1 and scalars["taken"] == 0
     followed(scalars, falling(of_bounded, 10)[::10], steps=10)
     assert scalars["long"] == 1 and scalars["bounded"] == next_is_bounded and scalars["phase"] == 40

@@ -115,8 +115,8 @@ def may_be_exact(step: BlockStep, check: Check) -> bool:
 def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> None:
     """Note at a later check whether the batch repeats, and if it does, what the steps since the last check did.
 
-    agrees: whether the loss has changed by what the last check predicted, 0-dim. risen: whether these steps were undone,
-        0-dim.
+    agrees: whether the loss has changed by what the last check predicted. risen: whether these steps were undone. Both
+        are 0-dim.
     """
     assert check.last is not None, "bug in kfac_fx: a check that did not look at the last one"
     repeats, norm = step.scalars["repeats"], check.batch.norm(check.last)
