@@ -32,8 +32,9 @@ the loss has changed by what the earlier check predicted, because the value is n
 comes back without being the next one, or where the batches of a training begin to repeat, the step after a check has a
 check, too, to find that out. After `PROBES` of these have found another batch, no more are made.
 
-There are no exact steps on accelerators, where checks take a part of the batch, with several learning rates or with a
-weight decay, where a step is no multiple of an update, and with losses without a name, which have no exact Fisher.
+There are no exact steps on accelerators, where checks take a part of the batch; with an lr below `LEAST_LR`, which goes
+too small a part of the way; with several learning rates or with a weight decay, where a step is no multiple of an
+update; and with losses without a name, which have no exact Fisher.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 0.5, 64.0  # R
 RISING, FALLING = 0.25, 0.75  # ρ, below and above which λ changes
 RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
 PROBES = 3
+LEAST_LR = 0.03
 COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
 FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
 SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
@@ -103,9 +105,10 @@ class ExactMove(MeasuredMove):
 def may_be_exact(step: BlockStep, check: Check) -> bool:
     """Whether checks like this one make exact steps."""
     batch = check.batch
-    return (
+    return bool(
         step.g.device.type == "cpu"
         and step.flat.one_scale
+        and step.flat.largest_lr >= LEAST_LR
         and batch.share == 1.0
         and batch.observed
         and batch.has_names
@@ -196,12 +199,11 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     model = QuadraticModel.along(directions, step.g, lambda vectors: check.inner_products(flat, vectors), flat.inner)
     s = model.minimum(damping)
     norm, allowed = s @ model.fisher @ s, scalars["reach"].square() * longest
-    s = s * (allowed / norm).sqrt().clamp(max=1.0)
+    s = s * (allowed / norm).sqrt().clamp(max=1.0) * flat.largest_lr.clamp(max=1.0)
     fall, of_bounded = -model.change(s, 0.0), -(bounded.slope + 0.5 * bounded.curvature)
     step.check_next = check.batch.agreed(fall > NEARLY * of_bounded)
     if not check.batch.agreed(fall > WORTH * of_bounded):
         return None
-    s = s * flat.largest_lr.clamp(max=1.0)
     return ExactMove(
         move=torch.stack(directions, dim=1) @ s,
         finite=s.isfinite().all(),
