@@ -69,12 +69,18 @@ def fisher_inner_products(
     )
     multiply_jacobian = multiply_jacobian or JacobianProducts()
     inputs, tangents = multiply_jacobian(inputs_of_losses, point, stacked)
-    total = torch.zeros((), device=inputs[0].device)
-    for (coefficient, loss), at, tangent in zip(pairs, inputs, tangents, strict=True):
-        here = loss.at(at)  # it was built on a tensor of the differentiation, which is over
-        multiply = here.multiply_ggn_factor_transpose if ggn else here.multiply_fisher_factor_transpose
+    # They were built on tensors of the differentiation, which is over.
+    here = [(weight, loss.at(at)) for (weight, loss), at in zip(pairs, inputs, strict=True)]
+    return products_of_tangents(here, tangents, ggn)
+
+
+def products_of_tangents(losses: LossTerms, tangents: Sequence[Tensor], ggn: bool) -> Tensor:
+    """<J d_i, F J d_j>, [k, k], with the mean Fisher of the losses at their inputs. tangents: J d, [k, ...] a loss."""
+    total = torch.zeros((), device=tangents[0].device)
+    for (coefficient, loss), tangent in zip(losses, tangents, strict=True):
+        multiply = loss.multiply_ggn_factor_transpose if ggn else loss.multiply_fisher_factor_transpose
         rows = multiply(precise(tangent)).flatten(1)
-        total = total + coefficient / at_least_one(here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
+        total = total + coefficient / at_least_one(loss.cases) * torch.stack([(rows * row).sum(1) for row in rows])
     return total
 
 

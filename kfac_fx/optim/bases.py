@@ -177,6 +177,23 @@ def eigenvalues_of(group: BlockGroup) -> list[Tensor]:
     return [outputs.unsqueeze(-1), group.extras["eigenvalues/inputs"].unsqueeze(-2)]
 
 
+def spectrum(group: BlockGroup) -> Tensor:
+    """Λ of F = Q Λ Qᵀ, as it broadcasts with [L, g, o, i]: the eigenvalues of the last decomposition, with the mean
+    eigenvalues of the present factors."""
+    values = group.positions().view(-1, 1, 1, 1)
+    for side, relative in zip(group.sides, eigenvalues_of(group), strict=True):
+        means = group.part_of_mean(group.mean_eigenvalue(side))  # [L, groups], or of F [L, 1]
+        values = values * (relative - 1) * means.view(*means.shape, 1, 1)
+    return values
+
+
+def solved(group: BlockGroup, matrices: Tensor, damping: Tensor) -> Tensor:
+    """(F + λ I)⁻¹ W by the bases: [L, g, o, i]. damping: λ, 0-dim."""
+    basis = basis_of(group)
+    in_bases = turned(group, matrices, basis, transpose=True).to(group.dtype)
+    return turned(group, in_bases / (spectrum(group) + damping), basis)
+
+
 @torch.no_grad()
 def update_bases(
     fisher: BlockDiagonalFisher, keys: Collection[Key] | None = None, carried: Carried = lambda group, change: []

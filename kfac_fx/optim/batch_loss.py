@@ -39,10 +39,11 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.exact_products import LossTerms, at_least_one
-from kfac_fx.compiled.jacobian_products import JacobianProducts
+from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products, products_of_tangents
 from kfac_fx.compiled.loss_scale import hooked_leaves, losses_apart, take_gradient
 from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
+from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.losses.unnamed import Unnamed
@@ -193,6 +194,11 @@ class BatchLoss:
         return all(forward.gradients for forward in self.forwards)
 
     @property
+    def has_names(self) -> bool:
+        """Whether all losses have names, and so an exact Fisher."""
+        return all(forward.recorder.losses.are_known for forward in self.forwards)
+
+    @property
     def rounding(self) -> float:
         """The ε of the coarsest precision that takes part in the forwards of a check."""
         return max(forward.precision.rounding for forward in self.forwards)
@@ -201,6 +207,10 @@ class BatchLoss:
     def as_returned(self) -> bool:
         """Whether the user's forwards computed in the precision of those of a check."""
         return all(forward.precision.as_returned for forward in self.forwards)
+
+    def agreed(self, flag: Tensor) -> bool:
+        """Whether a flag, 0-dim, is true in all processes, which take the same decisions. The host waits."""
+        return bool(self.replicas.mean(flag.to(torch.float32)) == 1)
 
     @contextmanager
     def same_noise(self) -> Iterator[None]:
@@ -367,6 +377,29 @@ class BatchLoss:
                 here.append(Values(losses, list(primals[len(losses) :])))
         return (*self.mean_products(results), here)
 
+    def inner_products(self, parameters: NamedTensors, directions: Sequence[NamedTensors]) -> Tensor:
+        """<d_i, F d_j> with the exact Fisher of the batch, [k, k]. directions: by name."""
+        differentiated, results = replace(self, differentiated=True), []
+        with self.same_noise():
+            for forward in self.forwards:
+                here: list[Values] = []
+
+                def losses(at: Tensors, forward: ObservedForward = forward, here: list[Values] = here) -> LossTerms:
+                    here[:] = [differentiated.values(forward, at)]
+                    return here[0].losses
+
+                of_forward = fisher_inner_products(
+                    losses, parameters, directions, ggn=self.ggn, multiply_jacobian=self.multiply_jacobian
+                )
+                results.append((of_forward, here[0].cases))
+        return self.mean_of_matrices(results)
+
+    @OWN_PRECISION.entered()
+    def norm(self, at: Sequence[Values]) -> Tensor:
+        """The norm of the outputs, []."""
+        squares = [precise(real_numbers(leaf)).square().sum() for values in at for leaf in values.leaves]
+        return self.replicas.mean(torch.stack(squares).sum() if squares else self.zero(at)).sqrt()
+
     @OWN_PRECISION.entered()
     def between(self, before: Sequence[Values], after: Sequence[Values], step: Tensor) -> tuple[Tensor, Tensor]:
         """(<d, F d>, <∇h, d>) as `along`, by difference quotients: `after` is `before` a small `step` along d.
@@ -376,11 +409,29 @@ class BatchLoss:
         """
         results = []
         for forward, old, new in zip(self.forwards, before, after, strict=True):
-            primals = [loss.inputs for _, loss in old.losses]
-            there = [*(loss.inputs for _, loss in new.losses), *new.leaves]
-            pushed = [(b - a) / step for a, b in zip([*primals, *old.leaves], there, strict=True)]
+            primals, pushed = quotients(old, new, step)
             results.append(self.products(forward, old, primals, pushed))
         return self.mean_products(results)
+
+    @OWN_PRECISION.entered()
+    def products_between(self, before: Sequence[Values], after: Sequence[tuple[Sequence[Values], Tensor]]) -> Tensor:
+        """<d_i, F d_j>, [k, k], as `inner_products`, by difference quotients as `between`. after: of k directions, the
+        values a small step along them, and this step."""
+        results = []
+        steps = [step for _, step in after]
+        for old, *new in zip(before, *(values for values, _ in after), strict=True):
+            of_directions = [quotients(old, there, step)[1] for there, step in zip(new, steps, strict=True)]
+            tangents = [torch.stack(each) for each in zip(*of_directions, strict=True)]
+            losses = [(weight, loss.at(loss.inputs)) for weight, loss in old.losses]
+            of_forward = products_of_tangents(losses, tangents[: len(losses)], self.ggn)
+            results.append((of_forward, old.cases))
+        return self.mean_of_matrices(results)
+
+    def mean_of_matrices(self, results: Sequence[tuple[Tensor, int | Tensor]]) -> Tensor:
+        """From (<d_i, F d_j>, cases) of every forward: those of the batch, averaged by cases."""
+        total = self.cases(cases for _, cases in results)
+        products = [of_forward * (cases / at_least_one(total)) for of_forward, cases in results]
+        return self.replicas.mean(torch.stack(products).sum(0))
 
     def mean_products(self, results: Sequence[tuple[Tensor, Tensor, int | Tensor]]) -> tuple[Tensor, Tensor]:
         """From (<d, F d>, slope, cases) of every forward: those of the batch, averaged by cases."""
@@ -420,6 +471,13 @@ class BatchLoss:
 
     def zero(self, values: Sequence[Values]) -> Tensor:
         return torch.zeros((), device=values[0].losses[0][1].inputs.device)
+
+
+def quotients(old: Values, new: Values, step: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """(the inputs of the losses, the difference quotients of these and of the leaves)."""
+    primals = [loss.inputs for _, loss in old.losses]
+    there = [*(loss.inputs for _, loss in new.losses), *new.leaves]
+    return primals, [(b - a) / step for a, b in zip([*primals, *old.leaves], there, strict=True)]
 
 
 def is_input(leaf: Tensor, loss: Normal, alone: bool) -> bool:

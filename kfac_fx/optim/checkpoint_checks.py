@@ -53,6 +53,7 @@ from kfac_fx.optim.checkpoint import (
 from kfac_fx.optim.first_order import ADAM_VALUES, new_adam_state
 from kfac_fx.optim.groups import FIRST_LR, OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rules import exact_steps
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import plural, table
 from kfac_fx.passes.tracing.random_streams import RandomState
@@ -72,6 +73,7 @@ WHOLE_VALUES: Mapping[str, Values] = {
 SINCE = (
     *("multiplier", "peak_lr", "last_update", "steps"),
     *("promised", "trust", "advance", "agreement", "agreed"),
+    *exact_steps.SCALARS,
 )
 GENERATOR = f"{WHOLE}generator"
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's

@@ -19,6 +19,7 @@ parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -38,6 +39,7 @@ RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
+Tolerance = Callable[[Tensor, Tensor], Tensor]  # from 0-dim tensors to one
 STEPS_TO_READ = 5  # from a check to the step in which the host reads it, at least
 MOST_SHORTENED = 1e30  # of r, which doubles with every step that is undone, and must come down again
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
@@ -84,6 +86,9 @@ class Check:
     steps: int  # since the last check
     quotient_step: float | None = None  # of a difference quotient; None: a product with the Jacobian instead
     rise: Tensor | None = None  # of the loss of this batch since the last check; None at the first
+    last: list[Values] | None = None  # at the parameters of the last check; None at the first
+    same: bool = False  # whether the host knows that the batch is that of the last check
+    probed: Probe | None = None  # of `along`, by a difference quotient
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:
@@ -111,9 +116,34 @@ class Check:
         if self.quotient_step is None:
             return self.batch.along(self.parameters, flat.everywhere(move))
         step = self.quotient_step / flat.largest_lr.clamp(min=torch.finfo(move.dtype).tiny)
-        steps = flat.everywhere(move * step).items()  # in the widest precision of all parameters
-        probe = {name: (flat.copies[name] + part).to(flat.copies[name].dtype) for name, part in steps}
-        return (*self.batch.between(self.before, self.values_at(probe), step), self.before)
+        self.probed = Probe.along(self, flat, move, step)
+        return (*self.batch.between(self.before, self.probed.values, step), self.before)
+
+    def inner_products(self, flat: FlatParameters, moves: Sequence[Tensor]) -> Tensor:
+        """<δ_i, F δ_j> of moves [P] about as long as a step, [k, k]. That of `along` takes no further forward."""
+        if self.quotient_step is None:
+            return self.batch.inner_products(self.parameters, [flat.everywhere(move) for move in moves])
+        step = moves[0].new_tensor(self.quotient_step)
+        probes = [
+            self.probed if self.probed is not None and self.probed.move is move else Probe.along(self, flat, move, step)
+            for move in moves
+        ]
+        return self.batch.products_between(self.before, [(probe.values, probe.step) for probe in probes])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The values after a small part of a move, for difference quotients."""
+
+    move: Tensor  # δ, [P]
+    step: Tensor  # this part, 0-dim
+    values: list[Values]
+
+    @staticmethod
+    def along(check: Check, flat: FlatParameters, move: Tensor, step: Tensor) -> Probe:
+        parts = flat.everywhere(move * step).items()  # in the widest precision of all parameters
+        there = {name: (flat.copies[name] + part).to(flat.copies[name].dtype) for name, part in parts}
+        return Probe(move, step, check.values_at(there))
 
 
 class StalledWarning(UserWarning):
@@ -239,31 +269,32 @@ def tolerated(value: Tensor, same: Tensor | None = None) -> Tensor:
     return of_same if same is None else torch.where(same, of_same, RISE * value.abs())
 
 
-def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: Tensor) -> tuple[Tensor, Tensor]:
+def has_risen(
+    size: StepSize, last: Tensors, check: Check, rise_tolerated: Tolerance, finite: Tensor
+) -> tuple[Tensor, Tensor]:
     """Whether the loss has risen from its value at `last`, the parameters of the last check by name, and whether the
     batch is the same as there; 0-dim.
 
     Args:
-        noisy: whether the step's length is that of a norm, so that the loss of another batch may rise as much as that
-            of the same one.
+        rise_tolerated: from the loss there, and whether the batch is the same: the rise that is left alone.
         finite: whether the gradient is.
     """
-    there = check.values_at(last)
+    check.last = there = check.values_at(last)
     check.rise = rise = -check.batch.change(check.before, there)
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
     same = (was - size.value).abs() <= SAME * was.abs()
-    return (rise > tolerated(was, None if noisy else same)) | (lost & check.batch.finite(there)), same
+    return (rise > rise_tolerated(was, same)) | (lost & check.batch.finite(there)), same
 
 
-def revert(size: StepSize, flat: FlatParameters, check: Check, noisy: bool, finite: Tensor) -> Tensor:
+def revert(size: StepSize, flat: FlatParameters, check: Check, rise_tolerated: Tolerance, finite: Tensor) -> Tensor:
     """Go back to the last check if the loss has risen since. Returns whether that happened, 0-dim.
 
-    noisy, finite: as of `has_risen`.
+    rise_tolerated, finite: as of `has_risen`.
     """
     last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
-    risen, same = has_risen(size, last, check, noisy, finite)
+    risen, same = has_risen(size, last, check, rise_tolerated, finite)
     size.same.copy_(same)
     go_back(flat, last, risen)
     size.ratio.mul_(torch.where(risen, 2.0, 1.0)).clamp_(max=MOST_SHORTENED)

@@ -30,8 +30,8 @@ from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import positive
 from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, new_bases, turned, update_bases
-from kfac_fx.optim.checks import Check, StepSize
+from kfac_fx.optim.bases import basis_of, new_bases, solved, turned, update_bases
+from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
 from kfac_fx.passes.errors import table
@@ -166,6 +166,7 @@ class BlockStep:
         check: of this step; None without one.
         risen: whether it undid the steps before this one, 0-dim; None: it did not look.
         undone: whether it undid this step or those before it, 0-dim; None without a check.
+        check_next: whether the rule wants a check in the next step, too.
         estimator: has the blocks.
         damping: λ, 0-dim, written in place.
         size: the step size from check to check.
@@ -192,6 +193,7 @@ class BlockStep:
     check: Check | None = None
     risen: Tensor | None = None
     undone: Tensor | None = None
+    check_next: bool = False
     own: str | None = field(init=False, default=None)  # the name of the rule's class, if it is the user's
     ok: Tensor = field(init=False)
 
@@ -240,11 +242,17 @@ class BlockStep:
         return self.turned(vector, False, outputs)
 
     def turned(self, vector: Tensor, transpose: bool, outputs: bool) -> Tensor:
-        def of(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
-            return [
-                turned(group, matrix, basis_of(group, outputs), transpose).to(group.dtype)
-                for group, matrix in zip(groups, matrices, strict=True)
-            ]
+        return self.in_groups(lambda group, matrix: turned(group, matrix, basis_of(group, outputs), transpose), vector)
+
+    def solved(self, vector: Tensor, damping: Tensor) -> Tensor:
+        """(F̂ + λ I)⁻¹ v in the eigenbases, for any λ, 0-dim: [P]. Blocks without a basis yet give zero."""
+        return self.in_groups(lambda group, matrix: solved(group, matrix, damping), vector)
+
+    def in_groups(self, of: Callable[[BlockGroup, Tensor], Tensor], vector: Tensor) -> Tensor:
+        """`of` every group with factors and the matrices [L, g, o, i] of its blocks in a vector: [P]."""
+
+        def of_all(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> Iterable[Tensor]:
+            return [of(group, matrix).to(group.dtype) for group, matrix in zip(groups, matrices, strict=True)]
 
         with_factors = [group for group in self.estimator.kept if group.updated]
         if any(f"basis/{side}" not in group.extras for group in with_factors for side in group.decomposed):
@@ -252,7 +260,7 @@ class BlockStep:
                 "the rule turns vectors into eigenbases, and none are kept for it: write has_bases: ClassVar[bool] = "
                 "True in its class, and if the class has new_extras, add those of super().new_extras(groups)"
             )
-        return self.product(lambda by_name: self.estimator.of_groups(with_factors, of, by_name, kept=True))(vector)
+        return self.product(lambda by_name: self.estimator.of_groups(with_factors, of_all, by_name, kept=True))(vector)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -533,6 +541,11 @@ class CheckedRule(Rule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         """Called after a checked move."""
+
+    def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
+        """The rise of the loss since the last check that is left alone, 0-dim. was: the loss there. same: whether the
+        batch is the same as there, by the value of its loss; 0-dim."""
+        return tolerated(was, None if self.is_noisy else same)
 
     def divisor(self, step: BlockStep) -> Tensor:
         """By how much steps are shorter than the rule would have them without checks, 0-dim."""

@@ -32,7 +32,7 @@ The checks of a rule become rarer, if it says so, where they find nothing to do:
 (`kfac_fx.optim.rules.eigen_moments`), the next one comes after twice as many intervals as the last one did, at most
 `MOST_INTERVALS`, and after no more than half of the steps so far, because a training changes fast in its first steps;
 after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
-was calm when the next one may be due, so that it hardly waits.
+was calm when the next one may be due, so that it hardly waits. A rule may also ask for a check in the next step.
 
 The model sees no clock. It sees whether the parameters are on the CPU or on an accelerator, and whether the forward
 computes in half precision there, and has three machines for these. So equal networks and batches have equal intervals
@@ -69,6 +69,7 @@ FUSED = 10  # the operations of an unrolled recurrent layer for one of its kerne
 
 UPDATES = 2  # of the factors for one of the inverses, at least
 MOST_INTERVALS = 4  # from a check to the next
+DENSER = 5  # times, where every step has a check and takes about as many times as long
 SHORTEST_TO_MULTIPLY = 3  # steps: the host would wait for the check of one or two steps ago
 
 
@@ -285,7 +286,7 @@ class Schedule:
     counter: int = 0  # steps taken
     burned_in: int = 0  # steps before them that only averaged statistics
     last_check: int = 0  # the number of its step
-    intervals_apart: int = 1  # from the last check to the next
+    intervals_apart: int = 1  # from the last check to the next; 0: the next step has a check
     calm: HostCopy | None = None  # whether the last check was, until this is read
     intervals: StepIntervals = field(init=False)  # those of the options, until the first step chooses
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
@@ -311,12 +312,16 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.every(self.intervals.statistics, early=self.options.rule.checked)
+        return self.burning_in or self.every(self.denser(self.intervals.statistics), early=self.options.rule.checked)
 
     @property
     def inverting(self) -> bool:
         """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
-        return self.every(self.intervals.inverses, early=True)
+        return self.every(self.denser(self.intervals.inverses), early=True)
+
+    def denser(self, interval: int) -> int:
+        """The interval where every step has a check."""
+        return math.ceil(interval / DENSER) if self.intervals_apart == 0 else interval
 
     def early(self, steps: int) -> bool:
         """Whether the inverses of blocks are due that got their first factors so many steps ago."""
@@ -355,12 +360,17 @@ class Schedule:
         """Take the last check. calm: whether it was, 0-dim. intervals_apart: how far the check before it was."""
         self.last_check, self.intervals_apart = step, intervals_apart
         unread = not is_early(step, self.intervals.checks) and self.counter < self.intervals_later(1)
-        self.calm = HostCopy(calm) if self.multiplies_checks and unread else None
+        self.calm = HostCopy(calm) if self.multiplies_checks and unread and intervals_apart else None
 
-    def advance(self, calm: Tensor | None) -> None:
-        """Go to the next step. calm: whether the check of this one was, 0-dim; None without a check."""
+    def advance(self, calm: Tensor | None, check_next: bool = False) -> None:
+        """Go to the next step.
+
+        calm: whether the check of this one was, 0-dim; None without a check. check_next: whether the next step has a
+            check, too, if no interval of checks is given.
+        """
         if calm is not None:
-            self.checked(self.counter, self.intervals_apart, calm)
+            free = self.options.checks is not None and self.options.checks.damping_adaptation_interval is None
+            self.checked(self.counter, 0 if check_next and free else max(1, self.intervals_apart), calm)
         self.counter += 1
         if self.calm is not None and self.counter >= self.intervals_later(1):
             half = self.last_check // (2 * self.intervals.checks)
@@ -386,7 +396,7 @@ class Schedule:
     @property
     def decay(self) -> float:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
-        return self.options.factor_decay**self.intervals.statistics
+        return self.options.factor_decay ** self.denser(self.intervals.statistics)
 
     def described(self) -> list[str]:
         """For the report: the intervals of a rule with checks."""

@@ -96,7 +96,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if due.first:
         choose_intervals(state)
     with state.phases.measure("statistics"):
-        recorded = estimator.fold(decay=1.0 if due.burning_in else None, accept=ok)
+        dense = schedule.decay if schedule.intervals_apart == 0 else None
+        recorded = estimator.fold(decay=1.0 if due.burning_in else dense, accept=ok)
     if due.burning_in:
         schedule.burned_in += recorded
         return
@@ -118,7 +119,10 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if undone is not None:
         state.undone += undone & ~ok
     look_at(state, moving, {**causes, UPDATE: ok if undone is None else ok | undone})
-    schedule.advance(state.checks.size.calm if due.checking and step is not None else None)
+    if step is not None and due.checking:
+        schedule.advance(state.checks.size.calm, step.check_next)
+    else:
+        schedule.advance(None)
     if (rule_with_checks := state.options.checks) is not None and step is not None and undone is not None:
         state.checks.watch.look(rule_with_checks.divisor(step), undone, schedule.last_check)
 
@@ -211,7 +215,7 @@ def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: 
     with state.phases.measure("update"):
         step.check = new_check(state, rule, loss_scale)
         if state.schedule.counter:
-            step.risen = risen = revert(step.size, step.flat, step.check, rule.is_noisy, ok)
+            step.risen = risen = revert(step.size, step.flat, step.check, partial(rule.tolerated_rise, step), ok)
             rule.reverted(step, step.check, risen)
             ok = ok & ~risen
     return ok

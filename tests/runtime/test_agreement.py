@@ -21,7 +21,7 @@ def made(bound: float = 0.03) -> tuple[CompiledModule, KFAC]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     net = compile(model, loss="categorical")
-    return net, KFAC(net, seed=0, norm_constraint=bound, damping_adaptation_interval=10)
+    return net, KFAC(net, seed=0, norm_constraint=bound, damping_adaptation_interval=10, exact_steps=False)
 
 
 def data(number: int, noise: bool, cases: int = 6) -> tuple[Tensor, Tensor]:

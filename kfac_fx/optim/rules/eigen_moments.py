@@ -103,7 +103,7 @@ from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED
-from kfac_fx.linalg.arguments import a_decay, a_weight, positive, whole_number
+from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
 from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
@@ -142,7 +142,8 @@ from kfac_fx.optim.rule import (
     checkpoint_of,
     zeros_for,
 )
-from kfac_fx.passes.errors import table
+from kfac_fx.optim.rules import exact_steps
+from kfac_fx.passes.errors import plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -181,10 +182,12 @@ class EigenMoments(CheckedRule):
         norm_constraint: c; the squared exact Fisher norm of a step is at most c max(1, loss).
         overhead: what statistics, inverses and checks may cost in a step, as a part of the training step. A cost model
             of the network chooses their intervals at the first step (`kfac_fx.optim.schedule`), and net.report prints
-            them. Intervals that are given replace those of the model.
+            them. Intervals that are given replace those of the model. Exact steps come in addition.
         damping_adaptation_interval: the interval of the checks, which are also made after 1, 2, 5, 10, 20, ... steps
             while that is less. None means what `overhead` allows; they then become up to four times as rare while steps
             are far below their bound.
+        exact_steps: whether a step whose batch repeats may minimize the exact quadratic model of the batch
+            (`kfac_fx.optim.rules.exact_steps`).
     """
 
     name: ClassVar[str] = "eigen_moments"
@@ -201,6 +204,7 @@ class EigenMoments(CheckedRule):
         "advance": 1.0,  # the part of m that comes from agreement
         "agreement": 1.0,  # A at the last check, from -1 to 1
         "agreed": 0.0,  # whether it was large at the last two
+        **exact_steps.SCALARS,
     }
     values: ClassVar[Mapping[str, Values]] = {
         "multiplier": Values(LEAST, FIRST * MOST),
@@ -211,6 +215,7 @@ class EigenMoments(CheckedRule):
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
         "agreed": Values(0, 1),
+        **exact_steps.VALUES,
         **MEAN_VALUES,
     }
 
@@ -221,6 +226,7 @@ class EigenMoments(CheckedRule):
     norm_constraint: Annotated[float, positive] = 0.03
     overhead: Annotated[float, positive] = 0.2
     damping_adaptation_interval: Annotated[int | None, whole_number(1, "steps")] = None
+    exact_steps: Annotated[bool, a_flag] = True
 
     def check_options(self) -> None:
         if self.relative_damping is not None and self.eigenvalue_exponent == 0:
@@ -235,10 +241,13 @@ class EigenMoments(CheckedRule):
 
     @property
     def reported(self) -> tuple[str, ...]:
-        return ("multiplier",)
+        return ("multiplier", "exact_steps")
 
     def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
-        return [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
+        lines = [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
+        if number := int(scalars["exact_steps"]):
+            lines.append(f"{plural(number, 'step')} minimized the exact quadratic model of a batch that repeats")
+        return lines
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -339,11 +348,21 @@ class EigenMoments(CheckedRule):
         return step.flat.displacement(update.vector, RATE * step.scalars["multiplier"] / step.size.divisor)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
+        exact_steps.give_back(step.scalars)
+        bounded = self.bounded_move(step, update, check)
+        if not (self.exact_steps and exact_steps.may_be_exact(step, check)):
+            return bounded
+        return exact_steps.exact_move(step, check, bounded, self.longest_step(check)) or bounded
+
+    def longest_step(self, check: Check) -> Tensor:
+        """The largest squared Fisher norm of a step without trust, 0-dim."""
+        return self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
+
+    def bounded_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         flat, last = step.flat, step.size.divisor
         proposed = flat.displacement(update.vector, RATE * step.scalars["multiplier"])
         fisher, slope, before = check.along(flat, proposed)
-        longest = self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
-        norm = (fisher / longest).sqrt() / step.scalars["trust"]
+        norm = (fisher / self.longest_step(check)).sqrt() / step.scalars["trust"]
         times = self.advance(step, norm)
         norm = norm * times
         ratio = next_divisor(last, norm)
@@ -383,9 +402,14 @@ class EigenMoments(CheckedRule):
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
-        self.forget_update(step, outcome.tried & ~outcome.kept)
         promised = (-outcome.predicted).clamp(min=0.0)
         step.scalars["promised"].copy_(torch.where(outcome.tried & promised.isfinite(), promised, 0.0))
+        if isinstance(measured, exact_steps.ExactMove):
+            step.size.calm.zero_()
+            exact_steps.checked(step, measured, outcome)
+            step.memory.forget_update(outcome.tried)
+            return
+        self.forget_update(step, outcome.tried & ~outcome.kept)
         trust, limits = step.scalars["trust"], measured.norm >= NEAR * measured.ratio
         right = ((outcome.rho - 1).abs() <= RIGHT) & (step.scalars["agreed"] > 0)
         more = torch.where(
@@ -397,9 +421,13 @@ class EigenMoments(CheckedRule):
         multiplier = step.scalars["multiplier"]
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
+    def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
+        return exact_steps.tolerated_in_phase(step.scalars, super().tolerated_rise(step, was, same), was, same)
+
     def divisor(self, step: BlockStep) -> Tensor:
-        """r, without what a large multiplier made of it and the bound takes back."""
-        return step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
+        """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""
+        divisor = step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
+        return torch.where(step.scalars["held"] > 0, 1.0, divisor)
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
@@ -409,6 +437,8 @@ class EigenMoments(CheckedRule):
         agreement = torch.where(known, -check.rise / promised, 0.0).clamp(-1.0, 1.0)
         agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
         last.copy_(agreement)
+        if self.exact_steps and exact_steps.may_be_exact(step, check):
+            exact_steps.note_batch(step, check, agreement >= exact_steps.AGREES, risen)
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
 

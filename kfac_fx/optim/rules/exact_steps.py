@@ -1,0 +1,246 @@
+"""Exact steps: where the batch repeats, a check may minimize the quadratic model of the batch along three directions.
+
+    d₁ = (F̂ + λ I)⁻¹ g      in the eigenbases, with F̂ = Q Λ Qᵀ of the blocks
+    d₂                      the step that "eigen_moments" would make
+    d₃                      the last step
+    δ = min(1, lr) Σ sᵢ dᵢ / |dᵢ|          s minimizes <g, δ> + ½ <δ, (F + λ I) δ> with the exact Fisher F of the batch
+
+With d₁ and d₃ alone it is the step of Martens & Grosse 2015, section 7. A batch that repeats has no noise, so the model
+of its loss tells how far to go along directions that a mean over steps and a rate do not tell apart. Full batches are
+such batches: equations on fixed points, small data sets, the first look at a new network. One exact step costs as much
+as `WORTH` or more plain ones, so it is made where the model falls by `WORTH` times as much as in the bounded step. Then
+the next step has a check, too; otherwise checks come as they do in any training.
+
+    λ <- ω λ     if ρ > 3/4        Martens & Grosse 2015, section 6.5; ρ is the change of the loss in the step, divided
+    λ <- λ / ω   if ρ < 1/4        by the one that the model predicts
+    λ <- λ / ω⁴  if the step was undone
+    R <- 2 R     if ρ is 1 up to a quarter and R limits the step
+    R <- R / 2   if ρ < 1/2, or the step was undone
+
+The first λ is a part of the curvature along the bounded step. The squared Fisher norm of a step is at most R² times the
+bound of "eigen_moments".
+
+**Phases.** The fall in one step does not tell what steps lead to: the mean over steps and m make bounded steps better
+than each of them looks. So phases of both kinds take turns, and the falls of the loss in them are compared. A long
+phase is followed by a short one of the other kind. The next long one, twice as long, is of exact steps if in these the
+logarithm of the loss fell by `COST` times as much in a step. A check undoes bounded steps in such phases if they made
+the loss of the batch rise.
+
+**The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
+at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
+the loss has changed by what the earlier check predicted, because the value is not known of every loss. Where a batch
+comes back without being the next one, or where the batches of a training begin to repeat, the step after a check has a
+check, too, to find that out. After `PROBES` of these have found another batch, no more are made.
+
+There are no exact steps on accelerators, where checks take a part of the batch; with an lr below `LEAST_LR`, which goes
+too small a part of the way; with several learning rates or with a weight decay, where a step is no multiple of an
+update; and with losses without a name, which have no exact Fisher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
+from kfac_fx.optim.checks import SAME, Check
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.quadratic_model import QuadraticModel
+from kfac_fx.optim.rule import BlockStep, MeasuredMove, Outcome
+
+WORTH, NEARLY = 2.0, 1.0
+OMEGA = 0.7  # ω
+FIRST_DAMPING, LEAST_DAMPING = 0.1, 1e-10  # of the curvature along the bounded step
+FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 0.5, 64.0  # R
+RISING, FALLING = 0.25, 0.75  # ρ, below and above which λ changes
+RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
+PROBES = 3
+LEAST_LR = 0.03
+COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
+FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
+SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
+LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
+AGREES = 0.25
+
+SCALARS: Mapping[str, float] = {
+    "exact_steps": 0.0,  # the number of them
+    "exact_damping": 0.0,  # λ; 0 before the first
+    "reach": FIRST_REACH,  # R
+    "repeats": 0.0,  # 1: the batch does; 0, -1, ...: it does not, with the number of checks that looked in vain
+    "outputs": 0.0,  # the norm of the outputs before the step of the last check
+    "bounded": 0.0,  # 1: in a phase of bounded steps
+    "long": 1.0,  # 1: in a long phase
+    "phase": FIRST_PHASE,  # the length of long phases
+    "taken": 0.0,  # steps in this phase
+    "fallen": 0.0,  # by which the loss fell in it
+    "rate": 0.0,  # by which the logarithm of the loss fell in a step of the last long phase
+    "undone": 0.0,  # 1: the last step was exact, and undone
+    "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
+}
+VALUES: Mapping[str, Values] = {
+    "exact_steps": A_COUNT,
+    "exact_damping": NOT_NEGATIVE,
+    "reach": Values(LEAST_REACH, MOST_REACH),
+    "repeats": Values(-PROBES, 1),
+    "outputs": NOT_NEGATIVE,
+    "bounded": Values(0, 1),
+    "long": Values(0, 1),
+    "phase": Values(FIRST_PHASE, LONGEST_PHASE),
+    "taken": A_COUNT,
+    "undone": Values(0, 1),
+    "held": NOT_NEGATIVE,
+}
+
+
+@dataclass(frozen=True)
+class ExactMove(MeasuredMove):
+    """An exact step. limited: whether R limits it, 0-dim."""
+
+    limited: Tensor | None = None
+
+
+def may_be_exact(step: BlockStep, check: Check) -> bool:
+    """Whether checks like this one make exact steps."""
+    batch = check.batch
+    return bool(
+        step.g.device.type == "cpu"
+        and step.flat.one_scale
+        and step.flat.largest_lr >= LEAST_LR
+        and batch.share == 1.0
+        and batch.observed
+        and batch.has_names
+    )
+
+
+def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> None:
+    """Note at a later check whether the batch repeats, and if it does, what the steps since the last check did.
+
+    agrees: whether the loss has changed by what the last check predicted. risen: whether these steps were undone. Both
+        are 0-dim.
+    """
+    assert check.last is not None, "bug in kfac_fx: a check that did not look at the last one"
+    repeats, norm = step.scalars["repeats"], check.batch.norm(check.last)
+    alike = (norm - step.scalars["outputs"]).abs() <= SAME * norm
+    check.same = check.batch.agreed(step.size.same | (alike & agrees))
+    if check.steps == 1:
+        in_vain = 0.0 if repeats > 0 else (repeats - 1).clamp(min=-PROBES)
+        repeats.copy_(torch.as_tensor(1.0 if check.same else in_vain))
+    elif not check.same:
+        repeats.clamp_(max=0)
+    if repeats > 0:
+        follow_phase(step.scalars, check, bool(risen))
+
+
+def follow_phase(scalars: Mapping[str, Tensor], check: Check, risen: bool) -> None:
+    """Count the steps since the last check, and begin the next phase if this one is over. risen: they were undone."""
+    assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
+    taken, fallen, bounded = scalars["taken"], scalars["fallen"], scalars["bounded"]
+    taken.add_(check.steps)
+    fallen.sub_(0.0 if risen else check.rise.nan_to_num())
+    long, length = bool(scalars["long"]), float(scalars["phase"])
+    least, part = SHORT_PHASES[int(bounded)]
+    if taken < (length if long else max(least, part * length)):
+        return
+    value = check.value - check.rise if risen else check.value
+    rate = (1 + fallen / value).log() if value.isfinite() and value > 0 else fallen
+    rate = torch.where(fallen > 0, rate / taken, 0.0)
+    if long:
+        scalars["rate"].copy_(rate)
+        bounded.copy_(1 - bounded)
+    else:
+        exact, of_bounded = (scalars["rate"], rate) if bounded else (rate, scalars["rate"])
+        bounded.copy_(exact <= COST * of_bounded)
+        scalars["phase"].mul_(2).clamp_(max=LONGEST_PHASE)
+    scalars["long"].copy_(1 - scalars["long"])
+    taken.zero_()
+    fallen.zero_()
+
+
+def tolerated_in_phase(scalars: Mapping[str, Tensor], tolerated: Tensor, was: Tensor, same: Tensor) -> Tensor:
+    """The rise of the loss since the last check that is left alone: none of the same batch in a phase of bounded steps.
+
+    tolerated: in other trainings. was: the loss at the last check. same: whether it had the same batch. All are 0-dim.
+    """
+    strict = same & (scalars["bounded"] > 0) & (scalars["repeats"] > 0)
+    return torch.where(strict, LEAST_RISE * was.abs(), tolerated)
+
+
+def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Tensor) -> ExactMove | None:
+    """The exact step of a check; None if it is not worth its cost, or if the batch does not repeat.
+
+    It also says whether the next step has a check (`BlockStep.check_next`).
+
+    Args:
+        bounded: the step that the rule would make otherwise.
+        longest: the largest squared Fisher norm of that step.
+    """
+    scalars, flat = step.scalars, step.flat
+    scalars["outputs"].copy_(check.batch.norm(check.before))
+    step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
+    if scalars["bounded"] and scalars["repeats"] > 0:
+        return None
+    along_bounded = bounded.curvature / flat.inner(bounded.move, bounded.move)
+    if scalars["undone"]:
+        scalars["undone"].zero_()
+        step.check_next = True
+        return None
+    if scalars["repeats"] <= 0 or not 0 < float(along_bounded) < torch.inf:
+        return None
+    damping = scalars["exact_damping"]
+    first, least = FIRST_DAMPING * along_bounded, LEAST_DAMPING * along_bounded
+    damping.copy_(torch.where(damping > 0, torch.maximum(damping, least), first))
+    proposed = bounded.move if check.probed is None else check.probed.move
+    length = flat.inner(proposed, proposed).sqrt() / flat.largest_lr
+    others = [step.solved(step.g, damping), step.state["last_update"]]
+    directions = [proposed, *(of_length(flat, direction, length) for direction in others)]
+    model = QuadraticModel.along(directions, step.g, lambda vectors: check.inner_products(flat, vectors), flat.inner)
+    s = model.minimum(damping)
+    norm, allowed = s @ model.fisher @ s, scalars["reach"].square() * longest
+    s = s * (allowed / norm).sqrt().clamp(max=1.0) * flat.largest_lr.clamp(max=1.0)
+    fall, of_bounded = -model.change(s, 0.0), -(bounded.slope + 0.5 * bounded.curvature)
+    step.check_next = check.batch.agreed(fall > NEARLY * of_bounded)
+    if not check.batch.agreed(fall > WORTH * of_bounded):
+        return None
+    return ExactMove(
+        move=torch.stack(directions, dim=1) @ s,
+        finite=s.isfinite().all(),
+        slope=s @ model.slopes,
+        curvature=s @ model.fisher @ s,
+        before=bounded.before,
+        rise=LEAST_RISE * check.value.nan_to_num().abs(),
+        ratio=bounded.ratio,
+        scalars=bounded.scalars,
+        norm=bounded.norm,
+        limited=norm >= allowed,
+    )
+
+
+def of_length(flat: FlatParameters, direction: Tensor, length: Tensor) -> Tensor:
+    """A direction with another length; zero stays zero. length: 0-dim."""
+    present = flat.inner(direction, direction).sqrt()
+    return direction * (length / torch.where(present > 0, present, 1))
+
+
+def give_back(scalars: Mapping[str, Tensor]) -> None:
+    """Give m the value that it had at an exact step, which says nothing of the rate of other steps."""
+    multiplier, held = scalars["multiplier"], scalars["held"]
+    multiplier.copy_(torch.where(held > 0, held, multiplier))
+    held.zero_()
+
+
+def checked(step: BlockStep, move: ExactMove, outcome: Outcome) -> None:
+    """Adapt λ and R after an exact step, which is the last update from now on."""
+    assert move.limited is not None, "bug in kfac_fx: an exact step without a limit"
+    scalars, rho, kept = step.scalars, outcome.rho, outcome.kept
+    factor = torch.where(rho > FALLING, OMEGA, torch.where(rho >= RISING, 1.0, 1 / OMEGA))
+    scalars["exact_damping"].mul_(torch.where(kept, factor, OMEGA**-4))
+    right, wrong = (rho - 1).abs() <= RIGHT, ~(kept & (rho >= WRONG))
+    times = torch.where(wrong, 0.5, torch.where(right & move.limited, 2.0, 1.0))
+    scalars["reach"].mul_(times).clamp_(LEAST_REACH, MOST_REACH)
+    scalars["exact_steps"].add_(outcome.tried)
+    scalars["undone"].copy_(outcome.tried & ~kept)
+    scalars["held"].copy_(scalars["multiplier"])
+    step.state["last_update"].copy_(torch.where(kept, -move.move, 0))

@@ -1,0 +1,430 @@
+"""Exact steps of "eigen_moments": the minimum of the quadratic model of a repeated batch, against dense matrices."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_fx.compiled.compiled_module import CompiledModule, compile
+from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.quadratic_model import QuadraticModel
+from kfac_fx.optim.rules import exact_steps
+from kfac_fx.optim.rules.exact_steps import LEAST_REACH, MOST_REACH, OMEGA, PROBES, ExactMove
+from tests.runtime.slow_kfac import batch, mlp
+from tests.runtime.test_checks_adaptive import fisher, theta
+
+FULL = (batch(0, cases=24)[0], batch(0, cases=24)[0].argmax(1))
+Batch = tuple[Tensor, Tensor]
+
+
+def made(**options: Any) -> tuple[CompiledModule, KFAC]:
+    net = compile(mlp(), loss="categorical")
+    return net, KFAC(net, **{"seed": 0, **options})
+
+
+def gradients(net: CompiledModule, opt: KFAC, of: Batch) -> float:
+    opt.zero_grad()
+    loss = F.cross_entropy(net(of[0]), of[1])
+    loss.backward()
+    return float(loss.detach())
+
+
+def step(net: CompiledModule, opt: KFAC, of: Batch = FULL) -> float:
+    loss = gradients(net, opt, of)
+    opt.step()
+    return loss
+
+
+def scalar(opt: KFAC, name: str) -> float:
+    return float(opt.scalars[name])
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """(the step, the bounded move, the bound, the exact move or None) of every check that may make an exact one."""
+    seen: list[Any] = []
+    original = exact_steps.exact_move
+
+    def spied(step: Any, check: Any, bounded: Any, longest: Tensor) -> ExactMove | None:
+        last, before = step.state["last_update"].clone(), {n: float(v) for n, v in step.scalars.items()}
+        exact = original(step, check, bounded, longest)
+        seen.append(SimpleNamespace(step=step, bounded=bounded, longest=longest, exact=exact, last=last, before=before))
+        return exact
+
+    monkeypatch.setattr(exact_steps, "exact_move", spied)
+    return seen
+
+
+# --- against dense matrices -------------------------------------------------------------------------------------------
+
+
+def test_an_exact_step_minimizes_the_damped_model_along_three_directions(moves: list[Any]) -> None:
+    net, opt = made()
+    for _ in range(2):
+        step(net, opt)
+    at, x = theta(net).clone(), FULL[0]
+    gradients(net, opt, FULL)
+    g = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    opt.step()  # new bases are due in this step, so the factors are those of the bases
+    seen = moves[-1]
+    assert seen.exact is not None and opt.skipped == 0
+    f, damping = fisher(net, at, x), scalar(opt, "exact_damping") / OMEGA
+    parts = []
+    for number, block in enumerate(opt.estimator.blocks.values()):
+        a, gg, c = (block.factors[name].value for name in ("A", "G", "positions"))
+        dense = c * torch.kron(gg[0], a[0]) + damping * torch.eye(len(a[0]) * len(gg[0]), dtype=torch.float64)
+        layer = [*net.parameters()][2 * number : 2 * number + 2]
+        matrix = torch.cat([layer[0].grad, layer[1].grad.unsqueeze(1)], 1)  # type: ignore[list-item,union-attr]
+        solved = torch.linalg.solve(dense, matrix.flatten()).view_as(matrix)
+        parts += [solved[:, :-1].flatten(), solved[:, -1]]
+    basis = torch.stack([torch.cat(parts), seen.bounded.move, seen.last], 1)
+    m = basis.T @ (f + damping * torch.eye(len(f), dtype=torch.float64)) @ basis
+    best = basis @ -torch.linalg.solve(m, basis.T @ g)
+    norm = best @ f @ best
+    best = best * min(1.0, float((seen.before["reach"] ** 2 * seen.longest / norm).sqrt()))
+
+    def model(delta: Tensor) -> Tensor:
+        return g @ delta + 0.5 * delta @ f @ delta
+
+    torch.testing.assert_close(theta(net) - at, seen.exact.move)
+    torch.testing.assert_close(seen.exact.move, best, rtol=1e-3, atol=1e-3 * float(best.abs().max()))
+    assert float(model(seen.exact.move)) == pytest.approx(float(model(best)), rel=1e-4)
+    assert float(seen.exact.slope + 0.5 * seen.exact.curvature) == pytest.approx(float(model(best)), rel=1e-3)
+    assert model(best) < 2 * (seen.bounded.slope + 0.5 * seen.bounded.curvature)
+
+
+def test_the_minimum_leaves_out_directions_that_are_zero_or_parallel() -> None:
+    torch.manual_seed(0)
+    root = torch.randn(5, 5, dtype=torch.float64)
+    f, g, d = root @ root.T, torch.randn(5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    best = -torch.linalg.solve(d.T @ f @ d, d.T @ g)
+
+    def minimum(directions: list[Tensor]) -> Tensor:
+        def products(vectors: Any) -> Tensor:
+            stacked = torch.stack(list(vectors))
+            return stacked @ f @ stacked.T
+
+        return torch.stack(directions, 1) @ QuadraticModel.along(directions, g, products).minimum(0.0)
+
+    expected = d @ best
+    torch.testing.assert_close(minimum([d[:, 0], d[:, 1]]), expected)
+    torch.testing.assert_close(minimum([d[:, 0], torch.zeros_like(g), 1e-9 * d[:, 1]]), expected)
+    torch.testing.assert_close(minimum([d[:, 0], d[:, 1], -3 * d[:, 0]]), expected)
+    assert not minimum([torch.zeros_like(g)] * 2).any()
+
+
+@pytest.mark.parametrize(("rho", "kept", "limited"), [(1.1, 1, 1), (1.1, 1, 0), (0.6, 1, 1), (0.1, 1, 1), (-2.0, 0, 0)])
+def test_damping_and_radius_follow_the_quotient_of_changes(rho: float, kept: int, limited: int) -> None:
+    tensors = {name: torch.tensor(value) for name, value in exact_steps.SCALARS.items()}
+    tensors |= {"multiplier": torch.tensor(3.0), "exact_damping": torch.tensor(2.0)}
+    state = {"last_update": torch.zeros(2)}
+    zero = torch.zeros(())
+    move = ExactMove(torch.ones(2), zero, zero, zero, None, zero, zero, limited=torch.tensor(bool(limited)))
+    outcome = SimpleNamespace(rho=torch.tensor(rho), kept=torch.tensor(bool(kept)), tried=torch.tensor(True))
+    exact_steps.checked(SimpleNamespace(scalars=tensors, state=state), move, outcome)  # type: ignore[arg-type]
+    factor = OMEGA**-4 if not kept else OMEGA if rho > 0.75 else 1 / OMEGA if rho < 0.25 else 1
+    assert float(tensors["exact_damping"]) == pytest.approx(2 * factor)
+    times = 0.5 if not kept or rho < 0.5 else 2 if abs(rho - 1) <= 0.25 and limited else 1
+    assert LEAST_REACH <= float(tensors["reach"]) == 4 * times <= MOST_REACH
+    assert tensors["exact_steps"] == 1 and tensors["undone"] == 1 - kept and tensors["held"] == 3
+    assert state["last_update"].tolist() == [-kept, -kept]
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+def trained(batches: Iterator[Batch], steps: int, **options: Any) -> tuple[KFAC, Tensor]:
+    net, opt = made(**options)
+    for _ in range(steps):
+        step(net, opt, next(batches))
+    return opt, theta(net)
+
+
+def repeated() -> Iterator[Batch]:
+    while True:
+        yield FULL
+
+
+def fresh() -> Iterator[Batch]:
+    number = 0
+    while True:
+        number += 1
+        yield batch(number, cases=24)
+
+
+def test_a_full_batch_is_fitted_much_further_than_by_bounded_steps() -> None:
+    losses = []
+    for exact in (True, False):
+        net, opt = made(exact_steps=exact)
+        for number in range(40):
+            opt.param_groups[0]["lr"] = 1 - number / 40
+            step(net, opt)
+        losses.append(gradients(net, opt, FULL))
+        assert (scalar(opt, "exact_steps") > 20) is exact
+    assert losses[0] < losses[1] / 10
+
+
+def test_fresh_batches_are_trained_as_without_exact_steps_to_the_last_bit() -> None:
+    (opt, exact), (_, bounded) = trained(fresh(), 45), trained(fresh(), 45, exact_steps=False)
+    assert torch.equal(exact, bounded) and scalar(opt, "exact_steps") == 0
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_batches_that_take_turns_have_no_exact_steps_and_few_further_checks(number: int) -> None:
+    def turns() -> Iterator[Batch]:
+        while True:
+            yield from (batch(of, cases=24) for of in range(number))
+
+    net, opt = made()
+    checks = 0
+    for _, of in zip(range(90), turns(), strict=False):
+        checks += opt._step_state.schedule.checking
+        step(net, opt, of)
+    net, bounded = made(exact_steps=False)
+    expected = 0
+    for _, of in zip(range(90), turns(), strict=False):
+        expected += bounded._step_state.schedule.checking
+        step(net, bounded, of)
+    assert scalar(opt, "exact_steps") == 0 and checks <= expected + PROBES
+
+
+def test_exact_steps_go_on_after_points_are_drawn_anew() -> None:
+    net, opt = made()
+    exact = []
+    for number in range(90):
+        before = scalar(opt, "exact_steps")
+        step(net, opt, batch(number // 30, cases=24))
+        exact.append(scalar(opt, "exact_steps") > before)
+    assert not exact[30] and not exact[60]
+    for drawn in (0, 30, 60):
+        assert sum(exact[drawn : drawn + 30]) > 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_decay": 0.1}, {"exact_steps": False}, {"estimation_mode": "empirical", "loss": False}],
+    ids=str,
+)
+def test_there_are_no_exact_steps_where_they_are_not_defined(options: dict[str, Any]) -> None:
+    options = dict(options)
+    net = compile(mlp(), loss="categorical") if options.pop("loss", True) else compile(mlp())
+    opt = KFAC(net, seed=0, **options)
+    for _ in range(12):
+        step(net, opt)
+    assert scalar(opt, "exact_steps") == 0
+
+
+def test_groups_with_other_learning_rates_have_no_exact_steps() -> None:
+    net = compile(mlp(), loss="categorical")
+    first, second = net.model[0].parameters(), net.model[2].parameters()
+    opt = KFAC(net, params=[{"params": [*first]}, {"params": [*second], "lr": 0.5}], seed=0)
+    for _ in range(12):
+        step(net, opt)
+    assert scalar(opt, "exact_steps") == 0
+
+
+def test_noise_in_forward_makes_another_batch_of_every_step() -> None:
+    torch.manual_seed(0)
+    net = compile(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 4)).double(), loss="categorical")
+    opt = KFAC(net, seed=0)
+    for _ in range(12):
+        step(net, opt)
+    assert scalar(opt, "exact_steps") == 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+@pytest.mark.filterwarnings("ignore:the trained loss")
+def test_a_loss_whose_value_is_not_known_repeats_by_its_outputs(factor: float) -> None:
+    net, opt = made()
+    for _ in range(12):
+        opt.zero_grad()
+        (factor * F.cross_entropy(net(FULL[0]), FULL[1])).backward()
+        opt.step()
+    assert scalar(opt, "exact_steps") > 3
+
+
+def test_a_small_lr_shortens_an_exact_step_and_a_large_one_does_not_lengthen_it() -> None:
+    lengths = []
+    for lr in (0.25, 1.0, 2.0):
+        net, opt = made()
+        for _ in range(2):
+            step(net, opt)
+        state = copy.deepcopy(opt.state_dict())
+        at = theta(net).clone()
+        opt.load_state_dict(state)
+        opt.param_groups[0]["lr"] = lr
+        before = scalar(opt, "exact_steps")
+        step(net, opt)
+        assert scalar(opt, "exact_steps") == before + 1
+        lengths.append(float((theta(net) - at).norm()))
+    # The bounded step is one of the directions, and the bound gives it other lengths at other rates.
+    assert lengths[0] == pytest.approx(0.25 * lengths[1], rel=0.2) and lengths[2] == pytest.approx(lengths[1], rel=0.2)
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def phased(**values: float) -> dict[str, Tensor]:
+    start = {**exact_steps.SCALARS, **values}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in start.items()}
+
+
+def followed(scalars: dict[str, Tensor], losses: list[float], steps: int = 1, risen: bool = False) -> None:
+    """After checks with these losses, `steps` apart."""
+    for before, after in zip(losses, losses[1:], strict=False):
+        value, rise = torch.tensor(after, dtype=torch.float64), torch.tensor(after - before, dtype=torch.float64)
+        check: Any = SimpleNamespace(steps=steps, value=value, rise=rise)
+        exact_steps.follow_phase(scalars, check, risen)
+
+
+def falling(rate: float, steps: int, start: float = 1.0) -> list[float]:
+    return [start * math.exp(-rate * number) for number in range(steps + 1)]
+
+
+@pytest.mark.parametrize(("exact", "of_bounded", "next_is_bounded"), [(0.3, 0.1, 0), (0.3, 0.25, 1)])
+def test_the_next_long_phase_is_of_the_kind_whose_loss_fell_faster(
+    exact: float, of_bounded: float, next_is_bounded: int
+) -> None:
+    scalars = phased()
+    losses = falling(exact, 20)
+    followed(scalars, losses[:20])
+    assert scalars["long"] == 1 and scalars["bounded"] == 0 and scalars["taken"] == 19
+    followed(scalars, losses[19:])
+    assert scalars["long"] == 0 and scalars["bounded"] == 1 and scalars["taken"] == 0
+    followed(scalars, falling(of_bounded, 10)[::10], steps=10)
+    assert scalars["long"] == 1 and scalars["bounded"] == next_is_bounded and scalars["phase"] == 40
+    followed(scalars, falling(0.1, 40))
+    assert float(scalars["rate"]) == pytest.approx(0.1) and scalars["bounded"] == 1 - next_is_bounded
+    steps = 10 if scalars["bounded"] else 15  # of a short phase
+    followed(scalars, falling(0.1, steps - 1))
+    assert scalars["long"] == 0
+    followed(scalars, falling(0.1, 1))
+    assert scalars["long"] == 1 and scalars["phase"] == 80
+
+
+def test_the_logarithm_of_the_loss_counts_and_steps_that_were_undone_count_as_none() -> None:
+    scalars = phased()
+    followed(scalars, falling(0.2, 20, start=7.0))
+    assert float(scalars["rate"]) == pytest.approx(0.2)
+    followed(scalars, [1.0, 5.0], steps=10, risen=True)
+    assert scalars["bounded"] == 0 and scalars["long"] == 1 and scalars["fallen"] == 0
+
+
+@pytest.mark.parametrize(("bounded", "same", "strict"), [(1, True, True), (1, False, False), (0, True, False)])
+def test_a_rise_of_the_repeated_batch_is_undone_in_a_phase_of_bounded_steps(
+    bounded: float, same: bool, strict: bool
+) -> None:
+    was, usual = torch.tensor(2.0), torch.tensor(0.7)
+    scalars = phased(bounded=bounded, repeats=1.0)
+    tolerance = exact_steps.tolerated_in_phase(scalars, usual, was, torch.tensor(same))
+    assert float(tolerance) == pytest.approx(2e-3 if strict else 0.7)
+
+
+# --- around them ------------------------------------------------------------------------------------------------------
+
+
+def test_an_exact_step_that_makes_the_loss_rise_is_undone_and_the_next_step_is_bounded(
+    moves: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, opt = made()
+    for _ in range(3):
+        step(net, opt)
+    spied = exact_steps.exact_move
+
+    def backwards(*args: Any) -> ExactMove | None:
+        exact = spied(*args)
+        assert exact is not None
+        exact.move.neg_()
+        return exact
+
+    monkeypatch.setattr(exact_steps, "exact_move", backwards)
+    at, damping = theta(net).clone(), scalar(opt, "exact_damping")
+    step(net, opt)
+    assert torch.equal(theta(net), at) and opt.skipped == 1 and scalar(opt, "undone") == 1
+    assert scalar(opt, "exact_damping") == pytest.approx(damping / OMEGA**4)
+    monkeypatch.setattr(exact_steps, "exact_move", spied)
+    step(net, opt)
+    assert moves[-1].exact is None and opt._step_state.schedule.checking
+    for _ in range(20):
+        step(net, opt)
+    assert any(seen.exact is not None for seen in moves[-20:])
+
+
+def test_exact_steps_leave_the_multiplier_alone() -> None:
+    net, opt = made()
+    for _ in range(10):
+        before, made_before = scalar(opt, "multiplier"), scalar(opt, "exact_steps")
+        held = scalar(opt, "held")
+        step(net, opt)
+        if held and scalar(opt, "exact_steps") > made_before and scalar(opt, "steps") > 6:
+            assert scalar(opt, "multiplier") == before == held
+    assert scalar(opt, "exact_steps") > 5
+
+
+def test_a_training_with_exact_steps_goes_on_from_its_state_bit_for_bit() -> None:
+    net, opt = made()
+    for _ in range(9):
+        step(net, opt)
+    assert opt._step_state.schedule.checking and scalar(opt, "exact_steps") > 3
+    weights, state = copy.deepcopy(net.model.state_dict()), copy.deepcopy(opt.state_dict())
+    for _ in range(9):
+        step(net, opt)
+    again, loaded = made()
+    again.model.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    for _ in range(9):
+        step(again, loaded)
+    assert torch.equal(theta(net), theta(again))
+    assert scalar(loaded, "exact_steps") == scalar(opt, "exact_steps") > 10
+
+
+def test_statistics_and_bases_are_denser_where_every_step_has_a_check() -> None:
+    net, opt = made(cov_update_every=20, invert_every=40)
+    for _ in range(4):
+        step(net, opt)
+    schedule = opt._step_state.schedule
+    assert schedule.intervals_apart == 0 and schedule.denser(20) == 4 and schedule.denser(21) == 5
+    assert schedule.decay == pytest.approx(0.98**4)
+    recorded = []
+    for _ in range(12):
+        recorded.append(schedule.recording)
+        step(net, opt)
+    assert sum(recorded) >= 3
+
+
+def test_the_report_counts_exact_steps() -> None:
+    net, opt = made()
+    for _ in range(8):
+        step(net, opt)
+    number = int(scalar(opt, "exact_steps"))
+    assert f"{number} steps minimized the exact quadratic model of a batch that repeats" in str(net.report)
+
+
+def test_micro_batches_of_a_full_batch_have_exact_steps() -> None:
+    net, opt = made()
+    losses = []
+    for _ in range(15):
+        opt.zero_grad()
+        total = 0.0
+        for part in (slice(0, 12), slice(12, 24)):
+            loss = F.cross_entropy(net(FULL[0][part]), FULL[1][part]) / 2
+            loss.backward()
+            total += float(loss.detach())
+        opt.step()
+        losses.append(total)
+    whole = losses_of(lambda: made())
+    assert scalar(opt, "exact_steps") > 5
+    assert losses[:4] == pytest.approx(whole[:4], rel=1e-3) and math.log(losses[-1] / whole[-1]) < 1
+
+
+def losses_of(make: Callable[[], tuple[CompiledModule, KFAC]]) -> list[float]:
+    net, opt = make()
+    return [step(net, opt) for _ in range(15)]
