@@ -431,6 +431,7 @@ class Moments:
         frozen: the parameters that were frozen. Registrations that have no others have no statistics.
         only: the registrations whose statistics are due; None: all.
         used: the registrations that the call uses; None: all. Others have no statistics.
+        multiplied: the number of cases that gradients of a mean were multiplied by; None: they were those of a sum.
     """
 
     statistics: dict[Key, dict[str, Tensor]]
@@ -439,6 +440,7 @@ class Moments:
     frozen: frozenset[str] = frozenset()
     only: frozenset[Key] | None = None
     used: frozenset[Key] | None = None
+    multiplied: int | Tensor | None = None
 
 
 @dataclass
@@ -498,7 +500,8 @@ class PendingMoments:
             of the loss in the backward, as that of a GradScaler.
         """
         self.check_backwards()
-        scale: Any = 1.0 if reduction != "mean" else self.cases if cases is None else cases
+        multiplied = None if reduction != "mean" else self.cases if cases is None else cases
+        scale: Any = 1.0 if multiplied is None else multiplied
         scale = scale if loss_scale == 1.0 else scale / loss_scale
         statistics: dict[Key, dict[str, Tensor]] = {}
         for registration, probes in zip(self.registrations, self.probes, strict=True):
@@ -511,13 +514,10 @@ class PendingMoments:
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
                 for name, probe in probes.items()
             }
-            statistics[registration.parameters] = without_twins(
-                {
-                    name: value.mul_(scale**power) if (power := named(name).power) else value
-                    for name, value in sums.items()
-                }
-            )
-        return Moments(statistics, self.cases, frozen=self.frozen, only=self.only, used=self.used)
+            statistics[registration.parameters] = without_twins(of_loss_times(sums, scale))
+        return Moments(
+            statistics, self.cases, frozen=self.frozen, only=self.only, used=self.used, multiplied=multiplied
+        )
 
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]
@@ -533,6 +533,11 @@ def flat(gradients: Sequence[Tensor]) -> Tensor:
     """The gradients as one vector, in float32 at least, as all statistics are."""
     vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return vector.to(torch.promote_types(vector.dtype, torch.float32))
+
+
+def of_loss_times(sums: Mapping[str, Tensor], scale: Any) -> dict[str, Tensor]:
+    """The statistics of one block of a loss that is multiplied with a number. They are written into."""
+    return {name: value.mul_(scale**power) if (power := named(name).power) else value for name, value in sums.items()}
 
 
 def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
