@@ -18,7 +18,7 @@ captured under it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,6 +40,7 @@ from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import forward_mode
 from kfac_fx.passes.tracing.signature import autocast, kinds
 from kfac_fx.recording.equivalence import coarsest_rounding
+from kfac_fx.recording.evaluation import BAGS, BagsByLookups
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
@@ -233,6 +234,7 @@ class JacobianProducts:
         """total: the sum over processes; they check reverse mode together."""
         self.reason: str | None = None
         self.dual = True  # until an operation refuses dual numbers
+        self.has_bags = False  # of embeddings, which have no forward-mode derivative
         self.total = total
 
     def fallbacks(self) -> list[str]:
@@ -249,7 +251,7 @@ class JacobianProducts:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The values of `function` and its derivatives in k directions, [k, ...] each; `tangents` are [k, ...] too."""
         # Only the plain formula of attention can be differentiated in forward mode, or twice.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), BagsByLookups() if self.has_bags else nullcontext():
             if self.reason is not None:
                 return in_reverse_mode_twice(function, point, tangents)
             if self.dual and tangents[0].shape[0] == 1:
@@ -265,6 +267,9 @@ class JacobianProducts:
                 if fatal(error):
                     raise
                 reason = first_line(error)
+                if BAGS in reason and not self.has_bags:
+                    self.has_bags = True
+                    return self(function, point, tangents)
                 if isinstance(error, KeyError):  # of the table of the rules of an operation such as torch.cond
                     reason = f"an operation of higher order has no rule for {reason}"
                 try:
