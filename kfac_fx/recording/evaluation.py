@@ -98,8 +98,8 @@ MODES = ("sum", "mean", "max")  # by torch's number of the mode
 
 
 class BagsByLookups(TorchFunctionMode):
-    """Inside, bags of embeddings are lookups that are added up. torch's own have no forward-mode derivative, and none of
-    their backward."""
+    """Inside, bags of embeddings are lookups that are added up. torch's own have no forward-mode derivative, and their
+    backward has none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
