@@ -249,10 +249,9 @@ def case_matrices(rows: Rows) -> Tensor:
         n, size, ids = rows.d.shape[0], rows.matrix[2] - rows.bias, rows.expanded()
         offset = torch.arange(n, device=ids.device).unsqueeze(-1) * size
         sums = by_id(ids.clamp(min=0) + offset, visible(ids, rows.d), n * size)
-        weight = sums.view(n, size, -1).mT.unsqueeze(1)
-    else:
-        weight = case_gradients(rows.expanded(), rows.d)
-    return with_bias(rows, weight, rows.d.sum(1))
+        return with_bias(rows, sums.view(n, size, -1).mT.unsqueeze(1), rows.d.sum(1))
+    # A bias column behind the sums would copy them: they are much larger than the rows.
+    return case_gradients(homogeneous(rows).expand(len(rows.d), -1, -1, -1), rows.d)
 
 
 @computes(declared.SQUARE)
@@ -274,8 +273,12 @@ def square(rows: Rows) -> Tensor:
 @computes(declared.OUTER)
 def outer(rows: Rows) -> Tensor:
     """Valid for one use a case only, as `square`."""
-    p = per_case(rows)
-    return p.mT @ p
+    return of_vectors(per_case(rows))
+
+
+def of_vectors(vectors: Tensor) -> Tensor:
+    """Σ v vᵀ: [n, p] -> [p, p]."""
+    return gram(vectors.unsqueeze(-2)).squeeze(0)
 
 
 def squared_sums(x: Tensor, d: Tensor, inputs: int) -> Tensor:
@@ -550,5 +553,5 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
         sums[SQUARE.name] = sums[SQUARE.name].flatten()  # as it is when it comes from per-case gradients
     if PER_CASE.name in moments:
         p, side = moments[PER_CASE.name].flatten(0, -2), approximation.left
-        sums[side.statistic.name] = p.square().sum(0) if side.diagonal else p.mT @ p
+        sums[side.statistic.name] = p.square().sum(0) if side.diagonal else of_vectors(p)
     return sums
