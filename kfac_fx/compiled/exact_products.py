@@ -24,6 +24,7 @@ from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.trace import forward_mode
 from kfac_fx.passes.tracing.random_streams import RandomState, accelerators, same_random
+from kfac_fx.recording.evaluation import BAGS, BagsByLookups
 
 LossTerms = Sequence[tuple[float, LossFunction]]
 
@@ -123,6 +124,9 @@ class FisherProduct:
         except (RuntimeError, KeyError) as error:
             if fatal(error):
                 raise
+            if BAGS in str(error):
+                with BagsByLookups():
+                    return torch.func.jvp(function, point, tangents)[:2]
             raise RuntimeError(
                 "the exact product F v needs a forward-mode derivative of the model, and torch has none: "
                 f"{first_line(error)}\nTake the product of an approximation, FisherEstimator(net).spectrum().multiply."

@@ -9,6 +9,7 @@ product with the Jacobian for each of a few vectors, and no backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.trace import forward_mode
+from kfac_fx.recording.evaluation import BAGS, BagsByLookups
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
 COTANGENTS = 4  # of a check: one alone fits a wrong backward by chance, for one batch in sixty of a small model
@@ -137,6 +139,7 @@ class JacobianProducts:
         """total: the sum over processes; they check reverse mode together."""
         self.reason: str | None = None
         self.dual = True  # until an operation refuses dual numbers
+        self.has_bags = False  # of embeddings, which have no forward-mode derivative
         self.total = total
 
     def fallbacks(self) -> list[str]:
@@ -153,7 +156,7 @@ class JacobianProducts:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The values of `function` and its derivatives in k directions, [k, ...] each; `tangents` are [k, ...] too."""
         # Only the plain formula of attention can be differentiated in forward mode, or twice.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), BagsByLookups() if self.has_bags else nullcontext():
             if self.reason is not None:
                 return in_reverse_mode_twice(function, point, tangents)
             if self.dual and tangents[0].shape[0] == 1:
@@ -169,6 +172,9 @@ class JacobianProducts:
                 if fatal(error):
                     raise
                 reason = first_line(error)
+                if BAGS in reason and not self.has_bags:
+                    self.has_bags = True
+                    return self(function, point, tangents)
                 if isinstance(error, KeyError):  # of the table of the rules of an operation such as torch.cond
                     reason = f"an operation of higher order has no rule for {reason}"
                 try:

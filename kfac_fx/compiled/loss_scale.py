@@ -6,7 +6,8 @@ Fisher's outputs shows the factor, and is watched from the forward on (`watch`).
 targets that fit this gradient best. If it is a multiple of that loss's own gradient, the multiple is the factor of the
 trained loss (`factors`). Residuals, whose gradient is a multiple of the outputs, have targets of zero. Other terms of
 the user's loss, such as a penalty on parameters, do not pass through these outputs. If no targets fit, for example with
-label smoothing, there is no warning.
+label smoothing, the gradient of a loss that forward returns tells the factor, and a loss outside of forward has no
+warning.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor, fx
 from kfac_fx.compiled.loss_parts import part_around, weights_of_cases
 from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
+from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
@@ -87,6 +89,7 @@ class Watched:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
     rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
     around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
+    losses_at: Sequence[int] = ()  # of the losses that forward computes among the outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # differentiated, by backward and identity
     otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
@@ -126,6 +129,13 @@ class Watched:
         """The value of the loss that was differentiated; None if it was not one number."""
         values = list(self.roots.values())
         return float(values[0]) if len(values) == 1 and values[0].numel() == 1 else None
+
+    @property
+    def of_returned(self) -> float | None:
+        """The factor of the loss that forward computes in the trained one; None if it is not known, or there are
+        several."""
+        gradients = [self.gradients[leaf] for leaf in self.losses_at if leaf in self.gradients]
+        return float(gradients[0]) if len(gradients) == len(self.losses_at) == 1 and gradients[0].numel() == 1 else None
 
     def arrived(self) -> list[Tensor]:
         """The gradient of every one of the Fisher's outputs."""
@@ -179,8 +189,12 @@ def watch(
     values = recorder.capture.flatten(args, kwargs)
     hooked, at_outputs = hooked_leaves(recorder, leaves)
     watched = watch_leaves(recorder, values, leaves, spec, hooked, at_outputs, start) if hooked else None
-    if watched is not None and at_outputs and (losses := losses_apart(recorder, leaves, hooked)):
-        watched.otherwise = watch_leaves(recorder, values, leaves, spec, losses, False, start)
+    if watched is not None and at_outputs:
+        if losses := losses_apart(recorder, leaves, hooked):
+            watched.otherwise = watch_leaves(recorder, values, leaves, spec, losses, False, start)
+        else:
+            for leaf in watched.losses_at:
+                take_gradient(leaves[leaf], watched.take, leaf)
     return watched
 
 
@@ -222,6 +236,7 @@ def watch_leaves(
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
         rows=recorder.losses.first_rows(fisher, values, cases, part),
         around=around,
+        losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
     )
     axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), places)
     for leaf in hooked:
@@ -294,10 +309,14 @@ def losses_apart(recorder: Recorder, leaves: Sequence[Any], places: Sequence[int
 
     A forward that torch.compile made one function of has such losses: the outputs next to them are results, too.
     """
-    losses = recorder.losses.returned(leaves)
     outputs = [node for place in places if (node := leaves[place].grad_fn) is not None]
-    places_of_losses = [n for n, leaf in enumerate(leaves) if any(leaf is loss for loss in losses)]
-    return [n for n in places_of_losses if not comes_from(leaves[n].grad_fn, outputs)]
+    return [n for n in places_of_losses(recorder, leaves) if not comes_from(leaves[n].grad_fn, outputs)]
+
+
+def places_of_losses(recorder: Recorder, leaves: Sequence[Any]) -> list[int]:
+    """The losses that forward computes and returns, by number."""
+    losses = recorder.losses.returned(leaves)
+    return [n for n, leaf in enumerate(leaves) if any(leaf is loss for loss in losses)]
 
 
 def comes_from(result: Any, nodes: Sequence[Any]) -> bool:
@@ -442,7 +461,31 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     if told is not None:
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
-    return known
+    return known or factor_of_returned(watched, weighted)
+
+
+def factor_of_returned(watched: Watched, weighted: Sequence[tuple[float, float, LossFunction]]) -> list[LossFactor]:
+    """The factor of the first loss that forward computes, by the gradient of what forward returns; none if it is not
+    known.
+
+    It tells a factor where no targets fit the gradient of the outputs, as with label smoothing.
+
+    weighted: see `Watched.losses`.
+    """
+    outer = watched.of_returned
+    if outer is None or not weighted:
+        return []
+    losses = watched.recorder.losses
+    registered, _, loss = weighted[0]
+    cases = round((loss.all_cases if loss.kept is None else int(loss.cases)) / watched.part)
+    of_mean = cases if losses.is_mean else float(losses.in_forward.undivided(loss, watched.rows))
+    if not cases or not of_mean or not math.isfinite(outer) or outer <= 0:
+        return []
+    coefficient = 1.0 if isinstance(registered, Tensor) else registered
+    factor = LossFactor(
+        outer * cases / of_mean, loss, coefficient, cases, 1.0, None, given=watched.is_given, in_sum=not losses.is_mean
+    )
+    return [replace(factor, of=len(weighted))]
 
 
 def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor | None:
@@ -534,6 +577,7 @@ def check_scale(
     in_training: bool,
     recorded: float | None = None,
     derived: bool = False,
+    replicas: Replicas | None = None,
 ) -> None:
     """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
 
@@ -545,6 +589,7 @@ def check_scale(
         in_training: the statistics come from the gradients of that backward, as they are.
         recorded: the number of cases that these statistics count.
         derived: the loss has derivatives of the outputs, which the user took outside of forward.
+        replicas: the processes whose gradients are averaged. All of them call this.
     """
     used = [forward for forward in watched if forward.gradients]
     of_losses = used[:1] if are_compared(used) else used
@@ -564,9 +609,14 @@ def check_scale(
             lines += [line for reach in reached for line in weights_of_cases(reach.loss, reach.weight, reach.gradient)]
             lines += [forward.around for forward in used[:1] if forward.around is not None]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
-    for of_loss in zip(*each, strict=True) if same_losses else ():
+    by_loss = list(zip(*each, strict=True)) if same_losses else []
+    here: list[tuple[int, float | None]] = []
+    for of_loss in by_loss:
         cases = sum(factor.cases for factor in of_loss)
-        multiple = factor_of_step(of_loss, cases, reduction, loss_scale)
+        here.append((cases, factor_of_step(of_loss, cases, reduction, loss_scale)))
+    shared = [here] if replicas is None else replicas.told(here)
+    for number, of_loss in enumerate(by_loss):
+        cases, multiple = of_processes(number, here, shared) if reduction == "mean" else here[number]
         if multiple is not None and recorded and reduction == "mean":
             lines += counted_without_target(multiple, of_loss, recorded)
         if multiple is None or is_right(multiple, of_loss) or may_be_smoothing(multiple, of_loss):
@@ -612,6 +662,26 @@ def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, lo
     mean = sum(of_means) / len(of_means)
     inside = reduction == "mean" and all(factor.spec is None for factor in of_loss)
     return mean if inside and all(near(multiple, mean) for multiple in of_means) else None
+
+
+def of_processes(
+    number: int, here: Sequence[tuple[int, float | None]], shared: Sequence[Sequence[tuple[int, float | None]]]
+) -> tuple[int, float | None]:
+    """(cases, multiple of the mean over them) of a loss of which the gradients are averaged over processes.
+
+    A sum over the cases of a process, times the number of processes and divided by the cases of all, is a part of the
+    mean over all, and another multiple of the process's own mean in every process.
+
+    number: of the loss. here, shared: of this process and of all, by loss.
+    """
+    of_loss = [of_process[number] for of_process in shared if number < len(of_process)]
+    multiples = [multiple for _, multiple in of_loss if multiple is not None]
+    if len(multiples) < len(shared) or all(near(multiple, multiples[0]) for multiple in multiples):
+        return here[number]
+    total = sum(cases for cases, _ in of_loss)
+    of_all = [multiple * total / len(of_loss) / cases for (cases, _), multiple in zip(of_loss, multiples, strict=True)]
+    alike = all(near(multiple, of_all[0]) for multiple in of_all)
+    return (total, of_all[0]) if alike else here[number]
 
 
 def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:

@@ -586,6 +586,12 @@ def fallbacks(
                 f"the loss that forward returns is taken for a {kind} over its cases, as it is written: "
                 f"{capture.mean_reason}"
             )
+        if capture.division is not None:
+            counted = "elements" if capture.division.of_elements else "cases"
+            sentences.append(
+                f"the number by which forward divides its sum is read as that of {counted}, which may be those of "
+                "several micro-batches: return the sum and divide behind forward if it is another one"
+            )
         if capture.rows_reason is not None:
             sentences.append(f"the exact modes send back one row of a loss at a time: {capture.rows_reason}")
         if capture.kernels_reason is not None:

@@ -61,7 +61,7 @@ from kfac_fx.recording.model_checks import (
     refuse_without_blocks,
     refuse_wrapped,
 )
-from kfac_fx.recording.statistics import Key, Moments, additive
+from kfac_fx.recording.statistics import Key, Moments, additive, of_loss_times
 
 MARKS = 2**12  # of sets of registrations; sums of them over as many processes are exact in float32
 
@@ -269,7 +269,7 @@ class FisherEstimator(BlockDiagonalFisher):
                     batch.add_owned(key, early.totals.get(key, {}))
                 dtype = self.factor_dtype
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
-            batch.registrations = self._registrations
+            batch.registrations, batch.multiplied = self._registrations, moments.multiplied
             finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         if finite is not None:
             for block in (due[key] for key in recorded if due[key].group.here):
@@ -557,6 +557,7 @@ class PendingBatch:
         registrations: those of which there were blocks when it was recorded.
         owned: among the sums of the blocks that this process owns, those that are summed over processes already. They
             are not in `sums`.
+        multiplied: see `Moments`; of all micro-batches.
     """
 
     sums: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
@@ -566,6 +567,7 @@ class PendingBatch:
     paused: set[Key] = field(default_factory=set)
     registrations: tuple[Registration, ...] | None = None
     owned: dict[Key, dict[str, Tensor]] = field(default_factory=dict)
+    multiplied: int | Tensor | None = None
 
     def copy(self) -> PendingBatch:
         """As it is now, whatever is added to this one later."""
@@ -642,6 +644,7 @@ class PendingBatch:
         self.cases, self.lost = plus(self.cases, other.cases), plus(self.lost, other.lost)
         self.paused |= other.paused
         self.registrations = other.registrations or self.registrations
+        self.multiplied = self.multiplied if other.multiplied is None else other.multiplied
 
     def total(
         self,
@@ -651,6 +654,9 @@ class PendingBatch:
         owners: BlockOwners | None = None,
     ) -> int | Tensor:
         """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases.
+
+        The loss whose gradients a training averages over processes is the mean of theirs. Its statistics have gradients
+        that are multiplied by the cases of all processes, divided by the number of these, and not by their own.
 
         Messages have at most `BUCKET` bytes, and the sums of a message that other processes own are dropped behind it.
 
@@ -676,6 +682,10 @@ class PendingBatch:
                 f"other parameters. This one used {', '.join(map(key_text, groups))}.\n"
                 "Let the argument, the attribute or the random number that chooses a path be the same in all."
             )
+        if self.multiplied is not None:
+            own = torch.as_tensor(self.multiplied, dtype=precise, device=damping.device)
+            scale = torch.where(own > 0, cases / (replicas.number * own), 1.0)
+            self.sums = {key: of_loss_times(sums, scale) for key, sums in self.sums.items()}
         parts = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
         whole = {key: group for key, group in groups.items() if key not in parts}
         for members in self.buckets(whole):

@@ -137,11 +137,14 @@ def fit_spectrum(
     several = replicas is not None and replicas.number > 1
     if several and save_every is not None:
         raise ValueError("save_every is for one process: several resume at their part.")
-    if replicas is None and any(map(is_sharded, net.parameters())):
+    if replicas is None and (number := Replicas().number) > 1:
+        sharded = any(map(is_sharded, net.parameters()))
         warn_user(
             UserWarning(
-                "the model is sharded, and fit_spectrum has no process_group: every process fits its own data, and has "
-                "another spectrum. Pass process_group=torch.distributed.group.WORLD."
+                f"{'the model is sharded' if sharded else f'there are {number} processes'}, and fit_spectrum has no "
+                "process_group: every process fits its own data, and has another spectrum. Pass "
+                "process_group=torch.distributed.group.WORLD."
+                + ("" if sharded else " Nothing is wrong if this process has all data.")
             )
         )
     iterator = iter(batches)

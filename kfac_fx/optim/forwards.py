@@ -314,6 +314,7 @@ class Forwards:
             in_training=self.estimator.records_in_training,
             recorded=float(sum(batch.cases for batch in self.seen.pending)),
             derived=self.derived and not self.net.knows_no_loss,
+            replicas=self.estimator.replicas,
         )
         self.checked, self.before = True, None
 

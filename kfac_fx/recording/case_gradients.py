@@ -45,10 +45,10 @@ from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
-from kfac_fx.passes.graphs.labels import symbolic_sizes
+from kfac_fx.passes.graphs.labels import ancestors, differentiated, shape_of, symbolic_sizes
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
@@ -888,7 +888,25 @@ def reason_apart(program: Program, registration: Registration) -> str | None:
         return "its rows leave out a part of the gradient"
     if not all(cases_apart(program.layers, use) for use in registration.uses):
         return "its rows are merged with positions"
+    if is_read_elsewhere(program, registration):
+        return "other terms of the loss, or other outputs, use it where the distribution of the Fisher does not"
     return None
+
+
+def is_read_elsewhere(program: Program, registration: Registration) -> bool:
+    """Whether what forward returns besides the Fisher's outputs depends on the parameters of a registration by other
+    ways than its uses, as an auxiliary term of a second pass through the layers does."""
+    ends = set(program.returned_losses)
+    returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
+    roots = [*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))]
+    owners = set(registration.owners)
+    uses = {use.output: use for other in program.registrations if owners & {*other.owners} for use in other.uses}
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return differentiated(node) if node not in uses else [uses[node].input]
+
+    reached = ancestors(roots, operands=operands)
+    return any(node.op == "get_attr" and program.owner(str(node.target)) in owners for node in reached)
 
 
 def may_sort_cases(node: fx.Node, cases: str | None) -> bool:

@@ -10,7 +10,7 @@ cuDNN is off where there is such dropout. Where the lengths of packed sequences 
 have to read them, so the steps stay written out.
 
 A product with the Jacobian needs forward-mode derivatives, which not all kernels have. So only `evaluated` runs
-them.
+them, and `BagsByLookups` computes bags of embeddings by operations that have such derivatives.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from kfac_fx.linalg.matrices import without_cudnn
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.kernels import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.passes.pipeline import EVALUATED, run
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
 from kfac_fx.recording.equivalence import coarsest_rounding, differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
@@ -84,3 +88,91 @@ def against(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, 
     ]
     apart = differ(samples[0], samples[1], coarsest_rounding(recorder, values))
     return "torch's kernel has other outputs" if bool(apart) else None
+
+
+# --- bags of embeddings -----------------------------------------------------------------------------------------------
+
+BAGS = "embedding_bag"  # in torch's words that it has no derivative
+BAG = signature(F.embedding_bag)
+MODES = ("sum", "mean", "max")  # by torch's number of the mode
+
+
+class BagsByLookups(TorchFunctionMode):
+    """Inside, bags of embeddings are lookups that are added up. torch's own have no forward-mode derivative, and their
+    backward has none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding_bag:
+            call = BAG.bind(*args, **kwargs)
+            call.apply_defaults()
+            given = call.arguments
+            if given["max_norm"] is None:
+                names = ("offsets", "mode", "per_sample_weights", "include_last_offset", "padding_idx")
+                return bags(given["input"], given["weight"], *(given[name] for name in names))
+        if func is torch.embedding_bag:
+            others, named = pytree.tree_map_only(Tensor, Tensor.detach, (args, dict(kwargs)))
+            return by_numbers(*args, **kwargs), *func(*others, **named)[1:]
+        return func(*args, **kwargs)
+
+
+def by_numbers(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`bags` with the arguments of `torch.embedding_bag`."""
+    return bags(indices, weight, offsets, MODES[mode], per_sample_weights, include_last_offset, padding_idx)
+
+
+def bags(
+    ids: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None,
+    mode: str,
+    per_sample_weights: Tensor | None,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Tensor:
+    """The result [bags, dim] of `F.embedding_bag`. A bag without ids is zero.
+
+    ids: [bags, ids], or flat with the `offsets` of the bags.
+    """
+    if offsets is None:
+        number, size = ids.shape
+        bag = torch.arange(number, device=ids.device).repeat_interleave(size)
+    else:
+        number = offsets.shape[0] - include_last_offset
+        place = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
+        bag = torch.searchsorted(offsets[:number].contiguous(), place, right=True) - 1
+    ids = ids.reshape(-1)
+    counted = torch.ones_like(ids, dtype=torch.bool)
+    if padding_idx is not None:
+        counted = ids != padding_idx % weight.shape[0]
+    if mode == "max":
+        rows = torch.where(counted.unsqueeze(1), weight.detach()[ids], -torch.inf)
+        largest = rows.new_full((number, weight.shape[1]), -torch.inf)
+        largest = largest.scatter_reduce(0, bag.unsqueeze(1).expand_as(rows), rows, "amax")
+        place = torch.arange(len(ids), device=ids.device).unsqueeze(1).expand_as(rows)
+        of_largest = torch.where(
+            counted.unsqueeze(1) & (rows == largest[bag]), place, len(ids)
+        )  # of several equal ones the first
+        first = torch.full_like(largest, len(ids), dtype=torch.long)
+        first = first.scatter_reduce(0, bag.unsqueeze(1).expand_as(rows), of_largest, "amin")
+        there = first < len(ids)
+        last = first.clamp(max=max(0, len(ids) - 1))
+        return torch.where(there, weight.gather(0, ids[last]), 0) if len(ids) else torch.zeros_like(largest)
+    share = counted.to(weight.dtype)
+    if per_sample_weights is not None:
+        share = share * per_sample_weights.reshape(-1)
+    total = weight.new_zeros(number, weight.shape[1]).index_add(0, bag, weight[ids] * share.unsqueeze(1))
+    if mode == "sum":
+        return total
+    sizes = counted.new_zeros(number, dtype=weight.dtype).index_add(0, bag, counted.to(weight.dtype))
+    return total / sizes.clamp(min=1).unsqueeze(1)

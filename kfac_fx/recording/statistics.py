@@ -249,10 +249,9 @@ def case_matrices(rows: Rows) -> Tensor:
         n, size, ids = rows.d.shape[0], rows.matrix[2] - rows.bias, rows.expanded()
         offset = torch.arange(n, device=ids.device).unsqueeze(-1) * size
         sums = by_id(ids.clamp(min=0) + offset, visible(ids, rows.d), n * size)
-        weight = sums.view(n, size, -1).mT.unsqueeze(1)
-    else:
-        weight = case_gradients(rows.expanded(), rows.d)
-    return with_bias(rows, weight, rows.d.sum(1))
+        return with_bias(rows, sums.view(n, size, -1).mT.unsqueeze(1), rows.d.sum(1))
+    # A bias column behind the sums would copy them: they are much larger than the rows.
+    return case_gradients(homogeneous(rows).expand(len(rows.d), -1, -1, -1), rows.d)
 
 
 @computes(declared.SQUARE)
@@ -274,8 +273,12 @@ def square(rows: Rows) -> Tensor:
 @computes(declared.OUTER)
 def outer(rows: Rows) -> Tensor:
     """Valid for one use a case only, as `square`."""
-    p = per_case(rows)
-    return p.mT @ p
+    return of_vectors(per_case(rows))
+
+
+def of_vectors(vectors: Tensor) -> Tensor:
+    """Σ v vᵀ: [n, p] -> [p, p]."""
+    return gram(vectors.unsqueeze(-2)).squeeze(0)
 
 
 def squared_sums(x: Tensor, d: Tensor, inputs: int) -> Tensor:
@@ -431,6 +434,7 @@ class Moments:
         frozen: the parameters that were frozen. Registrations that have no others have no statistics.
         only: the registrations whose statistics are due; None: all.
         used: the registrations that the call uses; None: all. Others have no statistics.
+        multiplied: the number of cases that gradients of a mean were multiplied by; None: they were those of a sum.
     """
 
     statistics: dict[Key, dict[str, Tensor]]
@@ -439,6 +443,7 @@ class Moments:
     frozen: frozenset[str] = frozenset()
     only: frozenset[Key] | None = None
     used: frozenset[Key] | None = None
+    multiplied: int | Tensor | None = None
 
 
 @dataclass
@@ -498,7 +503,8 @@ class PendingMoments:
             of the loss in the backward, as that of a GradScaler.
         """
         self.check_backwards()
-        scale: Any = 1.0 if reduction != "mean" else self.cases if cases is None else cases
+        multiplied = None if reduction != "mean" else self.cases if cases is None else cases
+        scale: Any = 1.0 if multiplied is None else multiplied
         scale = scale if loss_scale == 1.0 else scale / loss_scale
         statistics: dict[Key, dict[str, Tensor]] = {}
         for registration, probes in zip(self.registrations, self.probes, strict=True):
@@ -511,13 +517,10 @@ class PendingMoments:
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
                 for name, probe in probes.items()
             }
-            statistics[registration.parameters] = without_twins(
-                {
-                    name: value.mul_(scale**power) if (power := named(name).power) else value
-                    for name, value in sums.items()
-                }
-            )
-        return Moments(statistics, self.cases, frozen=self.frozen, only=self.only, used=self.used)
+            statistics[registration.parameters] = without_twins(of_loss_times(sums, scale))
+        return Moments(
+            statistics, self.cases, frozen=self.frozen, only=self.only, used=self.used, multiplied=multiplied
+        )
 
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]
@@ -535,6 +538,11 @@ def flat(gradients: Sequence[Tensor]) -> Tensor:
     return vector.to(torch.promote_types(vector.dtype, torch.float32))
 
 
+def of_loss_times(sums: Mapping[str, Tensor], scale: Any) -> dict[str, Tensor]:
+    """The statistics of one block of a loss that is multiplied with a number. They are written into."""
+    return {name: value.mul_(scale**power) if (power := named(name).power) else value for name, value in sums.items()}
+
+
 def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The moments of one block in a form that adds up over micro-batches and processes: per-case gradients become the
     statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
@@ -545,5 +553,5 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
         sums[SQUARE.name] = sums[SQUARE.name].flatten()  # as it is when it comes from per-case gradients
     if PER_CASE.name in moments:
         p, side = moments[PER_CASE.name].flatten(0, -2), approximation.left
-        sums[side.statistic.name] = p.square().sum(0) if side.diagonal else p.mT @ p
+        sums[side.statistic.name] = p.square().sum(0) if side.diagonal else of_vectors(p)
     return sums

@@ -309,14 +309,19 @@ def test_a_model_with_a_forward_derivative_of_its_own_tries_dual_numbers_once(
 
 
 def test_a_model_without_either_mode_is_told_what_to_do(x: Tensor) -> None:
-    net = Odd(lambda y: F.embedding_bag(torch.arange(y.shape[0]).unsqueeze(1), y)).double()
+    def aligned(y: Tensor) -> Tensor:
+        ones = torch.ones(len(y), dtype=torch.long)
+        loss = F.ctc_loss(y.log_softmax(-1).unsqueeze(0), ones.unsqueeze(1), ones, ones, reduction="none")
+        return y + loss.unsqueeze(1)
+
+    net = Odd(aligned).double()
     with pytest.raises(RuntimeError) as caught:
         fisher_inner_products(calling(net, x, LOSSES["normal"]), dict(net.named_parameters()), directions(net, 2))
     assert str(caught.value) == (
         "the exact quadratic model needs products with the Jacobian, and torch has none for this model.\n"
-        "  in forward mode: Trying to use forward AD with _embedding_bag that does not support it because it has not "
+        "  in forward mode: Trying to use forward AD with _ctc_loss that does not support it because it has not "
         "been implemented yet.\n"
-        "  in reverse mode, twice: the derivative for '_embedding_bag_backward' is not implemented.\n"
+        "  in reverse mode, twice: derivative for aten::_ctc_loss_backward is not implemented\n"
         "momentum_type='regular' and 'adam' need none."
     )
 

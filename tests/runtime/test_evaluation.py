@@ -19,7 +19,7 @@ from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.checks import Check
 from kfac_fx.passes.tracing import kernels
 from kfac_fx.passes.tracing.random_streams import RandomState
-from kfac_fx.recording.evaluation import evaluated
+from kfac_fx.recording.evaluation import BagsByLookups, evaluated
 from kfac_fx.recording.recorder import Recorder
 from tests.zoo.recurrent import Last
 
@@ -227,3 +227,89 @@ def test_a_default_training_checks_by_kernels_and_ends_where_it_does_without_the
     wanted, other = trained()
     assert other.recorder((X,), {}).kernels is None
     assert found == pytest.approx(wanted, rel=1e-3) and found[-1] < found[0] / 4
+
+
+# --- bags of embeddings -----------------------------------------------------------------------------------------------
+
+FLAT, OFFSETS = torch.tensor([3, 1, 6, 6, 0, 2, 5, 1, 1]), torch.tensor([0, 2, 2, 7])
+BAGS_OF: dict[str, tuple[Tensor, dict[str, Any]]] = {
+    "of one size": (torch.tensor([[3, 1, 6, 2], [5, 5, 0, 1], [2, 2, 2, 2]]), {}),
+    "by offsets": (FLAT, {"offsets": OFFSETS}),
+    "with the last offset": (FLAT, {"offsets": torch.tensor([0, 2, 2, 7, 9]), "include_last_offset": True}),
+    "empty": (FLAT[:0], {"offsets": torch.tensor([0, 0])}),
+}
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2, -1])
+@pytest.mark.parametrize("mode", ["sum", "weighted", "mean", "max"])
+@pytest.mark.parametrize("name", BAGS_OF)
+def test_lookups_have_the_values_and_derivatives_of_bags(name: str, mode: str, padding_idx: int | None) -> None:
+    """torch's backward is the oracle of the forward-mode derivative: <g, J t> = <Jᵀ g, t>."""
+    torch.manual_seed(0)
+    ids, options = BAGS_OF[name]
+    options = {**options, "mode": "sum" if mode == "weighted" else mode, "padding_idx": padding_idx}
+    options |= {"per_sample_weights": torch.rand(ids.shape, dtype=torch.float64)} if mode == "weighted" else {}
+    weight, tangent = torch.randn(2, 7, 3, dtype=torch.float64)
+    weight.requires_grad_()
+    expected = F.embedding_bag(ids, weight, **options)
+    gradient = torch.randn_like(expected)
+    (pulled,) = torch.autograd.grad(expected, weight, gradient)
+
+    def by_function(weight: Tensor) -> Tensor:
+        with BagsByLookups():
+            return F.embedding_bag(ids, weight, **options)
+
+    def by_numbers(weight: Tensor) -> Tensor:
+        number = {"sum": 0, "mean": 1, "max": 2}[options["mode"]]
+        offsets, samples = options["offsets"], options.get("per_sample_weights")
+        with BagsByLookups():
+            bags: Tensor = torch.embedding_bag(
+                weight, ids, offsets, False, number, False, samples, "include_last_offset" in options, padding_idx
+            )[0]
+        return bags
+
+    for function in (by_function, by_numbers)[: 1 + ("offsets" in options)]:
+        value, pushed = torch.func.jvp(function, (weight.detach(),), (tangent,))
+        torch.testing.assert_close(value, expected.detach())
+        torch.testing.assert_close((gradient * pushed).sum(), (pulled * tangent).sum())
+
+
+class Bags(nn.Module):
+    def __init__(self, python: bool) -> None:
+        super().__init__()
+        self.bag, self.head, self.python = nn.EmbeddingBag(7, 3, mode="mean"), nn.Linear(3, 4), python
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.bag(ids)
+        if self.python and x.sum() > 1e9:
+            x = 2 * x
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_models_with_bags_have_exact_products(python: bool) -> None:
+    """In training, too: a divided model ended in an error of torch."""
+    torch.manual_seed(0)
+    model, (ids, _) = Bags(python).double(), BAGS_OF["of one size"]
+    net = kfac_fx.compile(model, (ids,), loss="categorical")
+    assert bool(net.program.submodules) == python
+    vector = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def logits(parameters: dict[str, Tensor]) -> Tensor:
+        x = parameters["bag.weight"][ids].mean(1)
+        return x @ parameters["head.weight"].T + parameters["head.bias"]
+
+    z, pushed = torch.func.jvp(logits, (parameters,), (vector,))
+    p = z.softmax(-1)
+    (pulled,) = torch.func.vjp(logits, parameters)[1](p * (pushed - (p * pushed).sum(-1, keepdim=True)) / len(ids))
+    torch.testing.assert_close(net.fisher_product(ids)(vector), pulled)
+    optimizer = kfac_fx.KFAC(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(ids), torch.tensor([0, 1, 2]))
+        loss.backward()
+        optimizer.step()
+    assert int(optimizer.skipped) == 0 and "reverse mode" not in str(net.report)
+    assert float(F.cross_entropy(net(ids), torch.tensor([0, 1, 2])).detach()) < float(loss.detach())

@@ -24,7 +24,13 @@ OF_STATE = ("kfac/multiplier", "kfac/peak_lr", "last_update", "kfac/steps")
 
 def made(**options: Any) -> tuple[Any, KFAC]:
     net = compile(mlp(), loss="categorical")
-    defaults = {"damping_adaptation_interval": 100, "cov_update_every": 2, "invert_every": 3, "seed": 0, "exact_steps": False}
+    defaults = {
+        "damping_adaptation_interval": 100,
+        "cov_update_every": 2,
+        "invert_every": 3,
+        "seed": 0,
+        "exact_steps": False,
+    }
     return net, KFAC(net, **{**defaults, **options})
 
 

@@ -16,9 +16,9 @@ from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, StateVectors, inner, is_finite
+from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rules import Adam, Regular
 from kfac_fx.optim.rules.momentum import shrinking
-from kfac_fx.optim.quadratic_model import QuadraticModel
 
 # --- momentum -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ One spawn serves all tests. Every fault has a process group of its own, which it
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "damping_adaptation_interval": 1,
         "placement": "owners",
     },
+    "empirical": {"lr": 0.05, "damping": 0.3, "estimation_mode": "empirical"},
 }
 
 
@@ -61,7 +63,7 @@ class Training:
         if rank is not None:
             self.called = nn.parallel.DistributedDataParallel(self.net, process_group=group)
 
-    def backward(self, step: int) -> None:
+    def backward(self, step: int, factor: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(CASES, 3, generator=generator, dtype=torch.float64)
         y = torch.randint(4, (CASES,), generator=generator)
@@ -71,7 +73,8 @@ class Training:
         part = slice(None) if self.rank is None else slice(end, None) if self.rank else slice(end)
         processes = 1 if self.rank is None else WORLD
         self.opt.zero_grad()
-        (F.cross_entropy(self.called(x[part]), y[part], reduction="sum") * processes / CASES).backward()
+        loss = F.cross_entropy(self.called(x[part]), y[part], reduction="sum") * processes / CASES
+        (factor * loss).backward()
 
     def steps(self, number: int) -> dict[str, Any]:
         for step in range(number):
@@ -79,6 +82,16 @@ class Training:
             self.opt.step()
         parameters = torch.cat([parameter.detach().flatten() for parameter in self.net.parameters()])
         return {"parameters": parameters, "damping": float(self.opt.damping), "skipped": int(self.opt.skipped)}
+
+
+def factors_told(rank: int, options: dict[str, Any], factor: float = 1.0) -> list[str]:
+    """The first lines of the warnings of a first step with uneven parts of a batch."""
+    training = Training(options, rank, new_group())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.backward(4, factor)
+        training.opt.step()
+    return [str(seen.message).splitlines()[0] for seen in caught if seen.category is kfac_fx.LossScaleWarning]
 
 
 def new_group() -> Any:
@@ -133,6 +146,8 @@ def work(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
     results: dict[str, Any] = {name: Training(o, rank, new_group()).steps(10) for name, o in OPTIONS.items()}
+    results["right factor"] = factors_told(rank, OPTIONS["regular"])
+    results["wrong factor"] = factors_told(rank, OPTIONS["regular"], 3.0)
     results["joined"] = joins(rank)
     results["raised"] = raises_between_backward_and_step(rank)
     results["saved"] = raises_while_saving(rank, folder)
@@ -164,6 +179,15 @@ def test_empty_uneven_and_broken_batches_are_those_of_one_process(results: list[
         torch.testing.assert_close(of_process[name]["parameters"], whole["parameters"], rtol=1e-9, atol=1e-9)
         assert of_process[name]["damping"] == pytest.approx(whole["damping"], rel=1e-9)
         assert of_process[name]["skipped"] == whole["skipped"]
+
+
+def test_a_factor_is_told_of_the_mean_over_the_cases_of_all_processes(results: list[dict[str, Any]]) -> None:
+    """Parts of 9 and 3 cases: sums that are divided by 6 are 1.5 and 0.5 times the means over their own cases."""
+    for of_process in results:
+        assert of_process["right factor"] == []
+        (line,) = of_process["wrong factor"]
+        told = "the trained loss is 3 times the mean of the registered Categorical loss over its 12 cases; "
+        assert line.startswith(told)
 
 
 def test_a_process_that_raises_an_error_ends_the_steps_of_the_others(results: list[dict[str, Any]]) -> None:

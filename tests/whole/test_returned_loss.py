@@ -283,6 +283,77 @@ def test_terms_of_python_are_in_the_scores_of_a_divided_model() -> None:
     torch.testing.assert_close(scores[1], scores[0])
 
 
+class TwoPasses(nn.Module):
+    """A term of a second pass through the layers; `second` is of (the module, the first activations, the inputs)."""
+
+    def __init__(self, second: Callable[[Any, Tensor, Tensor], Tensor], python: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.second, self.python = nn.Linear(4, 5), nn.Linear(5, C), second, python
+
+    def logits(self, x: Tensor) -> Tensor:
+        z: Tensor = self.b(torch.tanh(self.a(x)))
+        return z
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        loss = F.cross_entropy(self.b(h), y, reduction="sum")
+        if self.python and loss > 1e9:
+            loss = 2 * loss
+        return loss + 0.3 * self.second(self, h, x)
+
+
+SECOND: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "logits": lambda model, h, x: model.logits(x + 0.5).square().sum(),
+    "one layer": lambda model, h, x: torch.tanh(model.a(2 * x)).pow(3).sum(),
+    "behind the first": lambda model, h, x: model.b(h @ model.b.weight.T @ model.b.weight).square().sum(),
+    "a divergence": lambda model, h, x: F.kl_div(
+        model.logits(x + 0.5).log_softmax(-1), model.b(h).softmax(-1), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "python"), [*((name, False) for name in SECOND), ("logits", True)])
+def test_the_terms_of_a_second_pass_are_in_the_gradients_of_examples(name: str, python: bool) -> None:
+    """The Fisher's outputs do not depend on it. The gradients were those without it."""
+    model = TwoPasses(SECOND[name], python)
+    x, y = torch.randn(N, 4), torch.randint(C, (N,))
+    net = kfac_fx.compile(model, (x, y))
+    assert bool(net.program.submodules) == python
+    loss_of_each = [model(x[n : n + 1], y[n : n + 1]) for n in range(N)]
+    parameters = list(model.parameters())
+    each = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in loss_of_each]
+    g = torch.stack(each)
+    batch = Batch(x, y)
+    spectrum = kfac_fx.fit_spectrum(net, [batch], mode="empirical", case="row", damping=1.0)
+    plain = spectrum.at(scale=0.0, damping=1.0)
+    torch.testing.assert_close(plain.precondition(batch).scores(batch), g @ g.T)
+    torch.testing.assert_close(plain.self_scores(batch), g.square().sum(1))
+    trace = torch.stack([values.sum() for values in spectrum.at(damping=0.0).eigenvalues().values()]).sum()
+    torch.testing.assert_close(trace, g.square().sum() / N)
+    if name == "logits" and not python:
+        assert "other terms of the loss, or other outputs, use it where" in str(net.report)
+
+
+def test_a_measurement_of_an_output_of_a_second_pass_has_its_gradients() -> None:
+    class Views(TwoPasses):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return F.cross_entropy(self.logits(x), y), self.logits(x + 0.5)
+
+    model, x, y = Views(SECOND["logits"], False), torch.randn(N, 4), torch.randint(C, (N,))
+    spectrum = kfac_fx.fit_spectrum(kfac_fx.compile(model, (x, y)), [Batch(x, y)], mode="exact")
+
+    def first(outputs: Any) -> Tensor:
+        logit: Tensor = outputs[1][:, 0]
+        return logit
+
+    plain = spectrum.at(scale=0.0, damping=1.0)
+    scores = plain.precondition(Batch(x, y), measurement=first).scores(Batch(x, y), measurement=first)
+    each = [torch.autograd.grad(model.logits(x[n : n + 1] + 0.5)[0, 0], list(model.parameters())) for n in range(N)]
+    g = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in each])
+    torch.testing.assert_close(scores, g @ g.T)
+
+
 def test_a_measurement_is_squared_where_the_loss_is_outside() -> None:
     x, y, model = torch.randn(6, 4), torch.randint(3, (6,)), nn.Linear(4, 3)
     net = kfac_fx.compile(model, (x,), loss="categorical")
