@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.text import fold
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
@@ -551,7 +552,14 @@ class KFAC(Optimizer, Joinable):
 
     def fallbacks(self) -> list[str]:
         """For the report: each part that was not done as it should be, and why."""
-        return self._step_state.fallbacks(self._registrations)
+        of_steps = self._step_state.fallbacks(self._registrations)
+        outside = fold(sorted(self.net.captures.reached & self._unregistered))
+        reason = (
+            f"{outside}: has gradients, and no forward uses it, so it is in no Fisher block and follows AdamW, by "
+            "about its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr than "
+            f"{self.options.first_order_rule.lr:g}"
+        )
+        return [*of_steps, *[reason] * bool(outside)]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".

@@ -32,9 +32,10 @@ STEPS = "steps"
 
 
 def a_rate(name: str, value: Any) -> None:
-    if isinstance(value, (list, tuple, Mapping)):
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
         raise ValueError(
-            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
+            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...), and all "
+            "parameters of the net are trained without it"
         )
     not_negative(name, value)
 
