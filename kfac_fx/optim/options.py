@@ -189,7 +189,7 @@ class KFACOptions:
         """The options of parameter groups, with their first values."""
         return {"lr": self.rule.group_lr(self.lr), **self.rule.of_groups, "weight_decay": self.weight_decay}
 
-    @property
+    @functools.cached_property
     def of_all_groups(self) -> frozenset[str]:
         """The names of the options that all parameters share: those of every KFAC, and of every known rule."""
         classes: list[Any] = [KFACOptions, *RULES.values(), type(self.rule)]
