@@ -472,7 +472,7 @@ def graph_of_gradients(training: Training) -> None:
 
 
 def second_forward_alone(training: Training) -> None:
-    """Of two forwards one has a backward, and then both are given up."""
+    """The second of two forwards has a backward, and then both are given up."""
     first, second = training.loss(77, 4.0), training.loss(78, 4.0)
     training.backward(second)
     del first
@@ -808,7 +808,7 @@ def filled(value: float) -> Callable[[Training], None]:
     return do
 
 
-# What happens once, between the steps of a training whose loss falls before and behind it.
+# Events that happen once, between the steps of a training whose loss falls before and behind it.
 EVENTS: dict[str, Callable[[Training], object]] = {
     "lr of NaN in a group": group_edit("lr", math.nan),
     "lr of infinity in a group": group_edit("lr", math.inf),

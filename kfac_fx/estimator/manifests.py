@@ -78,15 +78,15 @@ def settled(folder: Path, read: Callable[[], T]) -> T:
     """`read()` of a folder; once more whenever another process replaced the manifest meanwhile, and the files that the
     old one names are gone."""
     while True:
-        before = bytes_of(folder / NAME)
+        before = bytes_there(folder / NAME)
         try:
             return read()
         except (FileNotFoundError, ValueError):
-            if bytes_of(folder / NAME) == before:
+            if bytes_there(folder / NAME) == before:
                 raise
 
 
-def bytes_of(path: Path) -> bytes | None:
+def bytes_there(path: Path) -> bytes | None:
     """None if it cannot be read."""
     try:
         return path.read_bytes() if is_there(path) else None

@@ -36,7 +36,7 @@ from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
-from kfac_fx.passes.tracing.signature import under
+from kfac_fx.passes.tracing.signature import under_autocast
 from kfac_fx.recording.backends import CompiledOrPlain
 from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
@@ -248,7 +248,7 @@ class EmittedGraph(EmittedModel):
     ) -> RunOutputs:
         if any(map(is_divided, parameters.values())):
             return self.run_on_shards(parameters, buffers, values, probes, average=False)
-        with under(self.program.autocast):
+        with under_autocast(self.program.autocast):
             return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
 
     def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
@@ -261,7 +261,7 @@ class EmittedGraph(EmittedModel):
     ) -> RunOutputs:
         tensors, backward = self.held(parameters, buffers), any(probe is not None for probe in probes)
         inputs = (*values, probes)
-        with under(self.program.autocast):
+        with under_autocast(self.program.autocast):
             result: RunOutputs = run_on_shards(self.module, tensors, inputs, backward=backward, average=average)
         return result
 

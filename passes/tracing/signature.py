@@ -139,14 +139,14 @@ def autocast() -> Autocast:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
 
 
-IGNORED = ContextVar("IGNORED", default=False)  # whether graphs run without the autocast of their own
+IGNORES_GRAPHS = ContextVar("IGNORES_GRAPHS", default=False)  # whether graphs run without the autocast of their own
 
 
 @contextmanager
-def under(settings: Autocast) -> Iterator[None]:
+def under_autocast(settings: Autocast) -> Iterator[None]:
     """Inside, these are on, too, unless the autocast of graphs is ignored."""
     with ExitStack() as stack:
-        for kind, dtype in () if IGNORED.get() else settings:
+        for kind, dtype in () if IGNORES_GRAPHS.get() else settings:
             stack.enter_context(torch.autocast(kind, dtype=dtype))
         yield
 
@@ -154,11 +154,11 @@ def under(settings: Autocast) -> Iterator[None]:
 @contextmanager
 def ignoring_autocast_of_graphs() -> Iterator[None]:
     """Inside, graphs that have an autocast of their own run under that which is on around them, and no other."""
-    before = IGNORED.set(True)
+    before = IGNORES_GRAPHS.set(True)
     try:
         yield
     finally:
-        IGNORED.reset(before)
+        IGNORES_GRAPHS.reset(before)
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -161,7 +161,7 @@ def an_older_state(training: Training, state: dict[str, Any]) -> None:
     training.opt.load_state_dict(state)
 
 
-# What the second process does between two steps, and the first row of the error.
+# Changes of the second process between two steps, and the first row of the error.
 LATER: dict[str, tuple[Callable[[Training, dict[str, Any]], None], str]] = {
     "half of the lr": (half_of_the_lr, "the group of "),
     "an older state": (an_older_state, "steps  2 and 1"),
