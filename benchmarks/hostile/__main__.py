@@ -85,7 +85,7 @@ def run(kinds: Sequence[str], find: str, again: bool, out: Path) -> None:
 
 PAGE = """# Hostile inputs
 
-Users do legal but odd things to optimizers. Here are {number} of them, drawn by code in six kinds, with what a user
+Users do legal but odd things to optimizers. Here are {number:,} of them, drawn by code in six kinds, with what a user
 sees of each:
 
 - *right*: the result is that of an independent way to it (a training without the batch, an uninterrupted training, one
