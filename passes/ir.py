@@ -14,6 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .approximations import APPROXIMATIONS, PER_CASE, Approximation, Matrix, Side, Statistic
@@ -370,6 +371,7 @@ WITH_NODES = (
 
 
 Copies = dict[fx.Node, fx.Node]  # old node -> new node
+Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of devices for which it is on, with its dtypes
 
 
 def copy_nodes(
@@ -427,6 +429,7 @@ class Program:
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
     cases_reason: str = ""  # why this size, where there was a choice
+    autocast: Autocast = ()  # of forward's own, which the graph runs under
     told_cases: tuple[tuple[str, str], ...] = ()  # the layers that know their cases, in words, and the size of these
     mask: fx.Node | None = None  # [N, S], nonzero where a position of a case is no padding; None: everywhere
     mask_dims: tuple[Dims | None, ...] = ()  # of every output, along which the mask goes

@@ -26,7 +26,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -41,8 +41,8 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import UntraceableError, fatal, first_line
 from .graphs.edit import attribute, holder
-from .graphs.operations import SIZED_BY_CASES, op_name
-from .ir import Copies, Options, Program, copy_nodes, returned_by
+from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
+from .ir import Autocast, Copies, Options, Program, copy_nodes, returned_by
 from .torch_private import (
     ADD_BATCH_DIM,
     ASSERT,
@@ -72,6 +72,7 @@ from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
     FlatModel,
     Returned,
+    autocast,
     constants,
     copy_with_strides,
     flat_graph,
@@ -234,7 +235,7 @@ def exported(
     functions.restore(module)
     refuse_drawn(name, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
-    open_regions(module)
+    under = open_regions(module, whole)
     for region in module.modules():  # those that stay closed run as they are
         if region is not module and isinstance(region, fx.GraphModule):
             with_sparse_products(region.graph)
@@ -264,7 +265,7 @@ def exported(
     parameters, aliases = named_parameters(model)
     assigned = tuple(dict.fromkeys(flat.returned.assigned))
     told_cases = tuple(dict.fromkeys((layer, str(cases)) for layer, cases in flat.returned.told))
-    captured = Program(graph, root, parameters, aliases, options, layers, told_cases=told_cases)
+    captured = Program(graph, root, parameters, aliases, options, layers, told_cases=told_cases, autocast=under)
     marks = [torch.empty(0) for _ in pytree.tree_leaves(captured.returned)]
     captured = captured.but(named_loss=place_of_loss(flat.unflatten(marks), marks))
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
@@ -457,16 +458,31 @@ RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", 
 STOPS = {torch.detach, Tensor.detach, DATA}  # they stop gradients
 
 
-def open_regions(module: fx.GraphModule) -> None:
-    """Write the regions of autocast that switch nothing off into the graph around them, which passes can read.
+UNDER_ANY_AUTOCAST = VIEWS | PARTS | SHAPE_ONLY  # they compute the same
 
-    with torch.autocast("cpu", enabled=False): y = x @ w        ->  y = x @ w      outside of autocast
+
+def open_regions(module: fx.GraphModule, whole: bool) -> Autocast:
+    """Write regions of autocast into the graph around them, which passes can read. Returns the autocast that the graph
+    then runs under, next to that which is on now.
+
+    with torch.autocast("cpu", enabled=False): y = x @ w        ->  y = x @ w      where autocast is off
+
+    A region that is all of forward but for casts and views, as trainers wrap it, gives its autocast to the graph:
+
+    with torch.autocast("cpu", torch.bfloat16): y = x @ w       ->  y = x @ w
+    return y.float()                                                return y.float()     the graph under autocast
+
+    whole: whether the module is the whole model, whose graph can run under an autocast.
     """
     regions = [node for node in module.graph.nodes if op_name(node) == AUTOCAST_REGION]
+    of_graph = autocast_of_all(module.graph, regions) if whole else ()
+    under: dict[str, torch.dtype | None] = dict(autocast())
+    under.update(of_graph)
     while regions:
         region = regions.pop()
-        kind, _, enabled, _, inner, *operands = region.args
-        if enabled or torch.is_autocast_enabled(str(kind)):
+        inner, *operands = region.args[4:]
+        kind, dtype = setting_of(region)
+        if under.get(kind) != dtype:
             continue
         target = str(inner.target)
         body = attribute(module, target).graph
@@ -488,6 +504,25 @@ def open_regions(module: fx.GraphModule) -> None:
         module.graph.erase_node(region)
         if not inner.users:
             module.graph.erase_node(inner)
+    return of_graph
+
+
+def setting_of(region: fx.Node) -> tuple[str, torch.dtype | None]:
+    """(the kind of devices, the dtype that autocast rounds to in a region; None: it is off)."""
+    kind, dtype, enabled = str(region.args[0]), region.args[1], region.args[2]
+    if not enabled:
+        return kind, None
+    return kind, dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(kind)
+
+
+def autocast_of_all(graph: fx.Graph, regions: Collection[fx.Node]) -> Autocast:
+    """The autocast that all regions of a graph have, if they hold all of its operations but those that autocast leaves
+    as they are."""
+    settings = {setting_of(region) for region in regions}
+    kind, dtype = settings.pop() if len(settings) == 1 else ("", None)
+    outside = (node for node in graph.nodes if node.op in KINDS_OF_CALLS and node not in regions)
+    names = {op_name(node) for node in outside if isinstance(node.meta.get("val"), Tensor)}
+    return () if dtype is None or not names <= UNDER_ANY_AUTOCAST else ((kind, dtype),)
 
 
 def maps_parameters(module: fx.GraphModule) -> bool:

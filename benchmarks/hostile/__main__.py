@@ -24,7 +24,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of processe
 import torch
 
 from benchmarks import killed
-from benchmarks.hostile import corrupted, folders, given_up, names, numbers, processes, states
+from benchmarks.hostile import corrupted, folders, further, given_up, names, numbers, processes, states
 from benchmarks.hostile.grading import GRADES, RAW, SILENT, Input, graded
 from benchmarks.program import versions
 
@@ -44,6 +44,7 @@ KINDS = {
 def inputs(kinds: Sequence[str]) -> Iterator[Input]:
     for kind in kinds:
         yield from KINDS[kind].inputs()
+        yield from further.inputs(kind)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def run(kinds: Sequence[str], find: str, again: bool, out: Path) -> None:
 
 PAGE = """# Hostile inputs
 
-Users do legal but odd things to optimizers. Here are {number} of them, drawn by code in six kinds, with what a user
+Users do legal but odd things to optimizers. Here are {number:,} of them, drawn by code in six kinds, with what a user
 sees of each:
 
 - *right*: the result is that of an independent way to it (a training without the batch, an uninterrupted training, one
@@ -103,12 +104,16 @@ An error that plain torch raises for the same input is right.
 
 | Kind | Inputs |
 |---|---|
-| given-up batches | every model with every rule, and two of {ways} ways to give a batch up in between |
+| given-up batches | every model with every rule, and two of {ways} ways to give a batch up in between; {give_ups} \
+further ways, such as errors in hooks and in closures |
 | states | entries that are corrupted in {corruptions} ways; states that go into {changes} other trainings, \
-are carried in {carried} ways, or are loaded at {moments} moments |
-| folders | spectra, fits, queries and scores: {damages} damages, {places} places, other nets, and several writers |
+are carried in {carried} ways, or are loaded at {moments} moments; states of other optimizers, of other types, with \
+other keys, or kept without a copy |
+| folders | spectra, fits, queries and scores: {damages} damages, {places} places, other nets, and several writers; \
+manifests that were edited, and names of the model in files |
 | names and shapes | names that code cannot have or that torch uses itself; {shapes} shapes and layouts of parameters |
-| numbers | {situations} situations, alone and in pairs, with every rule in four dtypes |
+| numbers | {situations} situations, alone and in pairs, with every rule in four dtypes; options that cannot be; odd \
+losses, gradients, targets and batches for one step |
 | processes | two processes, of which one does something else in {scenarios} ways, or is killed |
 
 `python -m benchmarks.hostile` grades them, `--find WORDS` some of them again, and `--write-docs` makes this page of
@@ -145,15 +150,16 @@ def page(results: dict[str, Any], kills: dict[str, Any]) -> str:
         silent="\n".join(f"- {row['grade']}: {row['name']}: {row['text']}" for row in rows if row["grade"] in BAD)
         or "None is silent or raw.",
         ways=len(given_up.WAYS),
+        give_ups=len(further.GIVE_UPS),
         corruptions=len(corrupted.WAYS),
         changes=len(states.CHANGES),
         carried=len(states.CARRIED),
-        moments=len(states.MOMENTS),
+        moments=len(states.MOMENTS) + len(further.MOMENTS),
         damages=len(folders.DAMAGES),
-        places=len(folders.PLACES),
-        shapes=len(names.SHAPES),
+        places=len(folders.PLACES) + len(further.WHERE),
+        shapes=len(names.SHAPES) + len(further.MODELS),
         situations=len(numbers.SITUATIONS),
-        scenarios=len(processes.SCENARIOS),
+        scenarios=len(processes.SCENARIOS) + len(further.SCENARIOS),
         kills=table(["Process", "kills", "of these while it wrote a file", "lost", "mixed"], of_kills),
     )
 

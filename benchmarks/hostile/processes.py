@@ -260,8 +260,7 @@ class Raw(Exception):
     """An error of a process that is not of the library."""
 
 
-def run(setting: Setting, name: str, wrapped: bool) -> Outcome:
-    scenario = SCENARIOS[name]
+def run(setting: Setting, scenario: Scenario, wrapped: bool) -> Outcome:
     expected = OfTwo(setting, scenario, None, False).steps(range(STEPS)).parameters if scenario.alike else None
     with tempfile.TemporaryDirectory() as folder:
         hung = ended([forked(rank, folder, setting, scenario, wrapped) for rank in range(WORLD)])
@@ -299,4 +298,6 @@ def inputs() -> Iterator[Input]:
         )  # fmt: skip
         wrapped = number % 2 == 0
         words = "DistributedDataParallel" if wrapped else "averages by hand"
-        yield Input("processes", f"{name}: {words}, {setting}", lambda s=setting, n=name, w=wrapped: run(s, n, w))
+        yield Input(
+            "processes", f"{name}: {words}, {setting}", lambda s=setting, n=name, w=wrapped: run(s, SCENARIOS[n], w)
+        )

@@ -944,6 +944,7 @@ def refuse_other_models(model: Any, by: str) -> None:
 
 
 UNFIT = "\"'\\\n\r\0"  # characters that generated code does not quote
+HALVES_OF_LETTERS = {chr(code) for code in range(0xD800, 0xE000)}  # surrogates, which no text in UTF-8 has
 OF_STATE = "kfac/"  # begins the names of what KFAC keeps of no parameter
 
 
@@ -958,13 +959,14 @@ def refuse_unfit_names(model: nn.Module) -> None:
     unfit = [
         name
         for name in quoted
-        if any(c in UNFIT for c in name) or (name in names and any(map(keyword.iskeyword, name.split("."))))
+        if any(c in UNFIT or c in HALVES_OF_LETTERS for c in name)
+        or (name in names and any(map(keyword.iskeyword, name.split("."))))
     ]
     if unfit:
         raise UntraceableError(
             f"torch cannot write these names into the code of a graph: {', '.join(map(ascii, unfit))}.\n"
-            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks and keywords of "
-            "Python."
+            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks, surrogates and "
+            "keywords of Python."
         )
     if taken := [name for name, _ in model.named_parameters() if f"{name}/".startswith(OF_STATE)]:
         raise UntraceableError(

@@ -266,15 +266,15 @@ class LayerParametersDict(MutableMapping[Any, Entry], Generic[Entry]):
 # --- names in arguments -----------------------------------------------------------------------------------------------
 
 
-def refuse_other_variables(variables: Any, model: Any) -> list[str]:
+def refuse_other_variables(variables: Any, model: Any, argument: str = "variables") -> list[str]:
     """The names. Raises RegistrationError for variables that are no names."""
     if isinstance(variables, (str, Tensor)) or not isinstance(variables, Iterable):
         raise RegistrationError(
-            f"variables is {variables!r}; it takes names of parameters, as in variables=['fc.weight', 'fc.bias']"
+            f"{argument} is {variables!r}; it takes names of parameters, as in {argument}=['fc.weight', 'fc.bias']"
         )
     names = list(variables)
     if wrong := [variable for variable in names if not isinstance(variable, str)]:
-        raise RegistrationError(f"variables takes names of parameters: {as_written(wrong, model)}")
+        raise RegistrationError(f"{argument} takes names of parameters: {as_written(wrong, model)}")
     return names
 
 

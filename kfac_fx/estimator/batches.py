@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from kfac_fx.estimator.manifests import digest
 
@@ -55,17 +62,28 @@ def as_batch(batch: Any) -> Batch:
     )
 
 
-def refuse_one_pair(batches: Any) -> None:
-    """Raises TypeError for (inputs, targets) instead of batches: two tensors of as many rows, and the second of another
-    dtype or of fewer dimensions. Two batches of inputs may differ in their lengths and sizes."""
+def refuse_no_batches(function: str, batches: Any) -> None:
+    """Raises TypeError for what is no series of batches, though it can be iterated: a tensor and a Dataset yield
+    examples, without the dimension of the cases; (inputs, targets) are one batch, told by two tensors of as many rows,
+    the second of another dtype or of fewer dimensions. Two batches of inputs may differ in their lengths and sizes."""
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise TypeError(
+            f"{function} takes batches, and a {type(batches).__name__} yields single examples: write "
+            f"{function}(DataLoader(dataset, batch_size=64)), or batch_size=None if its items are batches."
+        )
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"{function} takes batches, and got a tensor, {described(batches)}, whose items may be examples: write [x] "
+            "if it is one batch, x.split(64) if it is all of the data, or list(x) if its items are batches."
+        )
     if not (isinstance(batches, tuple) and len(batches) == 2 and all(isinstance(part, Tensor) for part in batches)):
         return
     inputs, targets = batches
     alike = inputs.dtype == targets.dtype and targets.ndim >= inputs.ndim
     if inputs.ndim and targets.ndim and len(inputs) == len(targets) and not alike:
         raise TypeError(
-            f"fit_spectrum takes batches, and this is one, {as_read(as_batch(batches))}: write fit_spectrum(net, [(x, "
-            "y)]), or pass a DataLoader."
+            f"{function} takes batches, and this is one, {as_read(as_batch(batches))}: write [(x, y)], or pass a "
+            "DataLoader."
         )
 
 

@@ -179,6 +179,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.fraction = fraction
         self.batch_size = batch_size
         self.replicas = None if process_group is None else Replicas(process_group)
+        self.agreed: Mapping[str, str] = {}  # options that all processes have at the next fold, by name, as text
         self.params_stats: dict[str, Tensor] = {}
         self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
@@ -441,7 +442,7 @@ class FisherEstimator(BlockDiagonalFisher):
                     for key, sums in pending.sums.items()
                 },
             )
-        cases = pending.total(self.replicas, groups, self.damping, self.owners)
+        cases = pending.total(self.replicas, groups, self.damping, self.owners, self.agreed)
         # If it is a tensor, an empty batch counts as one that is not finite.
         empty = isinstance(cases, int) and cases == 0
         if not empty:
@@ -652,6 +653,7 @@ class PendingBatch:
         groups: Mapping[Key, BlockGroup],
         damping: Tensor,
         owners: BlockOwners | None = None,
+        agreed: Mapping[str, str] = MappingProxyType({}),
     ) -> int | Tensor:
         """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases.
 
@@ -664,8 +666,10 @@ class PendingBatch:
             groups: the group of blocks of every registration that has sums.
             damping: its device and at least its precision are those of the number of cases.
             owners: of the blocks; None: every process keeps all.
+            agreed: see `FisherEstimator.agreed`.
 
-        Raises ModelChangedError on a CPU if the processes have sums of other registrations than this one.
+        Raises ValueError if the processes have other options in `agreed`; ModelChangedError on a CPU if they have sums
+        of other registrations than this one.
         """
         if replicas is None or replicas.number == 1:
             return self.cases - self.lost
@@ -674,8 +678,11 @@ class PendingBatch:
         dtypes = [tensor.dtype for sums in self.sums.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], damping.dtype)
         here = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
-        mark = here.new_tensor(crc32(" ".join(map(key_text, groups)).encode()) % MARKS)
-        cases, marks = replicas.total([here, mark])
+        of_paths, of_options = (crc32(text.encode()) % MARKS for text in (" ".join(map(key_text, groups)), str(agreed)))
+        mark = here.new_tensor(of_paths)
+        cases, marks, of_all = replicas.total([here, mark, here.new_tensor(of_options)])
+        if agreed and bool(of_all != of_options * replicas.number):
+            replicas.check_options(agreed)
         if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
             raise ModelChangedError(
                 "the processes of a step took different paths through the model, so their statistics are those of "

@@ -23,7 +23,7 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
 from kfac_fx.compiled.report import factor_dtype
-from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, as_read, digest_of, refuse_one_pair, with_batch
+from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, as_read, digest_of, refuse_no_batches, with_batch
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.estimator.files import damaged, path_of, plain_name, read_tensors, write_tensors
 from kfac_fx.estimator.manifests import (
@@ -127,7 +127,7 @@ def fit_spectrum(
             'a measurement is of the corrected eigenvalues, and case=None corrects none: pass case="sequence", or '
             'case="row" for one row an example.'
         )
-    refuse_one_pair(batches)
+    refuse_no_batches("fit_spectrum", batches)
     check_mode(mode)
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:

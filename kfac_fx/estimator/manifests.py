@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -22,6 +22,7 @@ from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.users_code import warn_user
 
+T = TypeVar("T")
 NAME = "manifest.json"
 FORMAT = 2  # of the folders; another format is refused
 WITHOUT_DIGESTS = 1  # of the folders whose files have no digests, which are read with a warning
@@ -71,6 +72,26 @@ def read_manifest(folder: Path) -> Manifest:
     if sealed != (version == FORMAT):
         raise damaged(path, "is not what was written: it holds no digest of its own, or its format has none")
     return {name: value for name, value in manifest.items() if name != "seal"}
+
+
+def settled(folder: Path, read: Callable[[], T]) -> T:
+    """`read()` of a folder; once more whenever another process replaced the manifest meanwhile, and the files that the
+    old one names are gone."""
+    while True:
+        before = bytes_there(folder / NAME)
+        try:
+            return read()
+        except (FileNotFoundError, ValueError):
+            if bytes_there(folder / NAME) == before:
+                raise
+
+
+def bytes_there(path: Path) -> bytes | None:
+    """None if it cannot be read."""
+    try:
+        return path.read_bytes() if is_there(path) else None
+    except (OSError, ValueError):
+        return None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.names import check_variables
-from kfac_fx.estimator.batches import as_batch
+from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.estimator.batches import as_batch, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, in_order, recording
 from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text
@@ -137,6 +137,7 @@ class ModelSpectrum(Spectrum):
         Raises ValueError for an unknown case or mode, for a mode beside a measurement, which has none, and if there are
         no batches.
         """
+        refuse_no_batches("correct", batches)
         correction = Correction(self, case, mode, measurement, generator)
         total = len(batches) if isinstance(batches, Sized) else 0
         for batch in tracked(((1, item) for item in batches), total, "corrected eigenvalues"):
@@ -152,7 +153,7 @@ class ModelSpectrum(Spectrum):
 
         Raises RegistrationError if a name is in no block, or shares a block or a parameter with one that is not named.
         """
-        wanted = frozenset(names)
+        wanted = frozenset(refuse_other_variables(names, self.net, "names"))
         check_variables(wanted, self.registrations)
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])

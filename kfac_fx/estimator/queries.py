@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.estimator.batches import as_batch, digest_of, draws_order, samplers_of
+from kfac_fx.estimator.batches import as_batch, digest_of, draws_order, refuse_no_batches, samplers_of
 from kfac_fx.estimator.files import (
     checked_tensors,
     damaged,
@@ -155,6 +155,7 @@ class Queries:
         Raises ValueError if the folder holds the scores of other queries, batches, measurements, weights or losses, or
         a file that is not whole; if a DataLoader shuffles; and if there are no batches.
         """
+        refuse_no_batches("scores_of_all", batches)
         if drawn := [sampler for sampler in samplers_of(batches) if draws_order(sampler)]:
             raise ValueError(
                 f"the DataLoader has a {type(drawn[0]).__name__}, and its scores would have no order: "

@@ -10,8 +10,9 @@ low rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from kfac_fx.estimator.manifests import (
     read_manifest,
     refuse_other,
     refuse_other_making,
+    settled,
     warn_of_no_digests,
     write_manifest,
 )
@@ -297,23 +299,18 @@ def load_spectrum(
 
     A folder of an earlier version, without digests, is loaded with a warning.
 
+    A folder that another process replaces meanwhile is read as it was before, or as it is then.
+
     Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
     FileNotFoundError for missing files.
     """
     folder = path_of(folder)
     optional(a_process_group, "process_group", process_group)
-    manifest = read_spectrum_manifest(folder)
-    registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
-    here = manifest_of(net, registrations, manifest["mode"])
-    settings = {name: value for name, value in manifest.items() if name not in here}
-    refuse_other(folder, compared(manifest), compared(here | settings))
-    if manifest["format"] == FORMAT:
-        data = {} if batches is None else {"data": digest_of_data(batches)}
-        refuse_other_making(folder, manifest.get("made of", {}), made_of(net) | data, any_weights, "a spectrum")
-    else:
-        warn_of_no_digests(folder)
     parameters = dict(net.model.named_parameters())
-    systems = read_systems(folder, manifest["blocks"], registrations, parameters)
+    data = None if batches is None else cache(partial(digest_of_data, batches))
+    manifest, registrations, systems = settled(
+        folder, lambda: read_spectrum(net, folder, parameters, data, any_weights)
+    )
     owners = dict.fromkeys(name for block in registrations for name in block.owners)
     return ModelSpectrum(
         systems,
@@ -327,6 +324,28 @@ def load_spectrum(
         replicas=None if process_group is None else Replicas(process_group),
         any_weights=any_weights,
     )
+
+
+def read_spectrum(
+    net: CompiledModule,
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    data: Callable[[], str] | None,
+    any_weights: bool,
+) -> tuple[Manifest, list[Registration], list[System]]:
+    """The manifest, the blocks, and their systems; see `load_spectrum`. data: the digest that the data must have; None:
+    any."""
+    manifest = read_spectrum_manifest(folder)
+    registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
+    here = manifest_of(net, registrations, manifest["mode"])
+    settings = {name: value for name, value in manifest.items() if name not in here}
+    refuse_other(folder, compared(manifest), compared(here | settings))
+    if manifest["format"] == FORMAT:
+        here_made_of = made_of(net) | ({} if data is None else {"data": data()})
+        refuse_other_making(folder, manifest.get("made of", {}), here_made_of, any_weights, "a spectrum")
+    else:
+        warn_of_no_digests(folder)
+    return manifest, registrations, read_systems(folder, manifest["blocks"], registrations, parameters)
 
 
 def without_factors(systems: Sequence[System]) -> list[System]:
@@ -380,6 +399,11 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
     FileNotFoundError for missing files.
     """
     folder = path_of(folder)
+    return settled(folder, lambda: read_queries(net, folder, any_weights))
+
+
+def read_queries(net: CompiledModule, folder: Path, any_weights: bool) -> Queries:
+    """See `load_queries`."""
     manifest = read_queries_manifest(folder)
     parameters = dict(net.model.named_parameters())
     by_text = {key_text(block.parameters): block for block in net.registrations}

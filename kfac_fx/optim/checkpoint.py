@@ -40,6 +40,7 @@ WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
 NAME = f"{WHOLE}name"  # on every parameter that has a state of its rule
+OUTDATED = f"{WHOLE}outdated"  # in a state that a user kept without a copy, while the optimizer went on
 OPTIONS = f"{WHOLE}options"  # a checksum of the names of the options, and the numbers that stand for them
 
 # --- the checkpoint, written ------------------------------------------------------------------------------------------

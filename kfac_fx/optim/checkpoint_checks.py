@@ -41,6 +41,7 @@ from kfac_fx.optim.checkpoint import (
     LATE,
     NAME,
     OPTIONS,
+    OUTDATED,
     WHOLE,
     Checkpoint,
     checksum,
@@ -149,6 +150,12 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
     entries, saved_groups = Entries.of(state_dict), with_empty_groups(groups, state_dict["param_groups"])
     if not entries.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
+    if OUTDATED in entries.whole:
+        raise ValueError(
+            "the optimizer took a step after this state_dict was made, which shares most of its tensors, so some of "
+            "its entries are of then and some of now: keep copy.deepcopy(optimizer.state_dict()), or save it to a file "
+            "before the next step"
+        )
     refuse_other_choices(state, entries.whole)
     refuse_other_blocks(state, entries.blocks)
     added = follow_versions(state, groups, entries)

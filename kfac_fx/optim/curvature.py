@@ -4,8 +4,8 @@ A difference quotient of outputs loses its digits where the forward rounds coars
 precision of the parameters, whatever the user's forward was allowed: autocast around them is off, and products of
 float32 are computed in float32.
 
-Three things still round coarsely: parameters and inputs of half precision, casts that the graph has, and autocast
-inside of forward. Where casts or inputs need the autocast that was around the user's forward, so that their dtypes meet
+Three things still round coarsely: parameters and inputs of half precision, casts that the graph has, and autocast in a
+part of forward. Where casts or inputs need the autocast that was around the user's forward, so that their dtypes meet
 those of the parameters, the check's forwards have it, too. So have models without a single graph, whose submodules were
 captured under it.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import convolutions_are_full, full_precision, products_are_full
 from kfac_fx.passes.graphs.labels import named_dtypes
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.signature import autocast, kinds
+from kfac_fx.passes.tracing.signature import autocast, ignoring_autocast_of_graphs, kinds
 from kfac_fx.recording.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder
 
@@ -48,7 +48,8 @@ class CheckPrecision:
     @staticmethod
     def of_call(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CheckPrecision:
         """That for a call of the model, in the settings of which the user's forward has just run."""
-        around, tensors = autocast(), [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if is_real(leaf)]
+        around = tuple((dict(autocast()) | dict(recorder.program.autocast)).items())
+        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if is_real(leaf)]
         cast = max_rounding(named_dtypes(recorder.program)) if recorder.whole else 0.0
         mixed = not recorder.whole or max(cast, max_rounding({leaf.dtype for leaf in tensors})) > COARSE
         around_check = around if mixed else ()
@@ -60,7 +61,7 @@ class CheckPrecision:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Forwards inside have this precision. All settings are restored at the end."""
-        with full_precision(everything=True), ExitStack() as stack:
+        with full_precision(everything=True), ignoring_autocast_of_graphs(), ExitStack() as stack:
             chosen = dict(self.autocast)
             for kind in kinds():
                 # Without a cache: dual numbers and tensors of a transformation must not outlive their level.

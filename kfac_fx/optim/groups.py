@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.linalg.arguments import not_negative, number, one_element
+from kfac_fx.linalg.arguments import not_negative, number_that, one_element
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
@@ -28,6 +29,7 @@ NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
 FIRST_LR = "first_lr"  # in a group: its lr when it was added, if `norm_constraint` compares later ones with it
 # "first_order" in a group says which rule moves it.
+ROUNDING = 1e-6  # of the lr at the end of a schedule
 MOST_SUMMED = 1e3  # squared gradients, as many as a running sum of them holds
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 InnerProduct = Callable[[Tensor, Tensor], Tensor]  # <a, b> of vectors [P] that may be divided among processes
@@ -87,12 +89,7 @@ def split_group(
         ValueError: for a parameter that is not the compiled module's, and for an option that groups do not have.
     """
     members = members_of(group)
-    if common := {name: group[name] for name in group if name in of_all}:
-        written = ", ".join(f"{name}={value!r}" for name, value in common.items())
-        raise ValueError(
-            f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "
-            f"KFAC(..., {written}), and not {', '.join(common)} in a group"
-        )
+    refuse_options_of_all(group, of_groups, of_all)
     for name in of_groups:
         if name in group:
             not_negative(name, group[name])
@@ -117,6 +114,16 @@ def split_group(
             lr = first_order.lr * ratio
         parts.append({**options, **decay, "params": outside, "lr": lr, "first_order": True})
     return parts
+
+
+def refuse_options_of_all(group: Mapping[str, Any], of_groups: Iterable[str], of_all: Collection[str]) -> None:
+    """Raises ValueError for a group that has options which all parameters share. See `split_group`."""
+    if common := {name: group[name] for name in group if name in of_all}:
+        written = ", ".join(f"{name}={value!r}" for name, value in common.items())
+        raise ValueError(
+            f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "
+            f"KFAC(..., {written}), and not {', '.join(common)} in a group"
+        )
 
 
 def members_of(group: Any) -> list[Any]:
@@ -296,6 +303,16 @@ class StateVectors:
         )
 
 
+# The values that a loop may write into a group between two steps. Schedulers end at an lr of 0 up to rounding.
+not_below_rounding = number_that("not be negative", lambda value: -ROUNDING <= value < math.inf)
+OF_A_GROUP: Mapping[str, Callable[[str, Any], None]] = {
+    "lr": not_below_rounding,
+    FIRST_LR: not_below_rounding,
+    "momentum": not_negative,
+    "weight_decay": not_negative,
+}
+
+
 @dataclass
 class GroupedParameters:
     """The parameters of all groups, with the scalars of their groups on the device."""
@@ -341,7 +358,8 @@ class GroupedParameters:
                         one_element(key, value)
                         scalars[name].copy_(value.reshape(()))
                     else:
-                        scalars[name].fill_(number(f"{key} of a parameter group", value))
+                        OF_A_GROUP[key](f"{key} of a parameter group", value)
+                        scalars[name].fill_(float(value))
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 

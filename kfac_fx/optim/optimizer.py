@@ -15,13 +15,14 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.text import fold
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.bases import BASIS_VALUES
-from kfac_fx.optim.checkpoint import is_left, publish, restore, with_empty_groups
+from kfac_fx.optim.checkpoint import OUTDATED, is_left, parameters_of, publish, restore, with_empty_groups
 from kfac_fx.optim.checkpoint_checks import check_state
 from kfac_fx.optim.forwards import (
     Closure,
@@ -31,7 +32,7 @@ from kfac_fx.optim.forwards import (
     refuse_no_closure,
     refuse_other_losses,
 )
-from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, rule_state, split_group
+from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, refuse_options_of_all, rule_state, split_group
 from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.measured_step import Losses
 from kfac_fx.optim.options import KFACOptions
@@ -200,7 +201,9 @@ class KFAC(Optimizer, Joinable):
         self._with_default_lr: set[int] = set()  # the groups without an lr of their own
         self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
         self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
-        super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
+        super().__init__([{"params": list(names)}] if params is None else list(params), options.of_groups)
+        if not any(group["params"] for group in self.param_groups):
+            raise ValueError("params has groups without parameters alone: leave params out to train all of the net")
         example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
         precision = at_least_float32(example.dtype)
         scalar = torch.zeros((), dtype=precision, device=example.device)
@@ -238,6 +241,7 @@ class KFAC(Optimizer, Joinable):
         self._stand_in: StandIn | None = None  # inside of Join
         self._joined: object = None  # that of DistributedDataParallel, which keeps it behind the end
         self._published: object = None  # the groups of blocks whose tensors are in `state`
+        self._handed_out: list[dict[str, Tensor]] = []  # entries of the whole optimizer, in states since the last step
         net.attach(self)
 
     # --- what torch expects -----------------------------------------------------------------------------------------
@@ -349,6 +353,8 @@ class KFAC(Optimizer, Joinable):
         refuse_no_closure("step(previous=...) takes a closure that returns a loss", previous)
         refuse_inference_mode("a step is taken")
         refuse_other_losses(loss)
+        for group in self.param_groups:
+            refuse_options_of_all(group, self.defaults, self.options.of_all_groups)
         if closure is not None:
             check_closure(self._step_state)
             measures = self._step_state.schedule.adapting and evaluate is None
@@ -360,12 +366,17 @@ class KFAC(Optimizer, Joinable):
             refuse_first(Join.notify_join_context(self))
             refuse_micro_batches(self._forwards.seen.forwards)
             loss = self._stand_in.share(loss)
+        counted = self.counter, self.burned_in
         try:
             with outside_autocast() as as_outside:
                 losses = Losses(as_outside(evaluate), loss, as_outside(previous), as_outside(closure))
                 take_step(self._step_state, self.param_groups, self.state, losses)
         finally:
             self._forwards.forget()
+            if (self.counter, self.burned_in) != counted:
+                for entries in self._handed_out:
+                    entries[OUTDATED] = torch.ones((), dtype=torch.bool)
+                self._handed_out.clear()
         if self._published is not self.estimator.groups:
             publish(self._step_state, self.param_groups, self.state)
             self._published = self.estimator.groups
@@ -549,15 +560,24 @@ class KFAC(Optimizer, Joinable):
 
     def fallbacks(self) -> list[str]:
         """For the report: each part that was not done as it should be, and why."""
-        return self._step_state.fallbacks(self._registrations)
+        of_steps = self._step_state.fallbacks(self._registrations)
+        outside = fold(sorted(self.net.captures.reached & self._unregistered))
+        reason = (
+            f"{outside}: has gradients, and no forward uses it, so it is in no Fisher block and follows AdamW, by "
+            "about its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr "
+            f"than {self.options.first_order_rule.lr:g}"
+        )
+        return [*of_steps, *[reason] * bool(outside)]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".
 
         The tensors of a Fisher block are those of its first parameter, and those of no block are the first parameter's.
-        A file of it can be read with `weights_only=True`.
+        A file of it can be read with `weights_only=True`. As in every torch optimizer, tensors are those of the
+        optimizer: keep a copy, or a file. `load_state_dict` refuses a state that the optimizer has left behind.
         """
         publish(self._step_state, self.param_groups, self.state)
+        self._handed_out.append(self.state[parameters_of(self.param_groups)[0][0]])
         state = super().state_dict()
         return {**state, "param_groups": [group for group in state["param_groups"] if not is_left(group)]}
 

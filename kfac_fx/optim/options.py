@@ -32,9 +32,10 @@ STEPS = "steps"
 
 
 def a_rate(name: str, value: Any) -> None:
-    if isinstance(value, (list, tuple, Mapping)):
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
         raise ValueError(
-            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
+            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...), and all "
+            "parameters of the net are trained without it"
         )
     not_negative(name, value)
 
@@ -188,7 +189,7 @@ class KFACOptions:
         """The options of parameter groups, with their first values."""
         return {"lr": self.rule.group_lr(self.lr), **self.rule.of_groups, "weight_decay": self.weight_decay}
 
-    @property
+    @functools.cached_property
     def of_all_groups(self) -> frozenset[str]:
         """The names of the options that all parameters share: those of every KFAC, and of every known rule."""
         classes: list[Any] = [KFACOptions, *RULES.values(), type(self.rule)]

@@ -96,6 +96,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if due.first:
         choose_intervals(state)
     with state.phases.measure("statistics"):
+        if state.replicas.number > 1 and state.damping.device.type == "cpu":
+            estimator.agreed = {"steps": str(state.schedule.counter), **of_groups_as_text(state, groups)}
         dense = schedule.decay if schedule.intervals_apart == 0 else None
         recorded = estimator.fold(decay=1.0 if due.burning_in else dense, accept=ok)
     if due.burning_in:
@@ -150,18 +152,22 @@ def check_processes(state: StepState, groups: Sequence[Group]) -> None:
     Raises ValueError if the processes have different options, of the optimizer or of its groups, or blocks.
     """
     if state.replicas.number > 1:
-        of_groups = {
-            f"the group of {state.vectors.names[parameter]}": ", ".join(
-                f"{key}={float(group[key]):g}" for key in OF_GROUPS if group.get(key) is not None
-            )
-            for group in groups
-            for parameter in group["params"]
-        }
         blocks = {
             f"the block of {', '.join(r.parameters)}": f"{r.approximation} of {r.matrix and list(r.matrix.shape)}"
             for r in state.net.registrations
         }
-        state.replicas.check_options(state.options.common() | of_groups | blocks)
+        state.replicas.check_options(state.options.common() | of_groups_as_text(state, groups) | blocks)
+
+
+def of_groups_as_text(state: StepState, groups: Sequence[Group]) -> dict[str, str]:
+    """The options of the group of every parameter. Waits for the device of tensors."""
+    return {
+        f"the group of {state.vectors.names[parameter]}": ", ".join(
+            f"{key}={float(group[key]):g}" for key in OF_GROUPS if group.get(key) is not None
+        )
+        for group in groups
+        for parameter in group["params"]
+    }
 
 
 def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | float | None) -> float:

@@ -36,6 +36,7 @@ from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
+from kfac_fx.passes.tracing.signature import under_autocast
 from kfac_fx.recording.backends import CompiledOrPlain
 from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
@@ -247,7 +248,8 @@ class EmittedGraph(EmittedModel):
     ) -> RunOutputs:
         if any(map(is_divided, parameters.values())):
             return self.run_on_shards(parameters, buffers, values, probes, average=False)
-        return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
+        with under_autocast(self.program.autocast):
+            return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
 
     def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
         if any(map(is_divided, parameters.values())):
@@ -258,11 +260,16 @@ class EmittedGraph(EmittedModel):
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], average: bool
     ) -> RunOutputs:
         tensors, backward = self.held(parameters, buffers), any(probe is not None for probe in probes)
-        result: RunOutputs = run_on_shards(self.module, tensors, (*values, probes), backward=backward, average=average)
+        inputs = (*values, probes)
+        with under_autocast(self.program.autocast):
+            result: RunOutputs = run_on_shards(self.module, tensors, inputs, backward=backward, average=average)
         return result
 
     def isolated(self) -> AbstractContextManager[None]:
         return isolated(self.model, self.random)
+
+    def autocast_dtypes(self) -> set[torch.dtype]:
+        return {dtype for _, dtype in self.program.autocast}
 
     # --- the batch --------------------------------------------------------------------------------------------------
 

@@ -260,14 +260,14 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
 def coarsest_rounding(recorder: Recorder, values: tuple[Any, ...], around: bool = True) -> float:
     """The rounding of the least exact dtype that takes part: a parameter's, an input's or autocast's.
 
-    around: count autocast that is on now, around the forward.
+    around: count autocast that is on now, around the forward, and that of a graph.
     """
     tensors = [*recorder.model.parameters(), *(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     devices = {tensor.device.type for tensor in tensors}
     enabled = (device for device in devices if around and torch.is_autocast_enabled(device))
     dtypes |= {torch.get_autocast_dtype(device) for device in enabled}
-    dtypes |= recorder.emitted.autocast_dtypes()
+    dtypes |= recorder.emitted.autocast_dtypes() if around or not recorder.whole else set()
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 

@@ -553,5 +553,6 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
         sums[SQUARE.name] = sums[SQUARE.name].flatten()  # as it is when it comes from per-case gradients
     if PER_CASE.name in moments:
         p, side = moments[PER_CASE.name].flatten(0, -2), approximation.left
-        sums[side.statistic.name] = p.square().sum(0) if side.diagonal else of_vectors(p)
+        with without_autocast(p.device):
+            sums[side.statistic.name] = p.square().sum(0) if side.diagonal else of_vectors(p)
     return sums

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nested import nested_tensor_from_jagged
 from .. import results
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
-from ..ir import copy_nodes
+from ..ir import Autocast, copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
 from .effects import untouched
 from .random_streams import python_random
@@ -133,9 +134,31 @@ def kinds() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-def autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def autocast() -> Autocast:
     """The kinds of devices for which autocast is on, with its dtypes."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
+
+
+IGNORES_GRAPHS = ContextVar("IGNORES_GRAPHS", default=False)  # whether graphs run without the autocast of their own
+
+
+@contextmanager
+def under_autocast(settings: Autocast) -> Iterator[None]:
+    """Inside, these are on, too, unless the autocast of graphs is ignored."""
+    with ExitStack() as stack:
+        for kind, dtype in () if IGNORES_GRAPHS.get() else settings:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+@contextmanager
+def ignoring_autocast_of_graphs() -> Iterator[None]:
+    """Inside, graphs that have an autocast of their own run under that which is on around them, and no other."""
+    before = IGNORES_GRAPHS.set(True)
+    try:
+        yield
+    finally:
+        IGNORES_GRAPHS.reset(before)
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ def targets_of(loss: TorchLoss, inputs: Tensor) -> Tensor:
 def test_the_function_takes_inputs_targets_and_a_reduction(loss: TorchLoss) -> None:
     assert loss.arguments[:2] == ("input", "target") and "reduction" in loss.arguments
     optional = [name for name, p in inspect.signature(loss.function).parameters.items() if p.default is not p.empty]
-    assert set(loss.outside) <= set(optional)
+    assert set(loss.outside) <= set(optional), f"`outside` of {loss.name} names arguments of the function"
 
 
 @rows

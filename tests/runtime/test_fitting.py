@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ def test_a_process_that_is_killed_while_it_corrects_is_resumed(tmp_path: Path) -
     child = """
 import os, signal, sys
 import torch
+from collections.abc import Callable
 from pathlib import Path
 from tests.runtime.test_fitting import fit_spectrum, net_and_data
 
@@ -285,9 +287,32 @@ def test_wrong_parts_and_batches_are_refused() -> None:
     with pytest.raises(TypeError) as error:
         fit_spectrum(net, (x, y))
     assert str(error.value) == (
-        "fit_spectrum takes batches, and this is one, net(float32 [4, 3]) with targets int64 [4]: write "
-        "fit_spectrum(net, [(x, y)]), or pass a DataLoader."
+        "fit_spectrum takes batches, and this is one, net(float32 [4, 3]) with targets int64 [4]: write [(x, y)], or "
+        "pass a DataLoader."
     )
+
+
+def test_examples_are_no_batches() -> None:
+    """For a regression, a row of a tensor is a batch without the dimension of the cases, and its elements are cases."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    net = kfac_fx.compile(nn.Linear(3, 2), (x,), loss="normal")
+    spectrum = fit_spectrum(net, x.split(3), mode="exact", damping=0.1)
+    queries = spectrum.precondition((x, y))
+    calls: dict[str, Callable[[Any], Any]] = {
+        "fit_spectrum": lambda batches: fit_spectrum(net, batches),
+        "correct": spectrum.correct,
+        "scores_of_all": queries.scores_of_all,
+    }
+    for function, call in calls.items():
+        with pytest.raises(
+            TypeError, match=rf"{function} takes batches, and got a tensor, float32 \[6, 3\], .*x.split"
+        ):
+            call(x)
+        with pytest.raises(TypeError, match=rf"a TensorDataset yields single examples: write {function}\(DataLoader\("):
+            call(TensorDataset(x, y))
+    with pytest.raises(RegistrationError, match=r"names is 'weight'; it takes names of parameters, as in names=\['fc"):
+        spectrum.part("weight")
 
 
 def test_a_tuple_of_two_batches_is_two_batches() -> None:

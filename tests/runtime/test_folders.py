@@ -24,6 +24,7 @@ from torch import nn
 import kfac_fx
 from benchmarks.hostile.folders import Small, X, Y, kinds, small_net, small_spectrum
 from kfac_fx import load_spectrum, save_spectrum
+from kfac_fx.estimator import saved
 from kfac_fx.estimator.files import MOST, UNSEALED
 from tests.runtime.test_fitting import same
 
@@ -225,6 +226,33 @@ def test_a_folder_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
                 call(wrong)
         with pytest.raises(ValueError, match="it has a null character"):
             call(f"{tmp_path}/a\0b")
+
+
+def test_a_reader_of_a_folder_that_is_replaced_meanwhile_gets_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that the manifest of before names are gone when they are read."""
+    net = small_net()
+    first, second = small_spectrum(net), small_spectrum(net, 2.0)
+    save_spectrum(first, tmp_path)
+    kfac_fx.save_queries(first.precondition((X[:1], Y[:1])), tmp_path / "queries")
+    replacing = [lambda: save_spectrum(second, tmp_path)]
+    real = saved.read_tensors
+
+    def read_tensors(*args: Any, **options: Any) -> Any:
+        if replacing:
+            replacing.pop()()
+        return real(*args, **options)
+
+    monkeypatch.setattr(saved, "read_tensors", read_tensors)
+    assert same(load_spectrum(net, tmp_path), second.at(damping=0.0))
+    other = second.precondition((X[:1], Y[:1]))
+    replacing.append(lambda: kfac_fx.save_queries(other, tmp_path / "queries"))
+    loaded = kfac_fx.load_queries(net, tmp_path / "queries")
+    assert all(torch.equal(loaded.matrices[key], matrix) for key, matrix in other.matrices.items())  # type: ignore[arg-type]
+    next(path for path in tmp_path.iterdir() if path.suffix == ".safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="1 of 1 blocks are missing"):  # the manifest is the same
+        load_spectrum(net, tmp_path)
 
 
 def test_two_threads_that_save_into_one_folder_leave_the_last_one(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The optimizer's state by parameter, and the vectors that a step computes with."""
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from kfac_fx.optim.groups import (
     keep_first_lr,
     split_group,
 )
+from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import Regular
+from tests.runtime.toy_optimizers import made, train, values
 
 
 def members(
@@ -136,3 +140,39 @@ def test_the_numbers_of_a_group_must_not_be_negative(option: str) -> None:
         split_group(
             {"params": [weight], option: -0.1}, {weight: "w"}, (), FirstOrder(), dict.fromkeys(OF_GROUPS, 0.1), ()
         )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("lr", math.nan, "lr of a parameter group is nan; it must not be negative"),
+        ("lr", math.inf, "lr of a parameter group is inf; it must be finite"),
+        ("lr", -0.1, "lr of a parameter group is -0.1; it must not be negative"),
+        ("momentum", -0.1, "momentum of a parameter group is -0.1; it must not be negative"),
+        ("weight_decay", math.nan, "weight_decay of a parameter group is nan; it must not be negative"),
+        ("damping", 0.3, "shares all other options with the rest: KFAC(..., damping=0.3), and not damping in a group"),
+    ],
+)
+def test_numbers_that_a_loop_writes_into_a_group_are_checked_at_the_next_step(
+    option: str, value: float, words: str
+) -> None:
+    net, opt = made()
+    train(net, opt, range(1))
+    before = values(net)
+    opt.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train(net, opt, range(1, 2))
+    assert all(map(torch.equal, values(net).values(), before.values()))
+
+
+def test_a_schedule_may_end_at_an_lr_that_is_zero_up_to_rounding() -> None:
+    net, opt = made()
+    opt.param_groups[0]["lr"] = -1e-17
+    train(net, opt, range(1))
+
+
+def test_groups_without_parameters_are_refused() -> None:
+    net, _ = made()
+    net.detach()
+    with pytest.raises(ValueError, match="params has groups without parameters alone: leave params out"):
+        KFAC(net, lr=0.1, damping=0.1, params=[{"params": []}])

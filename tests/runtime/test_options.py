@@ -83,7 +83,7 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "of no rule": (
         {"momentun": 0.9, "weight_decai": 0.1, "betas": (0.9, 0.99), "dampening": 0.5, "nesterov": True}
-        | {"fused": True, "eps": 1e-8, "learning_rate": 1e-3},
+        | {"fused": True, "eps": 1e-8, "learning_rate": 1e-3, "max_iter": 20},
         [
             "  momentun. Did you mean 'momentum'?",
             "  weight_decai. Did you mean 'weight_decay'?",
@@ -93,6 +93,7 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  fused. Leave it out.",
             "  eps. Leave it out; rules that need it take a damping instead.",
             "  learning_rate. Write lr=...; it is a factor, 1 by default, and not of the size of Adam's.",
+            "  max_iter. Leave it out: step(closure) takes one step, and checks find its length.",
         ],
     ),
 }
@@ -361,10 +362,14 @@ def test_parameters_of_another_model_are_refused() -> None:
 
 
 def test_groups_of_parameters_in_the_place_of_lr_are_told_their_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"^lr is a list; groups of parameters are an argument, KFAC\(net, params=...\)$"
-    ):
-        KFAC(compile(model(), loss="categorical"), [{"params": []}])  # type: ignore[arg-type]
+    net = compile(model(), loss="categorical")
+    for groups, kind in (([{"params": []}], "list"), (net.parameters(), "generator")):
+        with pytest.raises(
+            ValueError,
+            match=rf"^lr is a {kind}; groups of parameters are an argument, KFAC\(net, params=...\), and all "
+            "parameters of the net are trained without it$",
+        ):
+            KFAC(net, groups)  # type: ignore[arg-type]
 
 
 def test_numbers_may_be_tensors() -> None:

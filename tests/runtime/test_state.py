@@ -223,6 +223,25 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
         opt.load_state_dict(torch.optim.SGD(net.parameters(), lr=0.1).state_dict())
 
 
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_state_that_was_kept_without_a_copy_is_refused_behind_a_step(options: dict[str, Any]) -> None:
+    """Its tensors are those of now, and its numbers those of then."""
+    net, opt = made(**options)
+    train(net, opt, range(3))
+    first, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())
+    opt.state_dict()  # another one before the next step
+    opt.load_state_dict(first)
+    opt.zero_grad()
+    opt.step()  # without gradients, which does nothing
+    opt.load_state_dict(opt.state_dict())
+    first = opt.state_dict()
+    train(net, opt, range(3, 4))
+    with pytest.raises(ValueError, match=r"took a step after this state_dict was made.*copy.deepcopy\(optimizer.state"):
+        opt.load_state_dict(first)
+    opt.load_state_dict(copied)
+    opt.load_state_dict(opt.state_dict())
+
+
 def lose_a_key(state: dict[str, Any]) -> None:
     del state["state"][0]["kfac/skipped"]
 

@@ -132,6 +132,10 @@ INPUTS: Rows = {
         lambda: kfac_fx.capture(nn.Sequential(__import__("collections").OrderedDict({'a"b': nn.Linear(4, 3)})), (X,)),
         UntraceableError, "Rename the modules, parameters and buffers",
     ),
+    "a surrogate in a name": (
+        lambda: kfac_fx.compile(nn.Sequential(__import__("collections").OrderedDict({"a\ud800": nn.Linear(4, 3)}))),
+        UntraceableError, r"'a\\ud800'.*\nRename the modules, .* line breaks, surrogates and keywords",
+    ),
     "inputs, a number": (lambda: compiled(inputs=3), TypeError, r"example_inputs is a int; .* write \(x,\) for one"),
     "inputs, a dict": (lambda: compiled(inputs={"x": X}), TypeError, "must be a tuple: write example_kwargs={'x': x}"),
     "kwargs, a list": (lambda: compiled(example_kwargs=[X]), TypeError, "example_kwargs is a list; it must be a dict"),

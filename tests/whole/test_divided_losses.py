@@ -98,4 +98,4 @@ def test_autocast_over_what_has_no_parts_is_captured_whole() -> None:
 
     net = compiled(Bare())
     assert net.report.to_dict()["submodules"] == []
-    assert [registration.generic for registration in net.registrations] == [True]
+    assert [registration.layer for registration in net.registrations] == ["linear"]

@@ -6,6 +6,7 @@ One spawn serves all tests. Messages of different sizes end a process without an
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -152,6 +153,21 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # of the second process, and 
 }
 
 
+def half_of_the_lr(training: Training, state: dict[str, Any]) -> None:
+    training.opt.param_groups[0]["lr"] *= 0.5
+
+
+def an_older_state(training: Training, state: dict[str, Any]) -> None:
+    training.opt.load_state_dict(state)
+
+
+# Changes of the second process between two steps, and the first row of the error.
+LATER: dict[str, tuple[Callable[[Training, dict[str, Any]], None], str]] = {
+    "half of the lr": (half_of_the_lr, "the group of "),
+    "an older state": (an_older_state, "steps  2 and 1"),
+}
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
@@ -161,6 +177,16 @@ def work(rank: int, folder: str) -> None:
         training = Training(rank, **options)
         train(training)
         results[name] = training.parameters
+    for name, (change, _) in LATER.items():
+        training = Training(rank, **REGULAR)
+        training.step(training.loss(0))
+        kept = copy.deepcopy(training.opt.state_dict())
+        training.step(training.loss(1))
+        if rank:
+            change(training, kept)
+        with pytest.raises(ValueError) as error:
+            training.step(training.loss(2))
+        results[name] = str(error.value)
     for name, (others, _) in OTHERS.items():
         training = Training(rank, **{**REGULAR, **(others if rank else {})})
         with pytest.raises(ValueError) as error:
@@ -200,6 +226,15 @@ def test_two_processes_take_the_steps_of_one(results: list[dict[str, Any]], name
     for of_process in results:
         torch.testing.assert_close(of_process[name], whole.parameters, rtol=1e-7, atol=1e-8)
     assert torch.equal(results[0][name], results[1][name])
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_other_options_of_a_later_step_are_refused(results: list[dict[str, Any]], name: str) -> None:
+    for of_process in results:
+        first, row, *_, last = of_process[name].splitlines()
+        assert first == "2 processes train one model with different options:"
+        assert row.strip().startswith(LATER[name][1])
+        assert last.startswith("Give kfac_fx.compile and KFAC the same options in all processes.")
 
 
 @pytest.mark.parametrize("name", OTHERS)

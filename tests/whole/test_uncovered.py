@@ -66,6 +66,23 @@ def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
     assert warned(net, X, CLASSES, BOXES, keys=("classes", "boxes")) == []
 
 
+def test_the_report_says_that_a_parameter_outside_of_forward_follows_adamw() -> None:
+    """As a coefficient of an equation does whose derivatives are taken outside of forward."""
+    model = nn.Linear(4, 1)
+    model.coefficient = nn.Parameter(torch.zeros(()))
+    net = kfac_fx.compile(model)
+    optimizer = kfac_fx.KFAC(net, first_order={"lr": 0.03})
+    assert "AdamW" not in str(net.report)
+    (net(X) - model.coefficient - 3).square().mean().backward()
+    optimizer.step()
+    assert abs(model.coefficient.item() + 0.03) < 1e-6
+    (line,) = [line for line in net.report.to_dict()["fallbacks"] if "AdamW" in line]
+    assert line == (
+        "coefficient: has gradients, and no forward uses it, so it is in no Fisher block and follows AdamW, by about "
+        "its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr than 0.03"
+    )
+
+
 @pytest.mark.parametrize(
     ("beside", "own", "rate"),
     [((), 0.05, 0.05), ((), None, 0.01), (("classes",), 0.05, 0.005), (("classes",), torch.tensor(0.2), 0.02)],

@@ -57,6 +57,10 @@ OTHER_NAMES = {  # of other optimizers
     "eps": " Leave it out; rules that need it take a damping instead.",
     **dict.fromkeys(("amsgrad", "foreach", "fused", "capturable", "differentiable"), " Leave it out."),
     "nesterov": " Leave it out.",
+    **dict.fromkeys(
+        ("max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn"),
+        " Leave it out: step(closure) takes one step, and checks find its length.",
+    ),
     "maximize": " Leave it out, and train minus the loss.",
 }
 
