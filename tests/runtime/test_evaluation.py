@@ -212,7 +212,7 @@ def test_a_default_training_checks_by_kernels_and_ends_where_it_does_without_the
     def trained() -> tuple[list[float], CompiledModule]:
         torch.manual_seed(0)
         net, target = compiled(Last(nn.LSTM(3, 4, batch_first=True)), (X,)), torch.randn(5, 2)
-        optimizer, values = kfac_fx.KFAC(net), []
+        optimizer, values = kfac_fx.KFAC(net, exact_steps=False), []  # exact ones multiply differences of rounding
         for _ in range(12):
             optimizer.zero_grad()
             loss = (net(X) - target).square().sum(1).mean()
