@@ -51,6 +51,7 @@ from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional
 from kfac_fx.linalg.processes import Replicas
+from kfac_fx.passes.complex_parameters import real_parameters
 from kfac_fx.passes.errors import fatal
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import class_of
@@ -70,7 +71,7 @@ UNCOMPARED = ("made of", "progress")  # entries that other checks compare
 def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
     """The description of a folder without its files. settings: how they were made, which a resumed run must share."""
     registrations = list(registrations)
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
     return {
         "format": FORMAT,
@@ -312,7 +313,7 @@ def load_spectrum(
         refuse_other_making(folder, manifest.get("made of", {}), made_of(net) | data, any_weights, "a spectrum")
     else:
         warn_of_no_digests(folder)
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     systems = read_systems(folder, manifest["blocks"], registrations, parameters)
     owners = dict.fromkeys(name for block in registrations for name in block.owners)
     return ModelSpectrum(
@@ -381,7 +382,7 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
     """
     folder = path_of(folder)
     manifest = read_queries_manifest(folder)
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     by_text = {key_text(block.parameters): block for block in net.registrations}
     blocks = manifest["blocks"]
     if unknown := [key for key in blocks if key not in by_text]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import NotRegisteredError, RegistrationError, nearest
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece, ranges, unallocated
@@ -187,6 +188,21 @@ def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def real_vector(vector: Vector) -> Vector:
+    """A vector with the real and imaginary parts of its complex entries, which are those of complex parameters."""
+    if not isinstance(vector, Mapping) or not any(isinstance(v, Tensor) and v.is_complex() for v in vector.values()):
+        return vector
+    return {name: real_numbers(entry) if isinstance(entry, Tensor) else entry for name, entry in vector.items()}
+
+
+def like_vector(product: Tensors, vector: Vector) -> Tensors:
+    """A product with a `real_vector`, with complex entries where the vector had them."""
+    return {
+        name: torch.view_as_complex(entry.contiguous()) if vector[name].is_complex() else entry
+        for name, entry in product.items()
+    }
 
 
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
@@ -46,6 +45,7 @@ from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves, losses_apart, take_gradient
 from kfac_fx.passes import results
+from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import version

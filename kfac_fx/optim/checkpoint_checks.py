@@ -54,6 +54,7 @@ from kfac_fx.optim.first_order import ADAM_VALUES, new_adam_state
 from kfac_fx.optim.groups import FIRST_LR, OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.state import StepState
+from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import plural, table
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.users_code import warn_user
@@ -309,7 +310,7 @@ def rule_is_late(state: StepState) -> bool:
 
 def new_state(state: StepState, parameter: Tensor, first_order: bool) -> Tensors:
     """The first state of a parameter of zeros."""
-    zeros = torch.zeros_like(parameter.detach())
+    zeros = torch.zeros_like(real_numbers(parameter.detach()))
     return new_adam_state(zeros) if first_order else state.options.rule.new_state(zeros)
 
 
@@ -364,7 +365,7 @@ def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
     if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
         return first.dtype
     widest = functools.reduce(
-        torch.promote_types, (p.dtype for p in state.vectors.names if p.element_size() > 1), first.dtype
+        torch.promote_types, (p.dtype.to_real() for p in state.vectors.names if p.element_size() > 1), first.dtype
     )
     wider = torch.promote_types(first.dtype, entry.dtype)
     return wider if torch.promote_types(wider, widest) is widest else first.dtype

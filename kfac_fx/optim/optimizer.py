@@ -34,6 +34,7 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import check_closure, take_step
 from kfac_fx.passes import results
+from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
@@ -196,6 +197,7 @@ class KFAC(Optimizer, Joinable):
         self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
         super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
         example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
+        example = real_numbers(example.detach())
         precision = at_least_float32(example.dtype)
         scalar = torch.zeros((), dtype=precision, device=example.device)
         schedule = Schedule(options)
