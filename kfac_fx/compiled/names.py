@@ -374,10 +374,11 @@ class Finder:
         """All uses of declared layers whose output is this node."""
         shapes = held_shapes(self.program)
         uses = (
-            lay_over(pattern, output, self.label, shapes, self.program.parameters)
+            use
             for pattern in patterns_at(self.patterns, output)
+            for use in lay_over(pattern, output, self.label, shapes, self.program.parameters)
         )
-        return [with_mask(self.with_batch(use)) for use in uses if use is not None]
+        return [with_mask(self.with_batch(use)) for use in uses]
 
     def parts_at(self, output: fx.Node, scope: Program) -> list[Use]:
         """The same by parts, where parameters are used or asked for in pieces, or several are put together."""
