@@ -9,11 +9,14 @@ is that of the parts, and a layer of complex numbers is one of real numbers (`pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from .graphs.edit import attribute, holder
+
+T = TypeVar("T")
 
 
 def real_numbers(tensor: Tensor) -> Tensor:
@@ -46,8 +49,8 @@ def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return parts
 
 
-def original(parameter: nn.Parameter) -> nn.Parameter:
-    """The inverse of `real_parameter`: the parameter that the model holds."""
+def original(parameter: T) -> T | nn.Parameter:
+    """The inverse of `real_parameter`: the parameter that the model holds. Other objects stay as they are."""
     return parameter.of if isinstance(parameter, RealParts) else parameter
 
 

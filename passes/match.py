@@ -193,8 +193,11 @@ def lay_over(
     expressions: Mapping[fx.Node, ParameterExpr] | None = None,
     binding: Binding | None = None,
 ) -> list[Use]:
-    """The use whose output is `root`; of complex numbers one for each of its parameters. A frozen weight or bias fills its role and is not registered; neither is
-    one that is computed in another way. `cut` decides which parameters of an expression are registered."""
+    """The use whose output is `root`; of complex numbers one for each of its parameters.
+
+    A frozen weight or bias fills its role and is not registered; neither is one that is computed in another way. `cut`
+    decides which parameters of an expression are registered.
+    """
     form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
     binding = binding or Binding(pattern, label, shapes, usable, label[root] is Label.FREE)
     if not binding.fits(pattern.root, root):
@@ -333,8 +336,8 @@ class Binding:
     parameters, exprs, foreign: the roles that a parameter, an expression or any other node fills.
     order, output: of a sum: the order of the form's dimensions in it, None if their number is not known; the form's own
         output if they are permuted.
-    conjugated: the roles that complex numbers fill, whose real and imaginary parts are a parameter [..., 2], and whether
-        they are conjugated.
+    conjugated: the roles that complex numbers fill, whose parts are a parameter [..., 2], and whether they are
+        conjugated.
     numbers: of the elements that were gathered.
     map: from the parameter to the table in its place.
     mismatch: why the form does not fit: the first condition that fails, the place in the graph, and the part of the

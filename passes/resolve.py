@@ -340,7 +340,9 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     first = next((use for use in uses if not use.transposed), uses[0])
     matrix: MatrixForm = first.matrix
     reason = reasons.get(first.parameter_set) or first.output.meta.get(UNROLLED)
-    if any(of_complex(use) and {"weight", "bias"} <= {role for role, shape in use.attrs.items() if shape} for use in uses):
+    if any(
+        of_complex(use) and {"weight", "bias"} <= use.attrs.keys() and use.attrs["bias"] is not None for use in uses
+    ):
         reason = "of complex numbers: a weight and its bias have a block each"
     if reason is None and (part := next((use for use in uses if region_of(use) is not None), None)):
         reason = f"a part of the {part.layer} at {where(part.output)}, apart from the rest of its outputs or inputs"

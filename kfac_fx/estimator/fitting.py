@@ -268,7 +268,11 @@ def fit_part(
         spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
         del estimator, record  # the spectrum has a copy of the factors
     else:
-        shapes = {name: parameter.shape for name, parameter in real_parameters(net.model.named_parameters()).items() if name in names}
+        shapes = {
+            name: parameter.shape
+            for name, parameter in real_parameters(net.model.named_parameters()).items()
+            if name in names
+        }
         spectrum = ModelSpectrum(uncorrected, shapes, 1.0, 0.0, net=net, mode=options.mode)
     if options.case is None:
         return spectrum
@@ -502,7 +506,9 @@ class FitFolder:
         for entry in blocks.values():
             plain_name(entry.get("file"), self.path / NAME)
         registrations = [block for block in net.registrations if block.owners[0] in names]
-        return read_systems(self.path, blocks, registrations, real_parameters(net.model.named_parameters()), factors=True)
+        return read_systems(
+            self.path, blocks, registrations, real_parameters(net.model.named_parameters()), factors=True
+        )
 
 
 # --- which parts ------------------------------------------------------------------------------------------------------

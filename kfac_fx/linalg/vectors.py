@@ -1,5 +1,7 @@
 """Vectors: dicts of tensors by parameter name, and how they become matrices of blocks, or one long tensor.
 
+The vector of a complex parameter [...] has its real and imaginary parts, [..., 2]. Users may pass complex numbers.
+
 A *form* lays the parameters of a registration out as a matrix [g, o, i] (`VectorForm`). Users, gradients and optimizers
 name whole parameters; registrations and their blocks may name pieces of them, such as `w[0:64]`. `split` and `joined`
 translate between the two. `Flat` holds many tensors in one, so that an update of all of them takes a handful of
@@ -218,6 +220,8 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
     lines += [f"  missing  {name}" for name in missing]
     lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
     lines += [f"  {name} is {list(vector[name].shape)}, the parameter {list(shapes[name])}" for name in misshapen]
+    if any((*vector[name].shape, 2) == tuple(shapes[name]) for name in misshapen):
+        lines.append("Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2].")
     if unknown:  # frozen parameters, or those that `variables` leaves out
         lines.append("Pass only the parameters that are estimated: estimator.parameters.")
     raise NotRegisteredError("\n".join(lines))

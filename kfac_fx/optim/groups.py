@@ -366,7 +366,10 @@ class GroupedParameters:
         if not parameters:
             return None
         with_gradient = {
-            name: (real_numbers(parameter), real_numbers(dense(parameter.grad)) if parameter.is_complex() else parameter.grad)
+            name: (
+                real_numbers(parameter),
+                real_numbers(dense(parameter.grad)) if parameter.is_complex() else parameter.grad,
+            )
             for name, parameter in parameters.items()
             if parameter.grad is not None
         }

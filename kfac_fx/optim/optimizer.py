@@ -196,8 +196,8 @@ class KFAC(Optimizer, Joinable):
         self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
         self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
         super().__init__([{"params": list(names)}] if params is None else params, options.of_groups)
-        example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
-        example = real_numbers(example.detach())
+        trained = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
+        example = real_numbers(trained.detach())
         precision = at_least_float32(example.dtype)
         scalar = torch.zeros((), dtype=precision, device=example.device)
         schedule = Schedule(options)

@@ -25,7 +25,7 @@ from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, Weight
 from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import original, real_numbers, real_parameters
+from kfac_fx.passes.complex_parameters import original, real_numbers
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
@@ -207,9 +207,13 @@ class Recorder:
 
     def given(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values for some parameters, of complex ones the real and imaginary parts. Those `in_pairs` have memory of
-        their own: they may be parts of one vector, anywhere in it."""
-        values = real_parameters(parameters.items())
-        return {name: value.clone() if name in self.in_pairs else value for name, value in values.items()}
+        their own: they may be parts of one vector, anywhere in it. Shards get it where they are gathered."""
+
+        def given(name: str, value: Tensor) -> Tensor:
+            real = real_numbers(value) if isinstance(value, Tensor) else value
+            return real.clone() if name in self.in_pairs and isinstance(real, Tensor) else real
+
+        return {name: given(name, value) for name, value in parameters.items()}
 
     def live_buffers(self) -> dict[str, Tensor]:
         return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}
