@@ -8,30 +8,16 @@ is that of the parts, and a layer of complex numbers is one of real numbers (`pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from .graphs.edit import attribute, holder
+from .matrix import real_numbers
 
 T = TypeVar("T")
-
-
-def real_numbers(tensor: Tensor) -> Tensor:
-    """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def real_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters by name, and the real and imaginary parts of complex ones."""
-    return {name: real_numbers(parameter) for name, parameter in named}
-
-
-def complex_numbers(tensor: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `real_numbers` if `like` is complex."""
-    return torch.view_as_complex(tensor) if like.is_complex() and not tensor.is_complex() else tensor
 
 
 class RealParts(nn.Parameter):

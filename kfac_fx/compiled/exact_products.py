@@ -20,9 +20,8 @@ from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, leading, like_vector, real_vector
 from kfac_fx.losses.distributions import LossFunction
-from kfac_fx.passes.complex_parameters import real_numbers, real_parameters
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.matrix import precise, real_numbers, real_parameters
 from kfac_fx.passes.trace import forward_mode
 from kfac_fx.passes.tracing.random_streams import RandomState, accelerators, same_random
 

@@ -19,12 +19,13 @@ from torch import Tensor, fx, nn
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.cases import size_of_cases, with_batch_dim, with_mask
 from kfac_fx.passes.choose import declared_by_user
-from kfac_fx.passes.complex_parameters import original, real_numbers
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
 from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_at, patterns_by_target
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, MATCHED, run
 from kfac_fx.passes.trace import Capture

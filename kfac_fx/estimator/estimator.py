@@ -51,9 +51,9 @@ from kfac_fx.linalg.matrices import (
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, is_sharded, scattered
 from kfac_fx.losses.sources import check_mode, is_exact
 from kfac_fx.passes.approximations import Approximation
-from kfac_fx.passes.complex_parameters import real_parameters
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.model_checks import (

@@ -54,9 +54,9 @@ from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.sources import Measurement, check_mode
-from kfac_fx.passes.complex_parameters import real_parameters
 from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.progress import tracked
 

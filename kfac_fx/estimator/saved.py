@@ -51,9 +51,9 @@ from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import a_process_group, optional
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.passes.complex_parameters import real_parameters
 from kfac_fx.passes.errors import fatal
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.case_gradients import LowRank, QueryGradients
 from kfac_fx.recording.statistics import Key

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import shard
-from kfac_fx.passes.complex_parameters import real_numbers
+from kfac_fx.passes.matrix import real_numbers
 
 LISTED = 4  # names in an error
 SAMPLED = 4096  # numbers of a tensor

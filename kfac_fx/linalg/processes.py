@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
+from kfac_fx.passes.matrix import real_numbers
 
 ValueT = TypeVar("ValueT")
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it

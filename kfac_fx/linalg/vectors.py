@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import NotRegisteredError, RegistrationError, nearest
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pieces import Piece, ranges, unallocated
 from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
 

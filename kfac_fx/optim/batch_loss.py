@@ -45,9 +45,8 @@ from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision, JacobianProducts, LossTerms, at_least_one
 from kfac_fx.optim.loss_scale import hooked_leaves, losses_apart, take_gradient
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph

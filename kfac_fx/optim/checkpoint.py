@@ -34,7 +34,7 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.optim.rules import RULES
 from kfac_fx.optim.state import SCALARS, StepState
-from kfac_fx.passes.complex_parameters import real_numbers
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.tracing.random_streams import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block

@@ -54,8 +54,8 @@ from kfac_fx.optim.first_order import ADAM_VALUES, new_adam_state
 from kfac_fx.optim.groups import FIRST_LR, OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.state import StepState
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import plural, table
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.users_code import warn_user
 

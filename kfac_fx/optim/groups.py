@@ -20,8 +20,7 @@ from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
-from kfac_fx.passes.complex_parameters import real_numbers
-from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.torch_private import foreach_add_
 
 Group = dict[str, Any]

@@ -26,7 +26,7 @@ from kfac_fx.optim.groups import OF_GROUPS, Group
 from kfac_fx.optim.micro_batches import ForwardArguments
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import complex_numbers, real_numbers
+from kfac_fx.passes.matrix import complex_numbers, real_numbers
 
 LossOfStep = Tensor | float | None
 

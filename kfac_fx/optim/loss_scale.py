@@ -33,8 +33,8 @@ from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.optim.loss_parts import part_around, weights_of_cases
 from kfac_fx.optim.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import LossError, out_of_memory
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random

@@ -17,7 +17,7 @@ from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.groups import rule_state
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.approximations import Side
-from kfac_fx.passes.complex_parameters import real_numbers
+from kfac_fx.passes.matrix import real_numbers
 
 Write = Callable[[Mapping[str, float], int], object]
 CONDITION = ("largest", "each", None)

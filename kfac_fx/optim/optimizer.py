@@ -34,8 +34,8 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import check_closure, take_step
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
 from kfac_fx.passes.users_code import warn_user

@@ -23,8 +23,8 @@ from kfac_fx.linalg.matrices import HostCopy, dense
 from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.checks import STEPS_TO_READ, StalledWarning
 from kfac_fx.optim.schedule import is_early
-from kfac_fx.passes.complex_parameters import real_numbers
 from kfac_fx.passes.errors import plural
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.users_code import warn_user
 
 EVERY = 100  # steps from look to look

@@ -26,8 +26,8 @@ from kfac_fx.optim.rule import BlockStep, Memory
 from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.standstill import StandstillWatch
-from kfac_fx.passes.complex_parameters import real_parameters
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.backends import compiled_function

@@ -31,8 +31,8 @@ from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
 from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE, Look
 from kfac_fx.optim.state import StepState
-from kfac_fx.passes.complex_parameters import real_parameters
 from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.users_code import warn_user
 

@@ -29,7 +29,7 @@ from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import ObservedLoss
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import complex_numbers, original
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.divide import (
     NOT_CAPTURED,
     CapturedSubmodule,
@@ -42,6 +42,7 @@ from kfac_fx.passes.divide import (
 )
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import ROW_MASK, Dims, Program
+from kfac_fx.passes.matrix import complex_numbers
 from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES

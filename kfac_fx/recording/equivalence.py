@@ -35,9 +35,10 @@ from kfac_fx.linalg.matrices import (
     without_cudnn,
 )
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import original, real_numbers
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import (

@@ -25,11 +25,12 @@ from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, Weight
 from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
-from kfac_fx.passes.complex_parameters import original, real_numbers
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import class_of, parameters_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
@@ -200,10 +201,12 @@ class Recorder:
 
     @cached_property
     def in_pairs(self) -> frozenset[str]:
-        """The parameters that the graph reads as complex numbers, whose parts torch wants at even places in memory."""
+        """The parameters that the model has or the graph reads as complex numbers, whose parts torch wants at even
+        places in memory."""
         graph = self.program.graph
         behind = ancestors(node for node in graph.nodes if op_name(node) == AS_COMPLEX)
-        return frozenset(str(node.target) for node in behind if node.op == "get_attr")
+        complex_in_model = (name for name, parameter in self.model.named_parameters() if parameter.is_complex())
+        return frozenset([*(str(node.target) for node in behind if node.op == "get_attr"), *complex_in_model])
 
     def given(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values for some parameters, of complex ones the real and imaginary parts. Those `in_pairs` have memory of

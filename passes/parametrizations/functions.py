@@ -37,12 +37,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
-from ..complex_parameters import real_numbers
 from ..graphs.edit import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import ROW_MASK, Bound, Program, Use
-from ..matrix import Layout, Shape
+from ..matrix import Layout, Shape, real_numbers
 from ..parametrization import (
     INPUTS,
     OUTPUTS,
