@@ -313,7 +313,7 @@ class BatchLoss:
                 if isinstance(loss, Normal):
                     alone = len(leaves) == len(values.losses) == 1
                     number = next((n for n, leaf in enumerate(leaves) if is_input(leaf, loss, alone)), None)
-                    value = value + self.squared_error(forward, number, loss.var / of_case)
+                    value = value + self.squared_error(forward, number, quotient_or_zero(loss.var, of_case))
                     if number is not None:
                         leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
                 else:
@@ -419,6 +419,13 @@ class BatchLoss:
 
     def zero(self, values: Sequence[Values]) -> Tensor:
         return torch.zeros((), device=values[0].losses[0][1].inputs.device)
+
+
+def quotient_or_zero(number: float | Tensor, share: float | Tensor) -> float | Tensor:
+    """number / share; 0 for the share of a forward without cases, which is 0."""
+    if isinstance(share, Tensor):
+        return torch.where(share == 0, 0, number / share)
+    return number / share if share else 0.0
 
 
 def is_input(leaf: Tensor, loss: Normal, alone: bool) -> bool:
