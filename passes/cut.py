@@ -57,8 +57,8 @@ def cut(program: Program) -> Program:
 
 def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> Use:
     """A use with small functions of parameters instead of expressions whose elements go neither with the outputs nor
-    with the inputs of its matrix, as those of `x @ w.exp()`, and of products whose factors are no matrices in it, as the
-    bases of a relational graph network are not."""
+    with the inputs of its matrix, as those of `x @ w.exp()`, and instead of products whose factors are no matrices in
+    it, as the bases of a relational graph network."""
     exprs = dict(use.exprs)
     for role, (expr, canonical) in use.exprs.items():
         nodes = [node for node, value in program.parameter_exprs.items() if value is expr]

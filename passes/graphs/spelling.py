@@ -217,7 +217,8 @@ def spell_out(node: fx.Node, name: str) -> None:
 def order_operands(
     graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
 ) -> None:
-    """Sort the operands of sums, products, maxima and minima: activations first, then functions of parameters, constants, numbers."""
+    """Sort the operands of sums, products, maxima and minima: activations first, then functions of parameters,
+    constants, numbers."""
     label = labels(graph, parameters, pure, cases)
 
     def rank(operand: Any) -> int:

@@ -83,7 +83,7 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x)) + self.table(torch.ones(1, 2)) + torch.cumsum(self.places, 0)
-        z: Tensor = self.last(torch.maximum(y, self.steps))
+        z: Tensor = self.last(torch.hypot(y, self.steps))
         return z
 
 
