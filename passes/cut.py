@@ -57,15 +57,21 @@ def cut(program: Program) -> Program:
 
 def with_functions(use: Use, program: Program, shapes: Mapping[str, Shape]) -> Use:
     """A use with small functions of parameters instead of expressions whose elements go neither with the outputs nor
-    with the inputs of its matrix, as those of `x @ w.exp()`."""
+    with the inputs of its matrix, as those of `x @ w.exp()`, and instead of products whose factors are no matrices in
+    it, as the bases of a relational graph network."""
     exprs = dict(use.exprs)
     for role, (expr, canonical) in use.exprs.items():
-        if expr.products or not any(slice_.through for slice_ in expr.slices):
-            continue
         nodes = [node for node, value in program.parameter_exprs.items() if value is expr]
-        exact = parts_of_expr(use, role, program, exact=True) or whole_uses(use, shapes, exact=True)
-        if exact is not None and not lost(expr, nodes, labels_of(program)):
+        if expr.products:
+            placed = {name for part in whole_uses(use, shapes) or () for name in part.parameter_set}
+            if placed.issuperset(product.parameter for product in expr.products):
+                continue
+        elif not any(slice_.through for slice_ in expr.slices):
             continue
+        else:
+            exact = parts_of_expr(use, role, program, exact=True) or whole_uses(use, shapes, exact=True)
+            if exact is not None and not lost(expr, nodes, labels_of(program)):
+                continue
         for small in small_functions(program, labels_of(program), nodes[:1], in_pieces(program)).values():
             exprs[role] = small, canonical
     return use if exprs == use.exprs else replace(use, exprs=exprs)

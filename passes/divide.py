@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from .choose import requested
+from .complex_parameters import original
 from .errors import UntraceableError
 from .graphs.labels import symbolic_sizes
 from .graphs.operations import NO_GRADIENT, draws, name_of, op_name
@@ -118,6 +119,7 @@ def divide(
         divider.descend(name, child)
     parameters, aliases = named_parameters(model)
     empty = Program(fx.Graph(), nn.Module(), parameters, aliases, options, layers)
+    parameters = {name: original(parameter) for name, parameter in parameters.items()}
     wanted = not all(GENERIC in requested(empty, (name,), "generic") for name in parameters)
     if not divider.captured and wanted:
         raise UntraceableError(f"{error}\n{ALL_GENERIC}") from error

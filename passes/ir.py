@@ -411,7 +411,8 @@ class Program:
 
     graph: flat; placeholders are the model's inputs, `get_attr` nodes its parameters and buffers under their names in
         the model, the output node returns what the model returns.
-    parameters: trainable parameters by canonical name, the first of its aliases; the same objects as the model's.
+    parameters: trainable parameters by canonical name, the first of its aliases; the same objects as the model's, or
+        the real and imaginary parts of a complex one.
     aliases: every name of every trainable parameter -> its canonical name.
     """
 

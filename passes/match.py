@@ -11,6 +11,7 @@ before the permutation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -39,7 +40,7 @@ from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .layers.declaration import ROLES
 from .matrix import Layout, Shape
-from .parametrization import Complex, nodes_of
+from .parametrization import Complex, ComplexOutputs, nodes_of
 from .parametrizations.functions import in_pieces, small_functions, static_shape
 from .parametrizations.tables import LinearMap, constant, gathered_weight
 from .pieces import ParameterExpr
@@ -86,17 +87,17 @@ def match(program: Program) -> Program:
         gathered = [operand for operand in node.all_input_nodes if ELEMENTS in operand.meta]
         found: list[tuple[Pattern, Use]] = []
         for pattern in patterns_at(patterns, node):
-            uses = [lay_over(pattern, node, label, shapes, program.parameters, program.parameter_exprs)]
+            uses = lay_over(pattern, node, label, shapes, program.parameters, program.parameter_exprs)
             if gathered and not pattern.layer.parts:
-                uses.append(lay_over_gathered(pattern, node, label, shapes, program))
-            found += [(pattern, use) for use in uses if use is not None]
+                uses += lay_over_gathered(pattern, node, label, shapes, program)
+            found += [(pattern, use) for use in uses]
         if gathered and not found:  # their elements are neither rows nor columns of a table
             exprs = {**program.parameter_exprs, **small_functions(program, label, gathered, in_pieces(program))}
-            again = (
-                (pattern, lay_over(pattern, node, label, shapes, program.parameters, exprs))
+            found = [
+                (pattern, use)
                 for pattern in patterns_at(patterns, node)
-            )
-            found = [(pattern, use) for pattern, use in again if use is not None]
+                for use in lay_over(pattern, node, label, shapes, program.parameters, exprs)
+            ]
         for pattern, use in found:
             if program.cases is not None:
                 use = with_batch_dim(use, program.cases, pattern.form.leading)
@@ -191,22 +192,25 @@ def lay_over(
     trained: Collection[str],
     expressions: Mapping[fx.Node, ParameterExpr] | None = None,
     binding: Binding | None = None,
-) -> Use | None:
-    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
-    one that is computed in another way. `cut` decides which parameters of an expression are registered."""
+) -> list[Use]:
+    """The use whose output is `root`; of complex numbers one for each of its parameters.
+
+    A frozen weight or bias fills its role and is not registered; neither is one that is computed in another way. `cut`
+    decides which parameters of an expression are registered.
+    """
     form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
     binding = binding or Binding(pattern, label, shapes, usable, label[root] is Label.FREE)
     if not binding.fits(pattern.root, root):
-        return None
+        return []
     inside = set(binding.nodes.values())
     if read := [node for node in inside - {root} if any(user not in inside for user in node.users)]:
         binding.refuse(Mismatch.READ, read[0])
-        return None
+        return []
     if form.inputs[0].startswith("_"):
         binding.names[form.inputs[0]] = root  # no input: the output stands for it
     if not isinstance(binding.names.get(form.inputs[0]), fx.Node):
         binding.refuse(Mismatch.INPUT, root)
-        return None
+        return []
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
     attrs |= {role: expr.shape for role, expr in binding.exprs.items()}
@@ -216,14 +220,14 @@ def lay_over(
     learned = trainable or any(expr.slices or expr.products for expr in binding.exprs.values())
     if not learned:
         binding.refuse(Mismatch.LEARNED, root)
-        return None
+        return []
     attrs_of_form = attrs if not pattern.adds else {name: value for name, value in attrs.items() if name != "bias"}
     if not form.where(attrs_of_form):
         binding.refuse(Mismatch.WHERE, root)
-        return None
+        return []
     if binding.reads_itself():
         binding.refuse(Mismatch.ITSELF, root)
-        return None
+        return []
     if binding.batch_independent:
         attrs[CASES] = number_of_cases(root, None)
     bound: dict[str, Bound] = {}
@@ -231,7 +235,7 @@ def lay_over(
     try:
         if pattern.adds and not form.takes_bias(attrs, binding.order):
             binding.refuse(Mismatch.WHERE, root)
-            return None
+            return []
         if pattern.adds:
             attrs[ADDED] = binding.order
         for role, (name, used) in trainable.items():
@@ -241,26 +245,41 @@ def lay_over(
             exprs[role] = expr, form.layout(role, Layout(expr.shape), attrs)
     except LayerError:  # such as a 3-D weight in a matmul, which is no linear layer
         binding.refuse(Mismatch.SHAPE, root)
-        return None
+        return []
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
     # Where dimensions are permuted, the gradient of the sum is that of the form's own output, permuted.
     output = root if binding.output is None else binding.output
     use = Use(pattern.layer.name, pattern.number, input, output, bound, attrs, nodes, exprs=exprs)
-    if binding.complex is not None:
-        return of_parts(use, binding.complex)
-    return use if binding.map is None else with_map(use, binding.map)
+    if binding.conjugated:
+        return [] if exprs else of_parts(use, binding.conjugated, pattern.layer.dense_rows)
+    if use.is_complex and len(bound) + len(exprs) > 1:
+        return [] if exprs else of_parts(use, {}, pattern.layer.dense_rows)
+    return [use if binding.map is None else with_map(use, binding.map)]
 
 
-def of_parts(use: Use, through: Complex) -> Use | None:
-    """A use of a matrix of complex numbers as one of the real and imaginary parts in its parameter [..., 2]; None if
-    there is another parameter in it."""
-    if len(use.parameters) > 1 or use.exprs or "bias" in use.attrs and use.attrs["bias"] is not None:
-        return None
-    weight = use.parameters["weight"]
-    canonical = weight.canonical.in_pairs()
-    groups, outputs, inputs, _ = canonical.result
-    bound = Bound(weight.parameter, weight.used.in_pairs(), canonical.reshape((groups, outputs, 2 * inputs)))
-    return replace(use, parameters={"weight": bound}, through=(through,))
+def of_parts(use: Use, conjugated: Mapping[str, bool], dense_rows: bool) -> list[Use]:
+    """The uses of the parameters of a use of complex numbers, in matrices of the real and imaginary parts.
+
+    conjugated: whether the numbers of each complex parameter, [..., 2], are conjugated, by its role.
+    """
+    uses: list[Use] = []
+    for role, bound in use.parameters.items():
+        if role not in conjugated:
+            uses.append(replace(use, parameters={role: bound}))
+            continue
+        of_inputs = role == "weight" and dense_rows
+        canonical = bound.canonical.in_pairs()
+        groups, outputs, *inputs = canonical.result
+        if of_inputs:
+            canonical = canonical.reshape((groups, outputs, math.prod(inputs)))
+        elif role == "weight":
+            canonical = canonical.permute((0, 1, 3, 2)).reshape((groups, 2 * outputs, inputs[0]))
+        else:
+            canonical = canonical.reshape((groups, 2 * outputs))
+        step = (Complex if of_inputs else ComplexOutputs)(conjugated[role])
+        place = Bound(bound.parameter, bound.used.in_pairs(), canonical)
+        uses.append(replace(use, parameters={role: place}, through=(step,)))
+    return uses
 
 
 def with_map(use: Use, linear_map: LinearMap) -> Use:
@@ -271,20 +290,21 @@ def with_map(use: Use, linear_map: LinearMap) -> Use:
 
 def lay_over_gathered(
     pattern: Pattern, root: fx.Node, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape], program: Program
-) -> Use | None:
-    """The use of a weight alone whose outputs or inputs were gathered from a parameter's; None if it is no such one."""
+) -> list[Use]:
+    """The use of a weight alone whose outputs or inputs were gathered from a parameter's."""
     independent = label[root] is Label.FREE
     binding = Binding(pattern, label, shapes, program.parameter_exprs, independent, gathers=program.root)
-    use = lay_over(pattern, root, label, shapes, program.parameters, None, binding)
-    if use is None or binding.numbers is None:
-        return None
+    uses = lay_over(pattern, root, label, shapes, program.parameters, None, binding)
+    if len(uses) != 1 or binding.numbers is None:
+        return []
+    (use,) = uses
     bound = use.parameters["weight"]
     whole_table = gathered_weight(binding.numbers, bound.layout, shapes[bound.parameter], program.root, label)
     if whole_table is None:
-        return None
+        return []
     canonical, gathered = whole_table
     weight = Bound(bound.parameter, Layout(shapes[bound.parameter]), canonical)
-    return replace(use, parameters={"weight": weight}, through=(gathered,))
+    return [replace(use, parameters={"weight": weight}, through=(gathered,))]
 
 
 # --- what the names of a form stand for -------------------------------------------------------------------------------
@@ -316,7 +336,8 @@ class Binding:
     parameters, exprs, foreign: the roles that a parameter, an expression or any other node fills.
     order, output: of a sum: the order of the form's dimensions in it, None if their number is not known; the form's own
         output if they are permuted.
-    complex: from a weight of complex numbers to the parameter of their real and imaginary parts.
+    conjugated: the roles that complex numbers fill, whose parts are a parameter [..., 2], and whether they are
+        conjugated.
     numbers: of the elements that were gathered.
     map: from the parameter to the table in its place.
     mismatch: why the form does not fit: the first condition that fails, the place in the graph, and the part of the
@@ -336,7 +357,7 @@ class Binding:
     foreign: dict[str, fx.Node] = field(default_factory=dict)
     order: Shape | None = None
     output: fx.Node | None = None
-    complex: Complex | None = None
+    conjugated: dict[str, bool] = field(default_factory=dict)
     numbers: fx.Node | None = None
     map: LinearMap | None = None
     mismatch: tuple[Mismatch, Any, Any] | None = None
@@ -407,10 +428,10 @@ class Binding:
         if self.gathers is not None:
             return self.binds_gathered(name, actual)
         parameter = bound_parameter(actual, self.shapes)
-        if parameter is None and name == "weight" and not self.pattern.layer.parts:
+        if parameter is None and not self.pattern.layer.parts:
             of_complex = complex_parameter(actual, self.shapes)
             if of_complex is not None:
-                parameter, self.complex = of_complex[:2], Complex(of_complex[2])
+                parameter, self.conjugated[name] = of_complex[:2], of_complex[2]
         if name == "weight" and "value" in self.pattern.form.inputs:
             self.names["value"] = actual
         if parameter is None and actual in self.expressions:

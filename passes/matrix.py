@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -286,6 +286,24 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def block_width(width: int, blocks: int) -> int:
     """The width of each diagonal block of a side; the last one may be narrower."""
     return -(-width // blocks)
+
+
+# --- complex parameters -----------------------------------------------------------------------------------------------
+
+
+def real_numbers(tensor: Tensor) -> Tensor:
+    """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def real_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters by name, and the real and imaginary parts of complex ones."""
+    return {name: real_numbers(parameter) for name, parameter in named}
+
+
+def complex_numbers(tensor: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `real_numbers` if `like` is complex."""
+    return torch.view_as_complex(tensor) if like.is_complex() and not tensor.is_complex() else tensor
 
 
 # --- sums of products of rows -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ A layer is a matrix times rows, `y = W r`. The matrix may be a function of the p
     F.linear(x, w * mask)            MeanSquares       every element by itself              not exact
     F.linear(x, g * v / |v|)         WeightNorm, ...   normalized weights; `Gain` for g     the direction v: not exact
     F.linear(x, a @ b)               Factor            one factor of a product              exact
-    F.linear(x, view_as_complex(w))  Complex           real and imaginary parts             exact
+    F.linear(x, view_as_complex(w))  Complex, ...      real and imaginary parts             exact
     x * softmax(s)                   PerCase           any small function, by its Jacobian  exact
     h @ w                            Transposed        a weight that is tied to another     exact
 
@@ -217,7 +217,8 @@ class Complex(Parametrization):
         y = einsum("bix,iox->box", x, torch.view_as_complex(w))        w [i, o, x, 2]
 
     For complex rows r and gradient rows d, the gradient of an element is d conj(r). So every position becomes two, of
-    the real and of the imaginary parts of d: (Re d, [Re r, -Im r]) and (Im d, [Im r, Re r]).
+    the real and of the imaginary parts of d: (Re d, [Re r, -Im r]) and (Im d, [Im r, Re r]). A bias would be one column
+    at the first and another one at the second, so it has a matrix of its own.
 
     conjugated: whether the matrix is of the conjugate numbers, whose imaginary parts have the other sign.
     """
@@ -237,6 +238,30 @@ class Complex(Parametrization):
     @property
     def unmasked(self) -> str | None:
         return "its matrix is complex, so each position has two rows"
+
+
+@dataclass(frozen=True)
+class ComplexOutputs(Parametrization):
+    """The same where rows are real, as the ones of a bias and those of an embedding: every output becomes two.
+
+        y = x + torch.view_as_complex(b)        b [o, 2]
+
+    For real rows r and complex gradient rows d, the gradients of an element are Re d r and Im d r.
+
+    conjugated: see `Complex`.
+    """
+
+    conjugated: bool = False
+
+    def step(self) -> RowsStep:
+        sign = -1 if self.conjugated else 1
+
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
+            rows, d = both[0], as_complex(both[1])
+            rows = rows.real if rows.is_complex() else rows  # those of a bias alone, [N, S, 0]
+            return rows, torch.stack([d.real, sign * d.imag], -1).flatten(-2)
+
+        return step
 
 
 # --- views, as literals -----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from .graphs.labels import Edge, ancestors, entries
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use
 from .matrix import MatrixForm
-from .parametrization import Transposed
+from .parametrization import Complex, ComplexOutputs, Transposed
 from .parametrizations.functions import PerCase, as_per_case
 from .parametrizations.parts import reads_ids, region_of
 from .pieces import same_elements
@@ -340,6 +340,10 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     first = next((use for use in uses if not use.transposed), uses[0])
     matrix: MatrixForm = first.matrix
     reason = reasons.get(first.parameter_set) or first.output.meta.get(UNROLLED)
+    if any(
+        of_complex(use) and {"weight", "bias"} <= use.attrs.keys() and use.attrs["bias"] is not None for use in uses
+    ):
+        reason = "of complex numbers: a weight and its bias have a block each"
     if reason is None and (part := next((use for use in uses if region_of(use) is not None), None)):
         reason = f"a part of the {part.layer} at {where(part.output)}, apart from the rest of its outputs or inputs"
     if first.part_of:
@@ -361,6 +365,10 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         sampling=program.options.sampling,
         blocks=side_blocks(program, first.layer, chosen, matrix),
     )
+
+
+def of_complex(use: Use) -> bool:
+    return use.is_complex or any(isinstance(step, (Complex, ComplexOutputs)) for step in use.through)
 
 
 # --- leftovers --------------------------------------------------------------------------------------------------------

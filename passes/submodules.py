@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx, nn
 
 from .approximations import ORDER_UNKNOWN
+from .complex_parameters import original
 from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
@@ -73,7 +74,8 @@ def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Progr
                 return None
             name = str(node.target)
             value = attribute(root, name)
-            if held.setdefault(name, value) is not value:  # a constant of another capture of this module
+            first = held.setdefault(name, value)
+            if original(first) is not original(value):  # a constant of another capture of this module
                 name = f"{name}_{number}"
                 held[name] = value
             if name not in read:

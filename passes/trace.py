@@ -39,6 +39,7 @@ from torch.export import Dim
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from .complex_parameters import real_parameter, with_real_parts
 from .errors import UntraceableError, fatal, first_line
 from .graphs.edit import attribute, holder
 from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
@@ -169,7 +170,8 @@ def trace_model(
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """Trainable parameters by canonical name, one entry for each object; and every name -> its canonical name."""
+    """Trainable parameters by canonical name, one entry for each object, and of complex ones the real and imaginary
+    parts; and every name -> its canonical name."""
     first: dict[int, str] = {}
     parameters: dict[str, nn.Parameter] = {}
     aliases: dict[str, str] = {}
@@ -177,7 +179,8 @@ def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[st
         if not parameter.requires_grad:
             continue
         canonical = first.setdefault(id(parameter), name)
-        parameters.setdefault(canonical, parameter)
+        if canonical == name:
+            parameters[name] = real_parameter(parameter)
         aliases[name] = canonical
     return parameters, aliases
 
@@ -242,6 +245,7 @@ def exported(
             compute(region.graph)
             region.recompile()
     graph, root = flat_graph(module, names)
+    root = with_real_parts(graph, root, dict(model.named_parameters(remove_duplicate=False)))
     with_sparse_products(graph)
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(inputs)) != packs.steps:
@@ -408,6 +412,7 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
             "see.\nGive kfac_fx.compile example inputs."
         )
     drop_asserts(graph)
+    root = with_real_parts(graph, root, dict(model.named_parameters(remove_duplicate=False)))
 
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         bound = signature.bind(*args, **kwargs)

@@ -291,10 +291,10 @@ def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
             for root in outputs(pattern, place):
                 free = label[root] is Label.FREE
                 binding = Binding(pattern, label, shapes, program.parameter_exprs, free)
-                use = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
+                uses = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
                 if place not in binding.nodes.values():
                     continue
-                words = None if use else condition(binding)
+                words = None if uses else condition(binding)
                 near = NearMatch(name, root, words, len(binding.nodes), declared)
                 if name not in nearest or near.rank > nearest[name].rank:
                     nearest[name] = near

@@ -22,6 +22,8 @@ class AsComplex(nn.Module):
 def with_real_parameters(model: nn.Module) -> nn.Module:
     """Let the real and imaginary parts of all trained complex parameters be the parameters.
 
+    Models that are sharded need it; others train with their complex parameters, and have the same Fisher.
+
     `model.weight` stays complex, and computes from `model.parametrizations.weight.original0` [..., 2], which
     `named_parameters` and `state_dict` list instead; see `torch.nn.utils.parametrize`. Parameters that were tied stay
     tied. Call it before the model is compiled and before an optimizer is made;

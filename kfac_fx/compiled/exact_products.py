@@ -18,10 +18,10 @@ from kfac_fx.fisher.block import one_by_one
 from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import unsharded
-from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, leading
+from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, leading, like_vector, real_vector
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.matrix import precise, real_numbers, real_parameters
 from kfac_fx.passes.trace import forward_mode
 from kfac_fx.passes.tracing.random_streams import RandomState, accelerators, same_random
 from kfac_fx.recording.evaluation import BAGS, BagsByLookups
@@ -61,8 +61,9 @@ class FisherProduct:
         Raises NotRegisteredError if the vector does not fit, RuntimeError if an operation of the model has no
         forward-mode derivative.
         """
-        named = dict(self.model.named_parameters())
+        named = real_parameters(self.model.named_parameters())
         check_fits(vector, {}, alone=False)
+        given, vector = vector, real_vector(vector)
         shapes = {name: parameter.shape for name, parameter in named.items() if name in vector} or {
             name: parameter.shape for name, parameter in named.items()
         }
@@ -73,7 +74,7 @@ class FisherProduct:
         def product(vector: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
             return one_by_one(self.of_one, vector, shapes)  # F is symmetric
 
-        return applied(product, {name: dense(unsharded(tensor)) for name, tensor in vector.items()})
+        return like_vector(applied(product, {name: dense(unsharded(tensor)) for name, tensor in vector.items()}), given)
 
     def terms(self, parameters: Mapping[str, Tensor]) -> LossTerms:
         """The losses at these parameters, with the same noise every time."""
@@ -84,7 +85,7 @@ class FisherProduct:
     def of_one(self, vector: Vector) -> dict[str, Tensor]:
         """F v of one vector."""
         names = list(vector)
-        whole = {name: unsharded(self.model.get_parameter(name).detach()) for name in names}
+        whole = {name: unsharded(real_numbers(self.model.get_parameter(name).detach())) for name in names}
         point = tuple(whole.values())
         pairs: list[tuple[float, LossFunction]] = []
 

@@ -26,13 +26,14 @@ from torch import Tensor, fx
 
 from kfac_fx.compiled.loss_parts import part_around, weights_of_cases
 from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
-from kfac_fx.linalg.matrices import is_differentiable, real_numbers, with_gradient
+from kfac_fx.linalg.matrices import is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random

@@ -19,11 +19,13 @@ from torch import Tensor, fx, nn
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.cases import size_of_cases, with_batch_dim, with_mask
 from kfac_fx.passes.choose import declared_by_user
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
 from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_at, patterns_by_target
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, MATCHED, run
 from kfac_fx.passes.trace import Capture
@@ -164,7 +166,7 @@ class ParameterNames:
     def __init__(self, program: Program) -> None:
         self.pieces: dict[str, Piece] = dict(program.pieces)
         self._aliases, self._parameters = program.aliases, program.parameters
-        self._by_object = {id(parameter): name for name, parameter in program.parameters.items()}
+        self._by_object = {id(original(parameter)): name for name, parameter in program.parameters.items()}
 
     def __call__(self, parameter: Any) -> str:
         """Raises RegistrationError if this is no trainable parameter of the model and no piece of one."""
@@ -176,7 +178,7 @@ class ParameterNames:
         if isinstance(parameter, str):
             piece = self.pieces.get(parameter) or read_piece(parameter, self._aliases, self._parameters)
         elif isinstance(parameter, Tensor):
-            piece = piece_of_view(parameter, self._parameters)
+            piece = piece_of_view(real_numbers(parameter), self._parameters)
         if piece is not None:
             if piece.stop - piece.start == self._parameters[piece.parameter].shape[piece.dim]:
                 return piece.parameter
@@ -373,10 +375,11 @@ class Finder:
         """All uses of declared layers whose output is this node."""
         shapes = held_shapes(self.program)
         uses = (
-            lay_over(pattern, output, self.label, shapes, self.program.parameters)
+            use
             for pattern in patterns_at(self.patterns, output)
+            for use in lay_over(pattern, output, self.label, shapes, self.program.parameters)
         )
-        return [with_mask(self.with_batch(use)) for use in uses if use is not None]
+        return [with_mask(self.with_batch(use)) for use in uses]
 
     def parts_at(self, output: fx.Node, scope: Program) -> list[Use]:
         """The same by parts, where parameters are used or asked for in pieces, or several are put together."""

@@ -53,6 +53,7 @@ from kfac_fx.losses.sources import check_mode, is_exact
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.model_checks import (
@@ -189,7 +190,7 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
         """The registrations to estimate, and the parameters by name."""
-        registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
+        registrations, parameters = self.net.registrations, real_parameters(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)
             registrations = tuple(r for r in registrations if r.owners[0] in self.variables)

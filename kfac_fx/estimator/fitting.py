@@ -56,6 +56,7 @@ from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.sources import Measurement, check_mode
 from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.progress import tracked
 
@@ -154,7 +155,7 @@ def fit_spectrum(
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
     with telling_how_read(batch, 1):
         net.recorder(args, kwargs)  # proves the registrations, which may change them
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)
     once = iterator is batches
@@ -270,7 +271,11 @@ def fit_part(
         spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
         del estimator, record  # the spectrum has a copy of the factors
     else:
-        shapes = {name: parameter.shape for name, parameter in net.model.named_parameters() if name in names}
+        shapes = {
+            name: parameter.shape
+            for name, parameter in real_parameters(net.model.named_parameters()).items()
+            if name in names
+        }
         spectrum = ModelSpectrum(uncorrected, shapes, 1.0, 0.0, net=net, mode=options.mode)
     if options.case is None:
         return spectrum
@@ -504,7 +509,9 @@ class FitFolder:
         for entry in blocks.values():
             plain_name(entry.get("file"), self.path / NAME)
         registrations = [block for block in net.registrations if block.owners[0] in names]
-        return read_systems(self.path, blocks, registrations, dict(net.model.named_parameters()), factors=True)
+        return read_systems(
+            self.path, blocks, registrations, real_parameters(net.model.named_parameters()), factors=True
+        )
 
 
 # --- which parts ------------------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.files import damaged, is_there, read_json, write_json
-from kfac_fx.linalg.matrices import dense, real_numbers
+from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses
 from kfac_fx.passes.errors import table
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.users_code import warn_user
 
 T = TypeVar("T")

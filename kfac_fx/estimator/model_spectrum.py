@@ -28,7 +28,7 @@ from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.linalg.vectors import Vector, check_fits, joined
+from kfac_fx.linalg.vectors import Vector, check_fits, joined, like_vector, real_vector
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.recording.case_gradients import (
     Cases,
@@ -211,13 +211,17 @@ class ModelSpectrum(Spectrum):
             )
         solutions: list[Solution] = []
 
+        def of_real(real: dict[str, Tensor]) -> Vector:
+            return real_vector(product(like_vector(real, given)))
+
         def solved(vector: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
-            solutions.append(self.solved(vector, product, tolerance, iterations, exponent))
+            solutions.append(self.solved(vector, of_real, tolerance, iterations, exponent))
             return solutions[-1].vector
 
+        given, vector = vector, real_vector(vector)
         self.many(vector)  # is checked before it is differentiated
         x = applied(solved, vector)
-        return Solution(x, *solutions[0][1:])
+        return Solution(like_vector(x, given), *solutions[0][1:])
 
     def solved(
         self, vector: Vector, product: NamedProduct, tolerance: float, iterations: int, exponent: float

@@ -55,6 +55,7 @@ from kfac_fx.linalg.arguments import a_process_group, optional
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.passes.errors import fatal
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.case_gradients import LowRank, QueryGradients
 from kfac_fx.recording.statistics import Key
@@ -72,7 +73,7 @@ UNCOMPARED = ("made of", "progress")  # entries that other checks compare
 def manifest_of(net: CompiledModule, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
     """The description of a folder without its files. settings: how they were made, which a resumed run must share."""
     registrations = list(registrations)
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
     return {
         "format": FORMAT,
@@ -306,7 +307,7 @@ def load_spectrum(
     """
     folder = path_of(folder)
     optional(a_process_group, "process_group", process_group)
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     data = None if batches is None else cache(partial(digest_of_data, batches))
     manifest, registrations, systems = settled(
         folder, lambda: read_spectrum(net, folder, parameters, data, any_weights)
@@ -405,7 +406,7 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
 def read_queries(net: CompiledModule, folder: Path, any_weights: bool) -> Queries:
     """See `load_queries`."""
     manifest = read_queries_manifest(folder)
-    parameters = dict(net.model.named_parameters())
+    parameters = real_parameters(net.model.named_parameters())
     by_text = {key_text(block.parameters): block for block in net.registrations}
     blocks = manifest["blocks"]
     if unknown := [key for key in blocks if key not in by_text]:

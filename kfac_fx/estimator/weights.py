@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import dense, real_numbers
+from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import shard
+from kfac_fx.passes.matrix import real_numbers
 
 LISTED = 4  # names in an error
 SAMPLED = 4096  # numbers of a tensor

@@ -26,7 +26,17 @@ from kfac_fx.linalg.entries import FINITE, NOT_NEGATIVE, Values, faults, refuse,
 from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.processes import Shards, shard, unsharded
-from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split, vector_form
+from kfac_fx.linalg.vectors import (
+    Vector,
+    check_fits,
+    check_kinds,
+    joined,
+    leading,
+    like_vector,
+    real_vector,
+    split,
+    vector_form,
+)
 from kfac_fx.passes.approximations import check_filled
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
@@ -117,13 +127,14 @@ class BlockOperator(Operator):
 
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
         self.group.check_whole()
+        given, vector = vector, real_vector(vector)
         check_fits(vector, self.group.forms[self.member.start].shapes)
 
         def product(vector: dict[str, Tensor], transpose: bool) -> dict[str, Tensor]:
             matrix = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
             return self.group.unpack(matrix, vector, self.member)
 
-        return applied(product, {name: dense(vector[name]) for name in self.parameters}, transpose)
+        return like_vector(applied(product, {name: dense(vector[name]) for name in self.parameters}, transpose), given)
 
     @property
     def failures(self) -> Failures:
@@ -550,6 +561,7 @@ class BlockDiagonalFisher(Operator):
             groups = self.kept
             shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
             shapes |= {n: torch.Size(s) for form in self._divided.values() for n, s in form.shapes.items()}
+        given, vector = vector, real_vector(vector)
         check_kinds(vector, shapes)
         lead = leading(vector, shapes)
         idle = self.idle(vector).intersection(shapes)
@@ -566,7 +578,8 @@ class BlockDiagonalFisher(Operator):
 
             return one_by_one(partial(self.of_groups, groups, multiplied, kept=kept), vector, shapes)
 
-        return applied(product, {name: dense(unsharded(tensor)) for name, tensor in vector.items()}, transpose)
+        whole = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
+        return like_vector(applied(product, whole, transpose), given)
 
     def of_groups(
         self,

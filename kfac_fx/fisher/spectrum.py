@@ -28,7 +28,7 @@ from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import not_negative, one_element, whole_number
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import unsharded
-from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, split
+from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, like_vector, real_vector, split
 from kfac_fx.passes.errors import RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
@@ -323,6 +323,7 @@ class Spectrum:
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(s F + δ I)^exp v for any real exp. Raises NotRegisteredError if the vector does not fit, ValueError for
         negative powers of singular blocks."""
+        given, vector = vector, real_vector(vector)
         lead, parts = self.many(vector)
         if exp < 0:
             self.refuse_singular()
@@ -336,10 +337,11 @@ class Spectrum:
             return unpacked
 
         products = self.of_all(product, (math.prod(lead),))
-        return {name: products[name].reshape(tensor.shape) for name, tensor in vector.items()}
+        return like_vector({name: products[name].reshape(tensor.shape) for name, tensor in vector.items()}, given)
 
     def many(self, vector: Vector) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """(the additional dimensions, the vector by the names of the registrations with these flattened into one)."""
+        vector = real_vector(vector)
         check_kinds(vector, self.shapes)
         lead = leading(vector, self.shapes)
         check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)

@@ -91,11 +91,6 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype.to_real(), torch.float32)
 
 
-def real_numbers(tensor: Tensor) -> Tensor:
-    """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 # --- products -------------------------------------------------------------------------------------------------------
 
 CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache; CUDA loads rows of so many halves at once

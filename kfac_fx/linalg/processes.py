@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
+from kfac_fx.passes.matrix import real_numbers
 
 ValueT = TypeVar("ValueT")
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
@@ -223,7 +224,7 @@ class Replicas:
     def check_norms(self, tensors: Sequence[Tensor], kind: str, remedy: str) -> None:
         if self.number == 1 or not tensors:
             return
-        norm = torch.stack([tensor.double().norm().to(tensors[0].device) for tensor in tensors]).norm()
+        norm = torch.stack([real_numbers(tensor).double().norm().to(tensors[0].device) for tensor in tensors]).norm()
         ends = torch.stack([norm, -norm])
         with self.exchanging(f"the norms of {kind}"):
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
@@ -833,6 +834,8 @@ def problem(parameter: Tensor, mesh: Any, units: bool) -> str:
     """
     if not is_sharded(parameter):
         return "is whole in every process, and others are not" if units else ""
+    if parameter.is_complex():
+        return "is complex: write model = kfac_fx.with_real_parameters(model) before compile"
     placements, own = cast(Any, parameter).placements, cast(Any, parameter).device_mesh
     if any(placement.is_partial() for placement in placements):
         return f"is divided as {placements}"

@@ -1,5 +1,7 @@
 """Vectors: dicts of tensors by parameter name, and how they become matrices of blocks, or one long tensor.
 
+The vector of a complex parameter [...] has its real and imaginary parts, [..., 2]. Users may pass complex numbers.
+
 A *form* lays the parameters of a registration out as a matrix [g, o, i] (`VectorForm`). Users, gradients and optimizers
 name whole parameters; registrations and their blocks may name pieces of them, such as `w[0:64]`. `split` and `joined`
 translate between the two. `Flat` holds many tensors in one, so that an update of all of them takes a handful of
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from kfac_fx.passes.errors import NotRegisteredError, RegistrationError, nearest
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pieces import Piece, ranges, unallocated
 from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
 
@@ -189,6 +192,21 @@ def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+def real_vector(vector: Vector) -> Vector:
+    """A vector with the real and imaginary parts of its complex entries, which are those of complex parameters."""
+    if not isinstance(vector, Mapping) or not any(isinstance(v, Tensor) and v.is_complex() for v in vector.values()):
+        return vector
+    return {name: real_numbers(entry) if isinstance(entry, Tensor) else entry for name, entry in vector.items()}
+
+
+def like_vector(product: Tensors, vector: Vector) -> Tensors:
+    """A product with a `real_vector`, with complex entries where the vector had them."""
+    return {
+        name: torch.view_as_complex(entry.contiguous()) if vector[name].is_complex() else entry
+        for name, entry in product.items()
+    }
+
+
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
     """Raises NotRegisteredError with all names that are missing, of another shape or, if the vector is of these
     parameters alone, unknown; TypeError if the vector is not a mapping."""
@@ -202,6 +220,8 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
     lines += [f"  missing  {name}" for name in missing]
     lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
     lines += [f"  {name} is {list(vector[name].shape)}, the parameter {list(shapes[name])}" for name in misshapen]
+    if any((*vector[name].shape, 2) == tuple(shapes[name]) for name in misshapen):
+        lines.append("Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2].")
     if unknown:  # frozen parameters, or those that `variables` leaves out
         lines.append("Pass only the parameters that are estimated: estimator.parameters.")
     raise NotRegisteredError("\n".join(lines))

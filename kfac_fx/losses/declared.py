@@ -168,7 +168,7 @@ def likelihood(
         not_masked = (weights != 0).reshape(*loss.inputs.shape[: loss.case_axes], -1).any(-1)
         loss = loss.keeping(not_masked)
     averages = of_torch.averages_elements and reduction == "mean"
-    return loss.all_cases / inputs.numel() if averages else 1.0, loss
+    return loss.all_cases / max(1, inputs.numel()) if averages else 1.0, loss
 
 
 def moved_dim(of_torch: TorchLoss, inputs: Tensor, case_dim: int) -> int:

@@ -41,7 +41,6 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.exact_products import LossTerms, at_least_one
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products, products_of_tangents
 from kfac_fx.compiled.loss_scale import hooked_leaves, losses_apart, take_gradient
-from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
@@ -50,7 +49,7 @@ from kfac_fx.losses.unnamed import Unnamed
 from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.recording.emitted import EmittedGraph
@@ -326,7 +325,7 @@ class BatchLoss:
                 if isinstance(loss, Normal):
                     alone = len(leaves) == len(values.losses) == 1
                     number = next((n for n, leaf in enumerate(leaves) if is_input(leaf, loss, alone)), None)
-                    value = value + self.squared_error(forward, number, loss.var / of_case)
+                    value = value + self.squared_error(forward, number, quotient_or_zero(loss.var, of_case))
                     if number is not None:
                         leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
                 else:
@@ -478,6 +477,13 @@ def quotients(old: Values, new: Values, step: Tensor) -> tuple[list[Tensor], lis
     primals = [loss.inputs for _, loss in old.losses]
     there = [*(loss.inputs for _, loss in new.losses), *new.leaves]
     return primals, [(b - a) / step for a, b in zip([*primals, *old.leaves], there, strict=True)]
+
+
+def quotient_or_zero(number: float | Tensor, share: float | Tensor) -> float | Tensor:
+    """number / share; 0 for the share of a forward without cases, which is 0."""
+    if isinstance(share, Tensor):
+        return torch.where(share == 0, 0, number / share)
+    return number / share if share else 0.0
 
 
 def is_input(leaf: Tensor, loss: Normal, alone: bool) -> bool:

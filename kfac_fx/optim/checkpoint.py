@@ -34,6 +34,7 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.optim.rules import RULES
 from kfac_fx.optim.state import SCALARS, StepState
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.tracing.random_streams import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
@@ -72,7 +73,7 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
         kept = division.keeps(names[parameter])
         of_rule = rule_state(states.get(parameter, {})) if kept else {}
         if parameter.requires_grad and kept and not of_rule:
-            of_rule = (new_adam_state if first_order else state.options.rule.new_state)(parameter)
+            of_rule = (new_adam_state if first_order else state.options.rule.new_state)(real_numbers(parameter))
         # An empty entry for a parameter of another owner: torch.distributed.checkpoint misses those without any.
         if of_rule or parameter in states or not kept:
             states[parameter] = of_rule

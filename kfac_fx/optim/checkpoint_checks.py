@@ -57,6 +57,7 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import exact_steps
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import plural, table
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.passes.users_code import warn_user
 
@@ -304,7 +305,7 @@ def rule_is_late(state: StepState) -> bool:
 
 def new_state(state: StepState, parameter: Tensor, first_order: bool) -> Tensors:
     """The first state of a parameter of zeros."""
-    zeros = torch.zeros_like(parameter.detach())
+    zeros = torch.zeros_like(real_numbers(parameter.detach()))
     return new_adam_state(zeros) if first_order else state.options.rule.new_state(zeros)
 
 
@@ -359,7 +360,7 @@ def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
     if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
         return first.dtype
     widest = functools.reduce(
-        torch.promote_types, (p.dtype for p in state.vectors.names if p.element_size() > 1), first.dtype
+        torch.promote_types, (p.dtype.to_real() for p in state.vectors.names if p.element_size() > 1), first.dtype
     )
     wider = torch.promote_types(first.dtype, entry.dtype)
     return wider if torch.promote_types(wider, widest) is widest else first.dtype

@@ -21,7 +21,7 @@ from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
-from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.torch_private import foreach_add_
 
 Group = dict[str, Any]
@@ -273,7 +273,9 @@ class StateVectors:
         """From the optimizer's state by parameter, where missing state is made by `new`, and all is replaced by
         views. parts: of the parameters in this process."""
         by_parameter = {
-            name: rule_state(states[parameter]) or new(parameter) if division.keeps(name) else new(parts[name])
+            name: rule_state(states[parameter]) or new(real_numbers(parameter))
+            if division.keeps(name)
+            else new(parts[name])
             for name, parameter in parameters.items()
         }
         vectors: Tensors = {}
@@ -373,16 +375,23 @@ class GroupedParameters:
 
         states: the optimizer's, by parameter; new ones are put into it.
         """
-        with_gradient = {
-            name: (parameter, parameter.grad)
+        parameters: Tensors = {
+            name: parameter
             for name, parameter in self.parameters.items()
             if (name in self.first_order) == first_order and parameter.grad is not None
         }
-        if not with_gradient:
+        if not parameters:
             return None
-        parameters: Tensors = {name: parameter for name, (parameter, _) in with_gradient.items()}
+        with_gradient = {
+            name: (
+                real_numbers(parameter),
+                real_numbers(dense(parameter.grad)) if parameter.is_complex() else parameter.grad,
+            )
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+        }
         division = self.division
-        here = {name: division.part(name, parameter) for name, parameter in parameters.items()}
+        here = {name: division.part(name, parameter) for name, (parameter, _) in with_gradient.items()}
         flat = Flat({name: part.shape for name, part in here.items()})
         if first_order not in self.last or not self.last[first_order].hold(parameters, states):
             new = new_adam_state if first_order else self.new_state
@@ -393,13 +402,13 @@ class GroupedParameters:
             flat,
             division,
             here,
-            {name: shard(parameter) for name, parameter in parameters.items()},
+            {name: shard(parameter) for name, (parameter, _) in with_gradient.items()},
             {
                 name: dense(division.part(name, divided_like(parameter, gradient)))
                 for name, (parameter, gradient) in with_gradient.items()
             },
             state,
-            longest_squared(parameter.dtype for parameter in parameters.values()),
+            longest_squared(parameter.dtype for parameter, _ in with_gradient.values()),
             lr,
             lr if lr.dim() == 0 else self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
@@ -477,7 +486,7 @@ class Vectors:
         """Zeros for the parameters in Fisher blocks that have no gradient, by name."""
         idle = self.estimator.idle(flat.parameters)
         return {
-            name: self.scalar.new_zeros(flat.division.in_blocks(name, parameter))
+            name: self.scalar.new_zeros(flat.division.in_blocks(name, real_numbers(parameter)))
             for parameter, name in self.names.items()
             if name in self.registered
             and name not in flat.parameters

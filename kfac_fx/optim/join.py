@@ -26,6 +26,7 @@ from kfac_fx.optim.groups import OF_GROUPS, Group
 from kfac_fx.optim.micro_batches import ForwardArguments
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes import results
+from kfac_fx.passes.matrix import complex_numbers, real_numbers
 
 LossOfStep = Tensor | float | None
 
@@ -103,12 +104,12 @@ class StandIn(JoinHook):
         values += [float(group[key]) for group, key in numbers]
         sent = torch.tensor(values, dtype=torch.float64, device=parameters[0].device)
         gradients = dense_or_zero((parameter.grad for parameter in parameters), parameters)
-        *gradients, sent = self.replicas.broadcast([*gradients, sent], source)
+        *gradients, sent = self.replicas.broadcast([*map(real_numbers, gradients), sent], source)
         if not self.standing_in:
             return
         values = sent.tolist()
         for parameter, gradient, has in zip(parameters, gradients, values, strict=False):
-            parameter.grad = gradient if has else None
+            parameter.grad = complex_numbers(gradient, parameter) if has else None
         for (group, key), value in zip(numbers, values[len(parameters) :], strict=True):
             if isinstance(group[key], Tensor):
                 group[key].fill_(value)

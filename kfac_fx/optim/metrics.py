@@ -17,6 +17,7 @@ from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.groups import rule_state
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.approximations import Side
+from kfac_fx.passes.matrix import real_numbers
 
 Write = Callable[[Mapping[str, float], int], object]
 CONDITION = ("largest", "each", None)
@@ -166,9 +167,9 @@ class Metrics:
         optimizer, groups = self.optimizer, self.optimizer.estimator.kept
         values: dict[str, Tensor | float] = {**optimizer.standing}
         values |= {f"lr/{n}": group["lr"] for n, group in enumerate(optimizer.param_groups)}
-        gradients = [shard(parameter.grad) for parameter, _ in before if parameter.grad is not None]
-        pairs = [(shard(parameter), shard(old)) for parameter, old in before]
-        values["norm/gradient"] = norm(dense(gradient) for gradient in gradients)
+        gradients = [dense(shard(parameter.grad)) for parameter, _ in before if parameter.grad is not None]
+        pairs = [(real_numbers(shard(parameter)), real_numbers(shard(old))) for parameter, old in before]
+        values["norm/gradient"] = norm(map(real_numbers, gradients))
         values["norm/update"] = norm(parameter.to(wide(old)) - old.to(wide(old)) for parameter, old in pairs)
         values["skipped/steps"] = optimizer.skipped
         values["skipped/statistics"] = sum(int(group.skipped.sum()) for group in groups)

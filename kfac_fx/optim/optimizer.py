@@ -42,6 +42,7 @@ from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import check_closure, take_step
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.random_streams import accelerators
 from kfac_fx.passes.users_code import warn_user
@@ -204,7 +205,8 @@ class KFAC(Optimizer, Joinable):
         super().__init__([{"params": list(names)}] if params is None else list(params), options.of_groups)
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("params has groups without parameters alone: leave params out to train all of the net")
-        example = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
+        trained = next((parameter for parameter in names if parameter.requires_grad), next(iter(names)))
+        example = real_numbers(trained.detach())
         precision = at_least_float32(example.dtype)
         scalar = torch.zeros((), dtype=precision, device=example.device)
         schedule = Schedule(options)

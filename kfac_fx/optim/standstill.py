@@ -24,6 +24,7 @@ from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.checks import STEPS_TO_READ, StalledWarning
 from kfac_fx.optim.schedule import is_early
 from kfac_fx.passes.errors import plural
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.users_code import warn_user
 
 EVERY = 100  # steps from look to look
@@ -81,7 +82,8 @@ class StandstillWatch:
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
             self.read(*self.unread.pop(0))
         if not self.told.issuperset(KINDS) and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
-            shards = [(shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None]
+            pairs = [(shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None]
+            shards = [(real_numbers(p), real_numbers(gradient)) for p, gradient in pairs]
             self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
             self.sizes = size_of(shards) if unchecked else None
 

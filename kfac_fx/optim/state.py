@@ -27,6 +27,7 @@ from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.standstill import StandstillWatch
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import mark_static
 from kfac_fx.passes.tracing.random_streams import RandomState
 from kfac_fx.recording.backends import compiled_function
@@ -133,7 +134,7 @@ class StepState:
         return exact_products(
             self.net,
             calls,
-            {name: parameter.detach() for parameter, name in self.vectors.names.items()},
+            real_parameters((name, parameter.detach()) for parameter, name in self.vectors.names.items()),
             [flat.everywhere(vector) for vector in vectors],
             ggn=self.estimator.estimation_mode.endswith("GGN"),
             multiply_jacobian=self.multiply_jacobian,

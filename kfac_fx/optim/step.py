@@ -33,6 +33,7 @@ from kfac_fx.optim.schedule import Due, Rates, StepCosts
 from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE
 from kfac_fx.optim.state import StepState
 from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.users_code import warn_user
 
@@ -245,7 +246,7 @@ def new_check(state: StepState, rule: CheckedRule, loss_scale: float) -> Check:
         seen.start,
         alone=len(seen.batches) == 1,
     )
-    parameters = {name: parameter.detach() for parameter, name in state.vectors.names.items()}
+    parameters = real_parameters((name, parameter.detach()) for parameter, name in state.vectors.names.items())
     return state.checks.new(batch, parameters, state.schedule.steps_since_check, rule.by_quotients)
 
 

@@ -29,6 +29,7 @@ from kfac_fx.linalg.processes import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.declared import ObservedLoss
 from kfac_fx.passes import results
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.divide import (
     NOT_CAPTURED,
     CapturedSubmodule,
@@ -41,6 +42,7 @@ from kfac_fx.passes.divide import (
 )
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import ROW_MASK, Dims, Program
+from kfac_fx.passes.matrix import complex_numbers
 from kfac_fx.passes.rewrite import renamed, rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -543,10 +545,11 @@ class EmittedSubmodules(EmittedModel):
             for name, value in parameters.items()
             if any(probes) and name in self.structured and not value.requires_grad
         }
-        frames = self.frames(parameters, buffers, python, values, probes, compiled=compiled)
+        seen = self.as_in_model({**parameters, **python})
+        frames = self.frames(parameters, buffers, seen, values, probes, compiled=compiled)
         with untouched(self.model):  # forward may write into its inputs, too
             copies = map_tensors(Tensor.clone, values)
-            output, fisher = self.forward(frames, {**parameters, **python, **buffers}, copies)
+            output, fisher = self.forward(frames, {**seen, **buffers}, copies)
         refuse_read(self.model, python, fisher)
         return output, fisher
 
@@ -557,26 +560,31 @@ class EmittedSubmodules(EmittedModel):
         """
         parameters = {name: averaged_unsharded(value) for name, value in parameters.items()}
         python = {name: parameters[name][...] for name in sorted(self.structured) if parameters[name].requires_grad}
-        frames = self.frames(parameters, buffers, python, values, probes, tolerant=True)
-        models_own = dict(self.model.named_parameters())
-        views = {name: value for name, value in parameters.items() if value is not models_own[name]}
-        output, fisher = self.forward(frames, {**views, **python}, values)
+        seen, models_own = self.as_in_model({**parameters, **python}), dict(self.model.named_parameters())
+        frames = self.frames(parameters, buffers, seen, values, probes, tolerant=True)
+        views = {name: value for name, value in seen.items() if value is not models_own[name]}
+        output, fisher = self.forward(frames, views, values)
         self.uncaptured = frames.uncaptured
         if self.uncaptured is None:
             refuse_read(self.model, python, fisher)
         return output, fisher
 
+    def as_in_model(self, parameters: Tensors) -> Tensors:
+        """Parameters by name, complex as the model has them: Python sees these."""
+        own = dict(self.model.named_parameters())
+        return {name: complex_numbers(value, own[name]) for name, value in parameters.items()}
+
     def frames(
         self,
         parameters: Tensors,
         buffers: Tensors,
-        python: Tensors,
+        seen: Tensors,
         values: Any,
         probes: Sequence[Any],
         compiled: bool = True,
         tolerant: bool = False,
     ) -> Frames:
-        """python: the tensors that Python sees instead of `parameters`. None of them may reach the losses."""
+        """seen: the tensors that Python sees instead of the model's parameters."""
         named = {**parameters, **{name: buffers[first] for name, first in self.canonical_buffers.items()}}
         mask = self.mask(values)
         return Frames(
@@ -587,7 +595,7 @@ class EmittedSubmodules(EmittedModel):
             [{name: named[name] for name in read if name in named} for read in self.read],
             probes,
             lambda number, inputs: self.masked_inputs.of_call(number, inputs, mask),
-            Lent(self.model, {**parameters, **python}),
+            Lent(self.model, seen),
             tolerant,
         )
 
@@ -596,7 +604,7 @@ class EmittedSubmodules(EmittedModel):
         args, kwargs = values
         watch = LossWatch()
         frames.watchers.append(watch)
-        seen = {name: named.get(name, parameter) for name, parameter in self.program.parameters.items()}
+        seen = {name: named.get(name, original(parameter)) for name, parameter in self.program.parameters.items()}
         reads = ServedReads(frames, seen, self.structured, self.examples(values))
         losses = nullcontext() if self.returns_loss else watch
         cut = TangentsCut() if transforms() else nullcontext()

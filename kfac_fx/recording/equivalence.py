@@ -35,8 +35,10 @@ from kfac_fx.linalg.matrices import (
     without_cudnn,
 )
 from kfac_fx.passes import results
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import (
@@ -224,7 +226,7 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
     with model_kept(recorder) as trace:
         outputs = results.tree_leaves(model(*args, **kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-        gradients = gradients_by_name(outputs, recorder.program.parameters)
+        gradients = gradients_by_name(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
     if trace.written and recorder.whole:
         raise UntraceableError(
             f"{class_of(model).__name__} writes into its parameters {', '.join(trace.written)} in forward, which a "
@@ -306,14 +308,15 @@ def random_cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradients_by_name(outputs: list[Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Gradients for random cotangents."""
-    roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad and not out.is_complex()]
+    """Gradients for random cotangents, of real and imaginary parts."""
+    roots = [real_numbers(out) for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     if not roots or not parameters:
         return dict.fromkeys(parameters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the user's, which are welcome
         grads = torch.autograd.grad(roots, list(parameters.values()), random_cotangents(roots), allow_unused=True)
-    return {name: None if grad is None else dense(grad) for name, grad in zip(parameters, grads, strict=True)}
+    real = [None if grad is None else real_numbers(dense(grad)) for grad in grads]
+    return dict(zip(parameters, real, strict=True))
 
 
 def detached(values: list[Any]) -> list[Any]:
@@ -333,6 +336,8 @@ def equal_up_to_rounding(value: Tensor, other: Any, rounding: float = 0.0) -> bo
     if value.layout is not torch.strided:
         parts = zip(strided_parts(value), strided_parts(other), strict=True)
         return all(equal_up_to_rounding(*part, rounding) for part in parts)
+    if value.is_complex() and other.dtype is value.dtype:
+        value, other = real_numbers(value), real_numbers(other)
     if not value.is_floating_point():
         return torch.equal(value, other)
     if value.dtype.itemsize == 1:  # torch computes nothing in 8 bits

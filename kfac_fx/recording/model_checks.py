@@ -149,12 +149,6 @@ UNFIT_MODELS: tuple[tuple[Culprits, str], ...] = (
         "Make the model outside of torch.inference_mode.",
     ),
     (
-        parameters_that(lambda param: param.requires_grad and param.is_complex()),
-        "the Fisher is of real parameters, and these are complex: {names}.\n"
-        "Let their real and imaginary parts be the parameters, before an optimizer is made: "
-        "model = kfac_fx.with_real_parameters(model).",
-    ),
-    (
         parameters_that(lambda param: param.requires_grad and param.is_floating_point() and param.dtype.itemsize == 1),
         "torch computes no steps in 8 bits, and these trained parameters have them: {names}.\n"
         "Train a parameter of 16 or 32 bits and cast it in forward, as in w.to(torch.float8_e4m3fn), or freeze it with "

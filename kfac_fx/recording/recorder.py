@@ -25,10 +25,12 @@ from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, Weight
 from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
+from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import class_of, parameters_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
@@ -182,12 +184,12 @@ class Recorder:
     @property
     def frozen(self) -> frozenset[str]:
         """The registered parameters that are frozen at present."""
-        return frozenset(name for name, parameter in self.program.parameters.items() if not parameter.requires_grad)
+        return frozenset(name for name, p in self.program.parameters.items() if not original(p).requires_grad)
 
     # --- what a run is given ----------------------------------------------------------------------------------------
 
     def live_parameters(self) -> dict[str, Tensor]:
-        return {name: holder[key] for name, holder, key in self.holders}
+        return {name: real_numbers(holder[key]) for name, holder, key in self.holders}
 
     @cached_property
     def holders(self) -> list[tuple[str, dict[str, Any], str]]:
@@ -199,15 +201,22 @@ class Recorder:
 
     @cached_property
     def in_pairs(self) -> frozenset[str]:
-        """The parameters that the graph reads as complex numbers, whose parts torch wants at even places in memory."""
+        """The parameters that the model has or the graph reads as complex numbers, whose parts torch wants at even
+        places in memory."""
         graph = self.program.graph
         behind = ancestors(node for node in graph.nodes if op_name(node) == AS_COMPLEX)
-        return frozenset(str(node.target) for node in behind if node.op == "get_attr")
+        complex_in_model = (name for name, parameter in self.model.named_parameters() if parameter.is_complex())
+        return frozenset([*(str(node.target) for node in behind if node.op == "get_attr"), *complex_in_model])
 
     def given(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values for some parameters, of which those `in_pairs` have memory of their own: they may be parts of one
-        vector, anywhere in it."""
-        return {name: value.clone() if name in self.in_pairs else value for name, value in parameters.items()}
+        """Values for some parameters, of complex ones the real and imaginary parts. Those `in_pairs` have memory of
+        their own: they may be parts of one vector, anywhere in it. Shards get it where they are gathered."""
+
+        def given(name: str, value: Tensor) -> Tensor:
+            real = real_numbers(value) if isinstance(value, Tensor) else value
+            return real.clone() if name in self.in_pairs and isinstance(real, Tensor) else real
+
+        return {name: given(name, value) for name, value in parameters.items()}
 
     def live_buffers(self) -> dict[str, Tensor]:
         return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}
@@ -535,7 +544,7 @@ class Recorder:
         """
         emitted, given = self.emitted if kernels is None else kernels, self.given(parameters)
         live = {
-            name: given[name] if name in given else self.model.get_parameter(name).detach()
+            name: given[name] if name in given else real_numbers(self.model.get_parameter(name).detach())
             for name in emitted.parameter_names
         }
         probes = [None] * len(emitted.program.registrations)

@@ -39,7 +39,7 @@ from kfac_fx.passes.ir import CASES, ROW_MASK, Program, Registration, Sampling, 
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import HALVES, precise, without_autocast
 from kfac_fx.passes.padding import spread_rows
-from kfac_fx.passes.parametrization import RowPair, RowsStep, in_real_positions
+from kfac_fx.passes.parametrization import RowPair, RowsStep, as_complex, in_real_positions
 from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Rows, canonical, in_groups, sum_of
 
@@ -76,6 +76,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     literals = literal_attrs(use)
     names = tuple(tensor_attrs(use))
     batch_dim = (use.batch_dim or 0) if form.leading else 0
+    has_weight = registration.matrix is not None and registration.matrix.weight is not None
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
@@ -83,7 +84,9 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
         pair = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
         for step in steps:
             pair = step(pair, attrs)
-        return in_real_positions(*pair) if pair[1].is_complex() else pair
+        if not pair[1].is_complex():
+            return pair
+        return in_real_positions(*pair) if has_weight else (pair[0].real, as_complex(pair[1]).real)
 
     return both
 

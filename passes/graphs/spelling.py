@@ -29,7 +29,8 @@ from ..torch_private import STACK_LEVEL, OpOverload, schema
 from .labels import Label, labels
 from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, matmul, op_name, overloads
 
-COMMUTATIVE = {"add", "mul"}
+COMMUTATIVE = {"add", "mul", "maximum", "minimum"}
+OF_TWO = {"max": torch.maximum, "min": torch.minimum}  # of two tensors, and not along a dimension
 # Keys of a node's meta, for `as_written`.
 SWAPPED = "swapped"  # whether the two operands of the node stand in another order than in the model
 SUBTRACTED = "subtracted"  # the node is a sum that stands for a difference
@@ -63,6 +64,8 @@ def respell(graph: fx.Graph) -> None:
             place_operands(node, name)
             if node.target is torch.sub and isinstance(node.args[0], (int, float)):  # `1 - x`, which ATen calls rsub
                 node.target, node.args = torch.rsub, (*node.args[1::-1], *node.args[2:])
+        if name in OF_TWO and len(node.args) == 2 and isinstance(node.args[1], fx.Node) and node.args[1] not in numbers:
+            node.target = OF_TWO[name]
 
 
 def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
@@ -214,7 +217,8 @@ def spell_out(node: fx.Node, name: str) -> None:
 def order_operands(
     graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
 ) -> None:
-    """Sort the operands of sums and products: activations first, then functions of parameters, constants, numbers."""
+    """Sort the operands of sums, products, maxima and minima: activations first, then functions of parameters,
+    constants, numbers."""
     label = labels(graph, parameters, pure, cases)
 
     def rank(operand: Any) -> int:

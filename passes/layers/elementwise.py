@@ -233,6 +233,53 @@ def quotient(x: Tensor, value: Any = None, *, weight: Tensor) -> Tensor:
     return torch.div(x, weight)
 
 
+def by_exponent(x: Tensor, attrs: Attrs) -> Tensor:
+    """The derivative of x ** w by w is x ** w log x, and 0 at 0."""
+    return elements(torch.where(x == 0, 0, torch.pow(x, attrs["value"]) * x.log()), attrs)
+
+
+@scale_and_shift.form(
+    rows=by_exponent,
+    example=(
+        written(lambda x, w: (1 + x.square()) ** w, (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: x.exp().pow(w), (4, 7, 5), w=()),
+    ),
+)
+def power(x: Tensor, value: Any = None, *, weight: Tensor) -> Tensor:
+    return torch.pow(x, weight)
+
+
+def where_larger(x: Tensor, attrs: Attrs) -> Tensor:
+    """The derivative of max(x, w) by w: torch gives both a half where they are equal."""
+    return elements(torch.heaviside(attrs["value"] - x, x.new_tensor(0.5)), attrs)
+
+
+def where_smaller(x: Tensor, attrs: Attrs) -> Tensor:
+    return elements(torch.heaviside(x - attrs["value"], x.new_tensor(0.5)), attrs)
+
+
+@scale_and_shift.form(
+    rows=where_larger,
+    example=(
+        written(lambda x, w: torch.maximum(x, w), (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: torch.maximum(w, x), (4, 7, 5), w=()),
+    ),
+)
+def lower_bound(x: Tensor, value: Any = None, *, weight: Tensor) -> Tensor:
+    return torch.maximum(x, weight)
+
+
+@scale_and_shift.form(
+    rows=where_smaller,
+    example=(
+        written(lambda x, w: torch.minimum(x, w), (4, 7, 5), w=(5,)),
+        written(lambda x, w: torch.min(w, x), (4, 7, 5), w=()),
+    ),
+)
+def upper_bound(x: Tensor, value: Any = None, *, weight: Tensor) -> Tensor:
+    return torch.minimum(x, weight)
+
+
 @scale_and_shift.form(
     rows=lambda x, attrs: elements(x.reciprocal(), attrs),
     example=written(lambda x, w: w / (1 + x.square()), (4, 7, 5), w=(7, 5)),

@@ -41,7 +41,7 @@ from ..graphs.edit import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import ROW_MASK, Bound, Program, Use
-from ..matrix import Layout, Shape
+from ..matrix import Layout, Shape, real_numbers
 from ..parametrization import (
     INPUTS,
     OUTPUTS,
@@ -257,18 +257,13 @@ class PerCase(Parametrization):
             for order, shape in in_cases:
                 gradients = gradients.permute(order) if order else gradients.reshape(cases, *shape)
             gradients = gradients.reshape(cases, math.prod(gradients.shape[1:]))
-            gradients = parts(gradients).flatten(1) if of_complex else gradients.real
+            gradients = real_numbers(gradients).flatten(1) if of_complex else gradients.real
             if function:
                 gradients = gradients @ tensors["jacobian"].to(gradients)
             gradients = gradients[:, None, :, None]
             return torch.ones_like(gradients), gradients
 
         return step
-
-
-def parts(tensor: Tensor) -> Tensor:
-    """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def of_bias(grad_rows: Tensor) -> Tensor:
@@ -431,7 +426,7 @@ class Jacobian(nn.Module):
         at = fixed[self.number]
 
         def value(changed: Tensor) -> Any:
-            return parts(self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :])).reshape(-1)
+            return real_numbers(self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :])).reshape(-1)
 
         if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
             elements: Tensor = torch.func.jacrev(value)(at).reshape(-1, at.numel())

@@ -199,24 +199,6 @@ def test_parameters_without_a_shape_are_refused_until_the_model_ran() -> None:
     assert len(kfac_fx.compile(model, (X,), loss="normal").registrations) == 2
 
 
-def test_complex_parameters_are_refused_with_a_way_to_real_ones() -> None:
-    class Waves(nn.Module):
-        def __init__(self, weight: Tensor) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(weight)
-
-        def forward(self, x: Tensor) -> Any:
-            weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-            return (x.to(weight.dtype) @ weight).abs()
-
-    weight = torch.randn(4, 3, dtype=torch.cfloat)
-    first, advice = refusal(Waves(weight))
-    assert first == "the Fisher is of real parameters, and these are complex: weight."
-    assert "model = kfac_fx.with_real_parameters(model)" in advice
-    assert kfac_fx.compile(kfac_fx.with_real_parameters(Waves(weight)), (X,), loss="normal").record((X,), {}).cases == 6
-    assert kfac_fx.compile(Waves(torch.view_as_real(weight)), (X,), loss="normal").record((X,), {}).cases == 6
-
-
 def test_frozen_complex_parameters_are_constants() -> None:
     class Spectrum(nn.Module):
         def __init__(self) -> None:

@@ -186,6 +186,32 @@ def test_all_parameters_must_be_sharded(shard: Callable[..., None]) -> None:
     assert "fully_shard on the model itself, after its units" in str(error.value)
 
 
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2, bias=False, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.to(torch.complex64)).abs()
+        return y
+
+
+def test_complex_parameters_that_are_sharded_are_refused_with_a_way_to_real_ones(shard: Callable[..., None]) -> None:
+    net = kfac_fx.compile(Waves(), (X,), loss="categorical")
+    shard(net.model)
+    with pytest.raises(ValueError, match="cannot train 1 of 1 parameters that are sharded as they are") as error:
+        kfac_fx.KFAC(net)
+    advice = "layer.weight  is complex: write model = kfac_fx.with_real_parameters(model) before compile"
+    assert advice in str(error.value)
+    net = kfac_fx.compile(kfac_fx.with_real_parameters(Waves()), (X,), loss="categorical")
+    shard(net.model)
+    optimizer = kfac_fx.KFAC(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), Y).backward()
+        optimizer.step()
+
+
 def test_blocks_of_fully_sharded_parameters_have_owners(shard: Callable[..., None]) -> None:
     """In several processes no one else has all factors; a model that is whole in every process has all of them."""
     net = compiled()

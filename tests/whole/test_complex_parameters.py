@@ -1,7 +1,10 @@
-"""Complex parameters by their real and imaginary parts: spectral convolutions, unitary layers, complex scales."""
+"""Complex parameters, as they are and by their real and imaginary parts: spectral convolutions, unitary layers, complex
+scales."""
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.passes.errors import NotRegisteredError
 
 CASES, MODES, OUT, IN, LENGTH = 6, 3, 5, 4, 10
 COMPLEX = torch.complex64
@@ -66,12 +70,18 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "einsum": lambda: With(lambda x, w: torch.einsum("bgi,goi->bgo", x, w), IN, OUT, LENGTH),
     "from the left": lambda: With(lambda x, w: w @ x, OUT, IN),
     "scale": lambda: With(lambda x, w: x * w, LENGTH),
+    "shift": lambda: With(lambda x, w: x + w.conj(), LENGTH),
+    "convolution": lambda: With(lambda x, w: F.conv1d(x, w, padding=1), OUT, IN, 3),
+    "grouped": lambda: With(lambda x, w: F.conv1d(x, w, groups=2), OUT + 1, IN // 2, 3),
+    "unitary": lambda: With(lambda x, w: x @ torch.matrix_exp(w - w.mH), LENGTH, LENGTH),
+    "modulus": lambda: With(lambda x, w: x * (w / w.abs()), LENGTH),
+    "real and imaginary": lambda: With(lambda x, w: torch.complex(x.real @ w.real, x.imag @ w.imag), LENGTH, OUT),
     "used twice": lambda: With(lambda x, w: torch.tanh(x @ w) @ w, LENGTH, LENGTH),
 }
 
 
 def compiled(model: nn.Module, x: Tensor, **options: Any) -> kfac_fx.CompiledModule:
-    return kfac_fx.compile(kfac_fx.with_real_parameters(model), (x,), loss="normal", **options)
+    return kfac_fx.compile(model, (x,), loss="normal", **options)
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
@@ -79,7 +89,205 @@ def test_complex_layers_are_the_layers_of_their_real_and_imaginary_parts(layer: 
     """The proof of compile holds the rows against autograd."""
     torch.manual_seed(0)
     (registration,) = compiled(layer(), torch.randn(CASES, IN, LENGTH), strict=True).registrations
-    assert not registration.generic
+    assert not registration.generic and registration.parameters == ("weight",)
+
+
+class Layers(nn.Module):
+    """Complex layers with biases, a frozen scale, a table, and a weight with two uses."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex128, divided: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(IN, OUT, dtype=dtype), nn.Linear(OUT, 2, dtype=dtype)
+        self.table = nn.Parameter(torch.randn(3, OUT, dtype=dtype))
+        self.mix = self.again = nn.Parameter(torch.randn(OUT, OUT, dtype=dtype) / OUT)
+        self.phase = nn.Parameter(torch.randn(OUT, dtype=dtype), requires_grad=False)
+        self.divided = divided
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.to(self.mix.dtype))
+        if self.divided and h.abs().sum() > 1e9:
+            h = h * 2
+        h = torch.tanh(h) @ self.mix + self.table[(x[:, 0] > 0).long()] * self.phase
+        return self.last(h @ self.again.conj()).abs()
+
+
+def trained(
+    model: nn.Module, x: Tensor, steps: int = 5, state: Any = None, **options: Any
+) -> tuple[list[float], kfac_fx.KFAC]:
+    net = kfac_fx.compile(model, (x,), loss="mse")
+    optimizer, losses = kfac_fx.KFAC(net, **options), list[float]()
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in x.chunk(2):
+            loss = F.mse_loss(net(part), torch.ones(len(part), 2).to(part)) / 2
+            loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, optimizer
+
+
+class RealLayers(nn.Module):
+    """The same with real parameters [..., 2], in the same order."""
+
+    def __init__(self, model: Layers) -> None:
+        super().__init__()
+        self.names = [name for name, _ in model.named_parameters()]
+        for name, p in model.named_parameters():
+            parts = nn.Parameter(torch.view_as_real(p.detach()).clone(), requires_grad=p.requires_grad)
+            self.register_parameter(name.replace(".", "_"), parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, mix, phase, w, b, v, c = (torch.view_as_complex(getattr(self, n.replace(".", "_"))) for n in self.names)
+        h = F.linear(x.to(mix.dtype), w, b)
+        h = torch.tanh(h) @ mix + table[(x[:, 0] > 0).long()] * phase
+        return F.linear(h @ mix.conj(), v, c).abs()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"estimation_mode": "empirical", "weight_decay": 0.1},
+        {"momentum_type": "adam", "lr": 0.1, "damping": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("float64")
+def test_a_training_is_that_of_real_parameters(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(8, IN)
+    twin = RealLayers(model)
+    (losses, optimizer), (wanted, _) = trained(model, x, **options), trained(twin, x, **options)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-12, atol=1e-12)
+    for parameter, parts in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(torch.view_as_real(parameter), parts, rtol=1e-12, atol=1e-12)
+    layers = sorted((r.layer, *r.parameters) for r in optimizer.net.registrations if not r.generic)
+    assert layers == [
+        ("embedding", "table"), ("linear", "first.bias"), ("linear", "first.weight"), ("linear", "last.bias"),
+        ("linear", "last.weight"), ("linear", "mix"),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_training_of_a_model_without_a_single_graph_is_that_of_its_real_parameters() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(divided=True), torch.randn(8, IN)
+    twin = kfac_fx.with_real_parameters(copy.deepcopy(model))
+    options = {"momentum_type": "adam", "lr": 0.1, "damping": 0.1, "estimation_mode": "empirical"}
+    (losses, optimizer), (wanted, _) = trained(model, x, **options), trained(twin, x, **options)
+    assert optimizer.net.program.submodules
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_state_is_loaded_and_frozen_parameters_stay() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(8, IN)
+    _, optimizer = trained(model, x, 4)
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), saved)
+    onward = [trained_on(optimizer, x) for _ in range(3)]
+    saved.seek(0)
+    of_model, of_optimizer = torch.load(saved)
+    again = Layers()
+    again.load_state_dict(of_model)
+    resumed, optimizer = trained(again, x, 3, of_optimizer)
+    assert resumed == onward
+    before = again.first.weight.requires_grad_(False).detach().clone()
+    trained_on(optimizer, x)
+    assert torch.equal(before, again.first.weight)
+    again.first.weight.requires_grad_(True)
+    trained_on(optimizer, x)
+    assert not torch.equal(before, again.first.weight)
+
+
+def trained_on(optimizer: kfac_fx.KFAC, x: Tensor) -> float:
+    optimizer.zero_grad()
+    for part in x.chunk(2):
+        loss = F.mse_loss(optimizer.net(part), torch.ones(len(part), 2).to(part)) / 2
+        loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+@pytest.mark.usefixtures("float64")
+def test_full_blocks_are_the_fisher_of_the_parts() -> None:
+    """2 Jᵀ J over the cases, with J of the real and imaginary parts."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(8, IN)
+    net = kfac_fx.compile(model, (x,), loss="mse", approximations={"*": "full"}, strict=True)
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(x)
+    for key, block in estimator.blocks.items():
+        (name,) = key
+
+        def outputs(parts: Tensor, name: str = name) -> Tensor:
+            return net.functional({name: torch.view_as_complex(parts)}, (x,), {})[0]
+
+        parts = torch.view_as_real(net.get_parameter(name).detach())
+        jacobian = torch.autograd.functional.jacobian(outputs, parts).flatten(2).flatten(0, 1)
+        vector = torch.randn_like(parts)
+        wanted = (jacobian.T @ (jacobian @ vector.flatten()) / CASES_OF_LAYERS).view_as(parts)
+        torch.testing.assert_close(block.multiply_matpower({name: vector}, 1.0)[name] - 1e-3 * vector, wanted)
+
+
+CASES_OF_LAYERS = 8  # times the number of outputs, 2, whose mean the loss has, over the second derivative, 2
+
+
+@pytest.mark.usefixtures("float64")
+def test_vectors_are_of_complex_numbers_or_of_their_parts() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(8, IN)
+    net = kfac_fx.compile(model, (x,), loss="mse")
+    estimator = kfac_fx.FisherEstimator(net, damping=0.1, estimation_mode="exact")
+    estimator.update_covariances(x)
+    estimator.update_inverses()
+    numbers = {name: torch.randn_like(p) for name, p in net.named_parameters() if p.requires_grad}
+    parts = {name: torch.view_as_real(value) for name, value in numbers.items()}
+    spectrum, product = estimator.spectrum(), net.fisher_product(x)
+    places = {name: p.detach() / 2 for name, p in net.named_parameters()}
+    real_places = {name: torch.view_as_real(p) for name, p in places.items()}
+    torch.testing.assert_close(net.functional(places, (x,), {})[0], net.functional(real_places, (x,), {})[0])
+    for of in (
+        estimator.multiply_inverse,
+        spectrum.multiply_inverse,
+        product,
+        lambda v: spectrum.solve(v, product, tolerance=1e-10).vector,
+    ):
+        found, wanted = of(numbers), of(parts)
+        for name in numbers:
+            assert found[name].shape == numbers[name].shape
+            torch.testing.assert_close(torch.view_as_real(found[name]), wanted[name])
+    y = torch.ones(8, 2)
+    scores = spectrum.precondition((x, y)).scores((x, y))
+    gradients = [torch.autograd.grad(F.mse_loss(model(x[n : n + 1]), y[:1]), list(trainable(model))) for n in range(8)]
+    by_name = [dict(zip(numbers, gradient, strict=True)) for gradient in gradients]
+    turned = [spectrum.multiply_inverse({n: g.resolve_conj() for n, g in of.items()}) for of in by_name]
+    inner = [[sum(float((a[n].conj() * b[n]).real.sum()) for n in numbers) for b in by_name] for a in turned]
+    torch.testing.assert_close(scores, torch.tensor(inner))
+    with pytest.raises(NotRegisteredError, match=r"table is \[3, 5\], the parameter \[3, 5, 2\]") as error:
+        estimator.multiply_inverse({name: value.real for name, value in numbers.items()})
+    text = "Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2]."
+    assert str(error.value).splitlines()[-1] == text
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_a_weight_and_its_bias_have_a_block_each_and_the_report_says_why() -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(4, 3, dtype=COMPLEX), Modulus()), (torch.randn(5, 4, dtype=COMPLEX),))
+    assert [(r.parameters, r.reason) for r in net.registrations] == [
+        ((name,), "of complex numbers: a weight and its bias have a block each") for name in ("0.weight", "0.bias")
+    ]
+    assert [row.factors_text for row in net.report.rows] == ["A 8 x 8, G 3 x 3", "A 1 x 1, G 6 x 6"]
+
+
+class Modulus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
 
 
 @pytest.mark.parametrize(("make", "dims"), [(Spectral1d, 1), (Spectral2d, 2)])
@@ -113,8 +321,8 @@ def test_factors_are_those_of_a_real_layer_at_two_positions() -> None:
             return torch.stack([y.real, y.imag], 1)
 
     torch.manual_seed(0)
-    model, x = kfac_fx.with_real_parameters(Complex()), torch.randn(CASES, MODES, IN, dtype=COMPLEX)
-    twin, targets = Real(next(model.parameters()).detach().clone()), torch.randn(CASES, 2, MODES, OUT)
+    model, x = Complex(), torch.randn(CASES, MODES, IN, dtype=COMPLEX)
+    twin, targets = Real(torch.view_as_real(model.weight.detach()).clone()), torch.randn(CASES, 2, MODES, OUT)
     torch.testing.assert_close(model(x), twin(x))
     for mode in ("empirical", "exact"):
         found, wanted = (
@@ -160,7 +368,7 @@ def test_a_fourier_neural_operator_trains() -> None:
 
     torch.manual_seed(0)
     x = torch.sin(torch.arange(LENGTH) + 6 * torch.rand(CASES, 1, 1))
-    net = kfac_fx.compile(kfac_fx.with_real_parameters(Operator()), (x,), loss="mse", strict=True)
+    net = kfac_fx.compile(Operator(), (x,), loss="mse", strict=True)
     optimizer, losses = kfac_fx.KFAC(net), list[float]()
     for _ in range(30):
         optimizer.zero_grad()

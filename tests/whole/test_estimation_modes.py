@@ -35,7 +35,7 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.norm(self.conv(x).mean(-1))
         h = torch.atan2(torch.tanh(self.fc(torch.tanh(self.fc(h)))), 1 + self.odd)
-        h = h * (1 + h.square()) ** self.heat
+        h = torch.hypot(h, 1 + self.heat)
         return self.classes(h), self.values(h)
 
 

@@ -83,7 +83,7 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x)) + self.table(torch.ones(1, 2)) + torch.cumsum(self.places, 0)
-        z: Tensor = self.last(torch.maximum(y, self.steps))
+        z: Tensor = self.last(torch.hypot(y, self.steps))
         return z
 
 
@@ -132,3 +132,15 @@ def test_a_batch_with_a_nan_changes_nothing(options: dict[str, Any]) -> None:
     torch.testing.assert_close(train(net, opt, (broken, y)), before, rtol=0, atol=0)
     assert opt.counters()["skipped steps"] == 1
     assert all(parameter.isfinite().all() for parameter in train(net, opt, (x, y)))
+
+
+def test_an_empty_batch_of_squared_errors_moves_nothing_but_the_momentum() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    net = kfac_fx.compile(model, (torch.zeros(2, 4),), loss="mse")
+    optimizer = kfac_fx.KFAC(net)
+    for cases in (8, 0, 8):
+        optimizer.zero_grad()
+        (net(batch(cases)[0]) - 1).square().sum().div(max(1, 3 * cases)).backward()
+        optimizer.step()
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())

@@ -359,3 +359,51 @@ def test_a_region_without_autocast_is_open_where_autocast_is_off(outside: bool) 
         of_graph, _ = net.functional({}, (x,), {})
         torch.testing.assert_close(of_graph, model(x))
         assert net.record((x,), {}).cases == 6
+
+
+class Pooled(nn.Module):
+    """A generalized mean (GeM): learned exponents, of zeros, too, and of a learned bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponents, self.lowest = nn.Parameter(torch.tensor([3.0, 2.0])), nn.Parameter(torch.tensor(0.1))
+        self.highest = nn.Parameter(torch.tensor([1.5, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.max(torch.min(x, self.highest), self.lowest)
+        return (torch.relu(x) ** self.exponents).mean(1) + (h**self.exponents).mean(1)
+
+
+class Relations(nn.Module):
+    """The weights of relations that share bases (R-GCN, Schlichtkrull et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bases, self.mix = nn.Parameter(torch.randn(2, 4, 3)), nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.einsum("rb,bio->rio", self.mix, self.bases)
+        return torch.einsum("nri,rio->no", x, weights)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Pooled, (6, 4, 2)), (Relations, (6, 5, 4))])
+@pytest.mark.usefixtures("float64")
+def test_small_functions_of_data_and_parameters_have_exact_blocks(make: Callable[[], nn.Module], shape: Any) -> None:
+    """2 Jᵀ J over the cases: the second derivative of a squared error is 2."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    net = kfac_fx.compile(model, (x,), loss="normal", strict=True, approximations={"*": "full"})
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(x)
+    assert len(estimator.blocks) == len(list(model.parameters()))
+    for (name,), block in estimator.blocks.items():
+
+        def outputs(value: Tensor, name: str = name) -> Tensor:
+            result: Tensor = torch.func.functional_call(model, {name: value}, (x,))
+            return result
+
+        parameter = model.get_parameter(name).detach()
+        jacobian = torch.autograd.functional.jacobian(outputs, parameter).reshape(-1, parameter.numel())
+        vector = torch.randn_like(parameter)
+        wanted = (2 * jacobian.T @ (jacobian @ vector.flatten()) / len(x)).view_as(parameter)
+        torch.testing.assert_close(block.multiply_matpower({name: vector}, 1.0)[name] - 1e-3 * vector, wanted)

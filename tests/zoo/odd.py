@@ -141,7 +141,7 @@ class Unused(nn.Module):
 
 
 class Generic(nn.Module):
-    """Parameters that no layer takes: an exponent, the base of a power, one side of an angle."""
+    """Parameters that no layer takes: one side of a triangle, the base of a power, one side of an angle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Generic(nn.Module):
         self.temperature = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = (1 + self.inner(x).square()) ** self.gate
+        h = torch.hypot(self.inner(x), self.gate)
         h = F.softplus(self.width) ** torch.tanh(h)
         return torch.atan2(self.head(h), torch.exp(self.temperature))
 
