@@ -420,7 +420,7 @@ class BatchLoss:
         steps = [step for _, step in after]
         for old, *new in zip(before, *(values for values, _ in after), strict=True):
             of_directions = [quotients(old, there, step)[1] for there, step in zip(new, steps, strict=True)]
-            tangents = [torch.stack(each) for each in zip(*of_directions, strict=True)]
+            tangents = [torch.stack(of_loss) for of_loss in zip(*of_directions, strict=True)]
             losses = [(weight, loss.at(loss.inputs)) for weight, loss in old.losses]
             of_forward = products_of_tangents(losses, tangents[: len(losses)], self.ggn)
             results.append((of_forward, old.cases))

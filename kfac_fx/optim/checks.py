@@ -37,6 +37,7 @@ from kfac_fx.passes.users_code import warn_user, where
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
+LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
 Tolerance = Callable[[Tensor, Tensor], Tensor]  # from 0-dim tensors to one

@@ -115,7 +115,7 @@ from kfac_fx.optim.bases import (
     turned,
     update_bases,
 )
-from kfac_fx.optim.checks import Check, StepSize, tolerated
+from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.means import (
     MEAN_VALUES,
@@ -159,7 +159,6 @@ RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted on
 MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
 LEAST, MOST = 0.1, 30.0  # of m
 SHORTEST, LOOKS_BACK = 10.0, 0.1  # the mean of gradients: over as many steps, or this part of all
-LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
 
 

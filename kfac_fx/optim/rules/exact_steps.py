@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
-from kfac_fx.optim.checks import SAME, Check
+from kfac_fx.optim.checks import LEAST_RISE, SAME, Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rule import BlockStep, MeasuredMove, Outcome
@@ -62,7 +62,6 @@ LEAST_LR = 0.03
 COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
 FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
 SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
-LEAST_RISE = 1e-3  # of the loss, below which a rise may be one of rounding
 AGREES = 0.25
 
 SCALARS: Mapping[str, float] = {
