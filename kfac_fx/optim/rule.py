@@ -167,6 +167,7 @@ class BlockStep:
         risen: whether it undid the steps before this one, 0-dim; None: it did not look.
         undone: whether it undid this step or those before it, 0-dim; None without a check.
         check_next: whether the rule wants a check in the next step, too.
+        on_trial: whether it is no sign of a stalled training if the check undoes this step or those before it.
         estimator: has the blocks.
         damping: λ, 0-dim, written in place.
         size: the step size from check to check.
@@ -194,6 +195,7 @@ class BlockStep:
     risen: Tensor | None = None
     undone: Tensor | None = None
     check_next: bool = False
+    on_trial: bool = False
     own: str | None = field(init=False, default=None)  # the name of the rule's class, if it is the user's
     ok: Tensor = field(init=False)
 

@@ -127,7 +127,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     else:
         schedule.advance(None)
     if (rule_with_checks := state.options.checks) is not None and step is not None and undone is not None:
-        state.checks.watch.look(rule_with_checks.divisor(step), undone, schedule.last_check)
+        told = torch.zeros_like(undone) if step.on_trial else undone
+        state.checks.watch.look(rule_with_checks.divisor(step), told, schedule.last_check)
 
 
 def look_at(state: StepState, moving: Sequence[FlatParameters], causes: Mapping[str, Tensor]) -> None:

@@ -23,8 +23,8 @@ bound of "eigen_moments".
 **Phases.** The fall in one step does not tell what steps lead to: the mean over steps and m make bounded steps better
 than each of them looks. So phases of both kinds take turns, and the falls of the loss in them are compared. A long
 phase is followed by a short one of the other kind. The next long one, twice as long, is of exact steps if in these the
-logarithm of the loss fell by `COST` times as much in a step. A check undoes bounded steps in such phases if they made
-the loss of the batch rise.
+logarithm of the loss fell by `COST` times as much in a step. A check that finds that bounded steps made the loss of the
+batch rise undoes them, and ends their phase.
 
 **The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
 at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
@@ -130,6 +130,7 @@ def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> 
     elif not check.same:
         repeats.clamp_(max=0)
     if repeats > 0:
+        step.on_trial = bool(step.scalars["bounded"])
         follow_phase(step.scalars, check, bool(risen))
 
 
@@ -141,7 +142,8 @@ def follow_phase(scalars: Mapping[str, Tensor], check: Check, risen: bool) -> No
     fallen.sub_(0.0 if risen else check.rise.nan_to_num())
     long, length = bool(scalars["long"]), float(scalars["phase"])
     least, part = SHORT_PHASES[int(bounded)]
-    if taken < (length if long else max(least, part * length)):
+    over = taken >= (length if long else max(least, part * length))
+    if not (over or (risen and bounded)):
         return
     value = check.value - check.rise if risen else check.value
     rate = (1 + fallen / value).log() if value.isfinite() and value > 0 else fallen
