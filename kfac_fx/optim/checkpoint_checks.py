@@ -75,7 +75,7 @@ WHOLE_VALUES: Mapping[str, Values] = {
 SINCE = (
     *("multiplier", "peak_lr", "last_update", "steps"),
     *("promised", "trust", "advance", "agreement", "agreed"),
-    *exact_steps.SCALARS,
+    *exact_steps.EXACT_SCALARS,
 )
 GENERATOR = f"{WHOLE}generator"
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's

@@ -123,13 +123,13 @@ def test_the_minimum_leaves_out_directions_that_are_zero_or_parallel() -> None:
 
 @pytest.mark.parametrize(("rho", "kept", "limited"), [(1.1, 1, 1), (1.1, 1, 0), (0.6, 1, 1), (0.1, 1, 1), (-2.0, 0, 0)])
 def test_damping_and_radius_follow_the_quotient_of_changes(rho: float, kept: int, limited: int) -> None:
-    tensors = {name: torch.tensor(value) for name, value in exact_steps.SCALARS.items()}
+    tensors = {name: torch.tensor(value) for name, value in exact_steps.EXACT_SCALARS.items()}
     tensors |= {"multiplier": torch.tensor(3.0), "exact_damping": torch.tensor(2.0)}
     state = {"last_update": torch.zeros(2)}
     zero = torch.zeros(())
     move = ExactMove(torch.ones(2), zero, zero, zero, None, zero, zero, limited=torch.tensor(bool(limited)))
     outcome = SimpleNamespace(rho=torch.tensor(rho), kept=torch.tensor(bool(kept)), tried=torch.tensor(True))
-    exact_steps.checked(SimpleNamespace(scalars=tensors, state=state), move, outcome)  # type: ignore[arg-type]
+    exact_steps.adapt(SimpleNamespace(scalars=tensors, state=state), move, outcome)  # type: ignore[arg-type]
     factor = OMEGA**-4 if not kept else OMEGA if rho > 0.75 else 1 / OMEGA if rho < 0.25 else 1
     assert float(tensors["exact_damping"]) == pytest.approx(2 * factor)
     times = 0.5 if not kept or rho < 0.5 else 2 if abs(rho - 1) <= 0.25 and limited else 1
@@ -273,7 +273,7 @@ def test_a_small_lr_shortens_an_exact_step_and_a_large_one_does_not_lengthen_it(
 
 
 def phased(**values: float) -> dict[str, Tensor]:
-    start = {**exact_steps.SCALARS, **values}
+    start = {**exact_steps.EXACT_SCALARS, **values}
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in start.items()}
 
 

@@ -203,7 +203,7 @@ class EigenMoments(CheckedRule):
         "advance": 1.0,  # the part of m that comes from agreement
         "agreement": 1.0,  # A at the last check, from -1 to 1
         "agreed": 0.0,  # whether it was large at the last two
-        **exact_steps.SCALARS,
+        **exact_steps.EXACT_SCALARS,
     }
     values: ClassVar[Mapping[str, Values]] = {
         "multiplier": Values(LEAST, FIRST * MOST),
@@ -214,7 +214,7 @@ class EigenMoments(CheckedRule):
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
         "agreed": Values(0, 1),
-        **exact_steps.VALUES,
+        **exact_steps.EXACT_VALUES,
         **MEAN_VALUES,
     }
 
@@ -405,7 +405,7 @@ class EigenMoments(CheckedRule):
         step.scalars["promised"].copy_(torch.where(outcome.tried & promised.isfinite(), promised, 0.0))
         if isinstance(measured, exact_steps.ExactMove):
             step.size.calm.zero_()
-            exact_steps.checked(step, measured, outcome)
+            exact_steps.adapt(step, measured, outcome)
             step.memory.forget_update(outcome.tried)
             return
         self.forget_update(step, outcome.tried & ~outcome.kept)

@@ -64,7 +64,7 @@ FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
 SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
 AGREES = 0.25
 
-SCALARS: Mapping[str, float] = {
+EXACT_SCALARS: Mapping[str, float] = {
     "exact_steps": 0.0,  # the number of them
     "exact_damping": 0.0,  # λ; 0 before the first
     "reach": FIRST_REACH,  # R
@@ -79,7 +79,7 @@ SCALARS: Mapping[str, float] = {
     "undone": 0.0,  # 1: the last step was exact, and undone
     "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
 }
-VALUES: Mapping[str, Values] = {
+EXACT_VALUES: Mapping[str, Values] = {
     "exact_steps": A_COUNT,
     "exact_damping": NOT_NEGATIVE,
     "reach": Values(LEAST_REACH, MOST_REACH),
@@ -232,7 +232,7 @@ def give_back(scalars: Mapping[str, Tensor]) -> None:
     held.zero_()
 
 
-def checked(step: BlockStep, move: ExactMove, outcome: Outcome) -> None:
+def adapt(step: BlockStep, move: ExactMove, outcome: Outcome) -> None:
     """Adapt λ and R after an exact step, which is the last update from now on."""
     assert move.limited is not None, "bug in kfac_fx: an exact step without a limit"
     scalars, rho, kept = step.scalars, outcome.rho, outcome.kept
