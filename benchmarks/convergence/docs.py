@@ -55,8 +55,6 @@ INTRODUCTION = """## How it was measured
   on others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
-- The runs of KFAC are those of the commits below. Later commits lengthen steps where batches agree (training.md), and
-  have not been run side by side with the other methods.
 
 `benchmarks/results/convergence.jsonl` has a line for each of the {count} runs, with its command and its commit:
 
