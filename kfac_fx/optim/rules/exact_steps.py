@@ -34,8 +34,8 @@ batches of a training begin to repeat, the step after a check has a check, too, 
 these have found another batch, no more are made.
 
 **Other terms.** A penalty of the weights is in the gradient, and no part of the loss that checks know. A gradient that
-the user has clipped or changed is not that of the loss either. Then the loss may rightly rise in a step. So the slope of
-the gradient along the bounded step is compared with that of the loss. A check where they differ by more than `OTHER`
+the user has clipped or changed is not that of the loss either. Then the loss may rightly rise in a step. So the slope
+of the gradient along the bounded step is compared with that of the loss. A check where they differ by more than `OTHER`
 makes no exact step, and the next check undoes no more than in any training.
 
 There are no exact steps on accelerators, where checks take a part of the batch; with an lr below `LEAST_LR`, which goes
