@@ -395,9 +395,20 @@ class BatchLoss:
 
     @OWN_PRECISION.entered()
     def norm(self, at: Sequence[Values]) -> Tensor:
-        """The norm of the outputs, []."""
-        squares = [precise(real_numbers(leaf)).square().sum() for values in at for leaf in values.leaves]
-        return self.replicas.mean(torch.stack(squares).sum() if squares else self.zero(at)).sqrt()
+        """A norm of the outputs that tells one batch from another, [] in float64: the fourth root of the sum of fourth
+        powers, because normalized outputs have the same sum of squares on all batches, and probabilities the same sum.
+
+        Zero where nothing tells batches apart: outputs that do not depend on the case, as those of a last layer whose
+        weights are zero, and outputs that are not finite.
+        """
+        powers = [self.zero(at).double()]
+        for values in at:
+            for _, loss in values.losses:
+                inputs = precise(real_numbers(loss.inputs.detach())).double()
+                depends = loss.all_cases == 1 or (inputs != inputs[:1]).any()
+                powers.append(torch.where(torch.as_tensor(depends), inputs.pow(4).sum(), 0.0))
+        norm = self.replicas.mean(torch.stack(powers).sum()) ** 0.25
+        return torch.where(norm.isfinite(), norm, 0.0)
 
     @OWN_PRECISION.entered()
     def between(self, before: Sequence[Values], after: Sequence[Values], step: Tensor) -> tuple[Tensor, Tensor]:

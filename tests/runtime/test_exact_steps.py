@@ -240,6 +240,101 @@ def test_noise_in_forward_makes_another_batch_of_every_step() -> None:
     assert scalar(opt, "exact_steps") == 0
 
 
+class Normalized(nn.Sequential):
+    """Outputs whose sum of squares is the same on all batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(super().forward(x), dim=-1)
+
+
+def with_last_layer(weight: float, bias: float) -> nn.Module:
+    model = mlp()
+    nn.init.constant_(model[-1].weight, weight)
+    nn.init.constant_(model[-1].bias, bias)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: with_last_layer(0.0, 0.0), lambda: with_last_layer(0.0, 0.3), lambda: Normalized(*mlp())],
+    ids=["zero", "constant", "normalized"],
+)
+@pytest.mark.parametrize("loss", ["categorical", "mse"])
+def test_outputs_that_are_alike_on_all_batches_do_not_make_them_one(make: Callable[[], nn.Module], loss: str) -> None:
+    torch.manual_seed(0)
+    net = compile(make(), loss=loss)
+    opt = KFAC(net, seed=0)
+    for number in range(6):
+        x, y = batch(number, cases=24)
+        opt.zero_grad()
+        (F.cross_entropy(net(x), y) if loss == "categorical" else F.mse_loss(net(x), x[:, :1].expand(-1, 4))).backward()
+        opt.step()
+        assert scalar(opt, "repeats") <= 0
+    assert scalar(opt, "exact_steps") == 0
+
+
+@pytest.mark.filterwarnings("ignore:2 steps:kfac_fx.StalledWarning")
+def test_a_training_can_be_saved_after_a_batch_that_is_not_finite() -> None:
+    net, opt = made()
+    for bad in (0.0, 0.0, math.nan):
+        step(net, opt, (FULL[0] + bad, FULL[1]))
+    again, loaded = made()
+    again.model.load_state_dict(net.model.state_dict())
+    loaded.load_state_dict(opt.state_dict())
+    assert scalar(loaded, "outputs") == scalar(opt, "outputs")
+
+
+@pytest.mark.filterwarnings("error:checks undid steps")
+def test_a_penalty_that_makes_the_loss_rise_is_no_reason_to_undo_steps() -> None:
+    totals = []
+    for exact in (True, False):
+        net, opt = made(exact_steps=exact)
+        for _ in range(70):
+            opt.zero_grad()
+            penalty = sum(p.square().sum() for p in net.parameters())
+            loss = F.cross_entropy(net(FULL[0]), FULL[1]) + 1e-3 * penalty
+            loss.backward()
+            opt.step()
+        totals.append(float(loss.detach()))
+        assert scalar(opt, "others") == exact and opt.skipped == 0
+    assert totals[0] < 1.2 * totals[1]
+
+
+def test_a_clipped_gradient_is_not_that_of_the_loss(moves: list[Any]) -> None:
+    net, opt = made()
+    for number in range(6):
+        gradients(net, opt, FULL)
+        if number >= 3:
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.1)
+        opt.step()
+    assert moves[2].exact is not None and moves[3].exact is None and scalar(opt, "others") == 1
+
+
+@pytest.mark.filterwarnings("ignore:the state was saved by a KFAC with other options")
+def test_a_state_with_a_phase_of_bounded_steps_is_loaded_without_exact_steps() -> None:
+    net, opt = made()
+    for _ in range(4):
+        step(net, opt)
+    opt.scalars["bounded"].fill_(1)
+    again, loaded = made(exact_steps=False)
+    again.model.load_state_dict(net.model.state_dict())
+    loaded.load_state_dict(opt.state_dict())
+    rises: list[float] = []
+    original = type(loaded.options.rule).tolerated_rise
+
+    def spied(rule: Any, of: Any, was: Tensor, same: Tensor) -> Tensor:
+        rises.append(float(original(rule, of, was, same) / was))
+        return torch.full_like(was, math.inf)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loaded.options.rule), "tolerated_rise", spied)
+        for _ in range(10):
+            step(again, loaded)
+    assert rises and min(rises) > 0.1
+
+
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 @pytest.mark.filterwarnings("ignore:the trained loss")
 def test_a_loss_whose_value_is_not_known_repeats_by_its_outputs(factor: float) -> None:

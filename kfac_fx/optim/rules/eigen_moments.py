@@ -421,7 +421,10 @@ class EigenMoments(CheckedRule):
         multiplier.copy_(torch.where(overshot, (OVERSHOT * multiplier).clamp(min=LEAST), multiplier))
 
     def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
-        return exact_steps.tolerated_in_phase(step.scalars, super().tolerated_rise(step, was, same), was, same)
+        usual = super().tolerated_rise(step, was, same)
+        if not (self.exact_steps and step.check is not None and exact_steps.may_be_exact(step, step.check)):
+            return usual
+        return exact_steps.tolerated_in_phase(step.scalars, usual, was, same)
 
     def divisor(self, step: BlockStep) -> Tensor:
         """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""

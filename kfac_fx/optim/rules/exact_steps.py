@@ -28,9 +28,15 @@ batch rise undoes them, and ends their phase.
 
 **The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
 at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
-the loss has changed by what the earlier check predicted, because the value is not known of every loss. Where a batch
-comes back without being the next one, or where the batches of a training begin to repeat, the step after a check has a
-check, too, to find that out. After `PROBES` of these have found another batch, no more are made.
+the loss has changed by what the earlier check predicted, because the value is not known of every loss. Outputs that are
+the same for all cases tell no batch from another. Where a batch comes back without being the next one, or where the
+batches of a training begin to repeat, the step after a check has a check, too, to find that out. After `PROBES` of
+these have found another batch, no more are made.
+
+**Other terms.** A penalty of the weights is in the gradient, and no part of the loss that checks know. A gradient that
+the user has clipped or changed is not that of the loss either. Then the loss may rightly rise in a step. So the slope
+of the gradient along the bounded step is compared with that of the loss. A check where they differ by more than `OTHER`
+makes no exact step, and the next check undoes no more than in any training.
 
 There are no exact steps on accelerators, where checks take a part of the batch; with an lr below `LEAST_LR`, which goes
 too small a part of the way; with several learning rates or with a weight decay, where a step is no multiple of an
@@ -63,6 +69,7 @@ COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates f
 FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
 SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
 AGREES = 0.25
+OTHER = 0.5  # of the slope of the loss, by which that of the gradient differs
 
 EXACT_SCALARS: Mapping[str, float] = {
     "exact_steps": 0.0,  # the number of them
@@ -77,6 +84,7 @@ EXACT_SCALARS: Mapping[str, float] = {
     "fallen": 0.0,  # by which the loss fell in it
     "rate": 0.0,  # by which the logarithm of the loss fell in a step of the last long phase
     "undone": 0.0,  # 1: the last step was exact, and undone
+    "others": 0.0,  # 1: at the last check the gradient was that of the loss and of other terms
     "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
 }
 EXACT_VALUES: Mapping[str, Values] = {
@@ -90,6 +98,7 @@ EXACT_VALUES: Mapping[str, Values] = {
     "phase": Values(FIRST_PHASE, LONGEST_PHASE),
     "taken": A_COUNT,
     "undone": Values(0, 1),
+    "others": Values(0, 1),
     "held": NOT_NEGATIVE,
 }
 
@@ -123,7 +132,7 @@ def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> 
     assert check.last is not None, "bug in kfac_fx: a check that did not look at the last one"
     repeats, norm = step.scalars["repeats"], check.batch.norm(check.last)
     alike = (norm - step.scalars["outputs"]).abs() <= SAME * norm
-    check.same = check.batch.agreed(step.size.same | (alike & agrees))
+    check.same = check.batch.agreed((norm > 0) & (step.size.same | (alike & agrees)))
     if check.steps == 1:
         in_vain = 0.0 if repeats > 0 else (repeats - 1).clamp(min=-PROBES)
         repeats.copy_(torch.as_tensor(1.0 if check.same else in_vain))
@@ -165,7 +174,7 @@ def tolerated_in_phase(scalars: Mapping[str, Tensor], tolerated: Tensor, was: Te
 
     tolerated: in other trainings. was: the loss at the last check. same: whether it had the same batch. All are 0-dim.
     """
-    strict = same & (scalars["bounded"] > 0) & (scalars["repeats"] > 0)
+    strict = same & (scalars["bounded"] > 0) & (scalars["repeats"] > 0) & ~(scalars["others"] > 0)
     return torch.where(strict, LEAST_RISE * was.abs(), tolerated)
 
 
@@ -181,7 +190,10 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     scalars, flat = step.scalars, step.flat
     scalars["outputs"].copy_(check.batch.norm(check.before))
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
-    if scalars["bounded"] and scalars["repeats"] > 0:
+    apart = flat.inner(step.g, bounded.move) - bounded.slope
+    others = not check.batch.agreed(apart.abs() <= OTHER * bounded.slope.abs())
+    scalars["others"].fill_(float(others))
+    if others or (scalars["bounded"] and scalars["repeats"] > 0):
         return None
     along_bounded = bounded.curvature / flat.inner(bounded.move, bounded.move)
     if scalars["undone"]:
