@@ -358,10 +358,11 @@ class GroupedParameters:
                     value = group[key]
                     if isinstance(value, Tensor):
                         one_element(key, value)
-                        scalars[name].copy_(value.reshape(()))
+                        at_least_zero = torch.where(value < -ROUNDING, value, value.clamp(min=0))
+                        scalars[name].copy_(at_least_zero.reshape(()))
                     else:
                         OF_A_GROUP[key](f"{key} of a parameter group", value)
-                        scalars[name].fill_(float(value))
+                        scalars[name].fill_(max(0.0, float(value)))
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 

@@ -900,7 +900,9 @@ def is_read_elsewhere(program: Program, registration: Registration) -> bool:
     returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
     roots = [*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))]
     owners = set(registration.owners)
-    uses = {use.output: use for other in program.registrations if owners & {*other.owners} for use in other.uses}
+    of_owners = (use for other in program.registrations if owners & {*other.owners} for use in other.uses)
+    # The bias of an output that is permuted is added behind it, at the last node of the use.
+    uses = {node: use for use in of_owners for node in (use.output, *use.nodes) if use.nodes.isdisjoint(node.users)}
 
     def operands(node: fx.Node) -> list[fx.Node]:
         return differentiated(node) if node not in uses else [uses[node].input]

@@ -20,7 +20,7 @@ from kfac_fx.optim.groups import (
 )
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import Regular
-from tests.runtime.toy_optimizers import made, train, values
+from tests.runtime.toy_optimizers import KINDS, made, train, values
 
 
 def members(
@@ -165,10 +165,14 @@ def test_numbers_that_a_loop_writes_into_a_group_are_checked_at_the_next_step(
     assert all(map(torch.equal, values(net).values(), before.values()))
 
 
-def test_a_schedule_may_end_at_an_lr_that_is_zero_up_to_rounding() -> None:
-    net, opt = made()
-    opt.param_groups[0]["lr"] = -1e-17
+@pytest.mark.parametrize("lr", [-1e-17, torch.tensor(-1e-17)])
+def test_a_schedule_may_end_at_an_lr_that_is_zero_up_to_rounding(lr: Any) -> None:
+    """The step moved nothing, because its length was the root of a negative number."""
+    net, opt = made(**KINDS["eigen_moments"])
     train(net, opt, range(1))
+    opt.param_groups[0]["lr"] = lr
+    train(net, opt, range(1, 3))
+    assert opt.skipped == 0
 
 
 def test_groups_without_parameters_are_refused() -> None:

@@ -354,6 +354,28 @@ def test_a_measurement_of_an_output_of_a_second_pass_has_its_gradients() -> None
     torch.testing.assert_close(scores, g @ g.T)
 
 
+def test_outputs_behind_the_layers_of_the_loss_are_no_second_pass() -> None:
+    """The bias of a permuted convolution was taken for one: its block took one backward for every example."""
+
+    class Permuted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.bias, self.b = nn.Conv1d(4, 5, 3, bias=False), nn.Parameter(torch.randn(5)), nn.Linear(5, C)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.a(x).mT + self.bias
+            return F.cross_entropy(self.b(torch.tanh(h).mean(1)), y), h
+
+    model, x, y = Permuted(), torch.randn(N, 4, 6), torch.randint(C, (N,))
+    net = kfac_fx.compile(model, (x, y))
+    assert "a.weight, bias" in str(net.report)
+    spectrum = kfac_fx.fit_spectrum(net, [Batch(x, y)], mode="empirical", case="row", damping=1.0)
+    each = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1])[0], list(model.parameters())) for n in range(N)]
+    g = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in each])
+    torch.testing.assert_close(spectrum.at(scale=0.0, damping=1.0).self_scores(Batch(x, y)), g.square().sum(1))
+    assert "one backward each" not in str(net.report)
+
+
 def test_a_measurement_is_squared_where_the_loss_is_outside() -> None:
     x, y, model = torch.randn(6, 4), torch.randint(3, (6,)), nn.Linear(4, 3)
     net = kfac_fx.compile(model, (x,), loss="categorical")
