@@ -396,6 +396,13 @@ class Schedule:
     @property
     def decay(self) -> float:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
+        return self.options.factor_decay**self.intervals.statistics
+
+    @property
+    def present_decay(self) -> float | None:
+        """The decay at an update where every step has a check; None: the usual one."""
+        if self.intervals_apart:
+            return None
         return self.options.factor_decay ** self.denser(self.intervals.statistics)
 
     def described(self) -> list[str]:

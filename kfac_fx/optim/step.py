@@ -99,8 +99,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     with state.phases.measure("statistics"):
         if state.replicas.number > 1 and state.damping.device.type == "cpu":
             estimator.agreed = {"steps": str(state.schedule.counter), **of_groups_as_text(state, groups)}
-        decay = schedule.decay if schedule.intervals_apart == 0 else None
-        recorded = estimator.fold(decay=1.0 if due.burning_in else decay, accept=ok)
+        decay = 1.0 if due.burning_in else schedule.present_decay
+        recorded = estimator.fold(decay=decay, accept=ok)
     if due.burning_in:
         schedule.burned_in += recorded
         return

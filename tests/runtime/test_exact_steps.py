@@ -129,7 +129,7 @@ def test_damping_and_radius_follow_the_quotient_of_changes(rho: float, kept: int
     zero = torch.zeros(())
     move = ExactMove(torch.ones(2), zero, zero, zero, None, zero, zero, limited=torch.tensor(bool(limited)))
     outcome = SimpleNamespace(rho=torch.tensor(rho), kept=torch.tensor(bool(kept)), tried=torch.tensor(True))
-    exact_steps.adapt(SimpleNamespace(scalars=tensors, state=state), move, outcome)  # type: ignore[arg-type]
+    exact_steps.adapt(SimpleNamespace(scalars=tensors, state=state), move, outcome, holds=True)  # type: ignore[arg-type]
     factor = OMEGA**-4 if not kept else OMEGA if rho > 0.75 else 1 / OMEGA if rho < 0.25 else 1
     assert float(tensors["exact_damping"]) == pytest.approx(2 * factor)
     times = 0.5 if not kept or rho < 0.5 else 2 if abs(rho - 1) <= 0.25 and limited else 1
@@ -487,7 +487,7 @@ def test_statistics_and_bases_are_denser_where_every_step_has_a_check() -> None:
         step(net, opt)
     schedule = opt._step_state.schedule
     assert schedule.intervals_apart == 0 and schedule.denser(20) == 4 and schedule.denser(21) == 5
-    assert schedule.decay == pytest.approx(0.98**4)
+    assert schedule.present_decay == pytest.approx(0.98**4) and schedule.decay == pytest.approx(0.98**20)
     recorded = []
     for _ in range(12):
         recorded.append(schedule.recording)

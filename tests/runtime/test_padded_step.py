@@ -95,7 +95,7 @@ class Training:
         if options.pop("groups", False):
             options["params"] = by_kind(model)
         self.net = kfac_fx.compile(model, (self.x,), loss="categorical", **of_compile)
-        self.optimizer = kfac_fx.KFAC(self.net, seed=0, **options)
+        self.optimizer = kfac_fx.KFAC(self.net, seed=0, exact_steps=False, **options)
         self.state = self.optimizer._step_state
 
     def step(self) -> float:

@@ -405,7 +405,7 @@ class EigenMoments(CheckedRule):
         step.scalars["promised"].copy_(torch.where(outcome.tried & promised.isfinite(), promised, 0.0))
         if isinstance(measured, exact_steps.ExactMove):
             step.size.calm.zero_()
-            exact_steps.adapt(step, measured, outcome)
+            exact_steps.adapt(step, measured, outcome, holds=self.damping_adaptation_interval is None)
             step.memory.forget_update(outcome.tried)
             return
         self.forget_update(step, outcome.tried & ~outcome.kept)

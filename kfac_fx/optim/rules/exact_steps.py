@@ -63,6 +63,7 @@ FIRST_DAMPING, LEAST_DAMPING = 0.1, 1e-10  # of the curvature along the bounded 
 FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 0.5, 64.0  # R
 RISING, FALLING = 0.25, 0.75  # ρ, below and above which λ changes
 RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
+MOST_DAMPING = 1e30
 PROBES = 3
 LEAST_LR = 0.03
 COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
@@ -97,6 +98,7 @@ EXACT_VALUES: Mapping[str, Values] = {
     "long": Values(0, 1),
     "phase": Values(FIRST_PHASE, LONGEST_PHASE),
     "taken": A_COUNT,
+    "rate": NOT_NEGATIVE,
     "undone": Values(0, 1),
     "others": Values(0, 1),
     "held": NOT_NEGATIVE,
@@ -148,7 +150,7 @@ def follow_phase(scalars: Mapping[str, Tensor], check: Check, risen: bool) -> No
     assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
     taken, fallen, bounded = scalars["taken"], scalars["fallen"], scalars["bounded"]
     taken.add_(check.steps)
-    fallen.sub_(0.0 if risen else check.rise.nan_to_num())
+    fallen.sub_(0.0 if risen else check.rise.nan_to_num()).nan_to_num_()
     long, length = bool(scalars["long"]), float(scalars["phase"])
     least, part = SHORT_PHASES[int(bounded)]
     over = taken >= (length if long else max(least, part * length))
@@ -156,7 +158,7 @@ def follow_phase(scalars: Mapping[str, Tensor], check: Check, risen: bool) -> No
         return
     value = check.value - check.rise if risen else check.value
     rate = (1 + fallen / value).log() if value.isfinite() and value > 0 else fallen
-    rate = torch.where(fallen > 0, rate / taken, 0.0)
+    rate = torch.where(fallen > 0, rate / taken, 0.0).nan_to_num()
     if long:
         scalars["rate"].copy_(rate)
         bounded.copy_(1 - bounded)
@@ -207,8 +209,8 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     damping.copy_(torch.where(damping > 0, torch.maximum(damping, least), first))
     proposed = bounded.move if check.probed is None else check.probed.move
     length = flat.inner(proposed, proposed).sqrt() / flat.largest_lr
-    others = [step.solved(step.g, damping), step.state["last_update"]]
-    directions = [proposed, *(of_length(flat, direction, length) for direction in others)]
+    further = [step.solved(step.g, damping), step.state["last_update"]]
+    directions = [proposed, *(of_length(flat, direction, length) for direction in further)]
     model = QuadraticModel.along(directions, step.g, lambda vectors: check.inner_products(flat, vectors), flat.inner)
     s = model.minimum(damping)
     norm, allowed = s @ model.fisher @ s, scalars["reach"].square() * longest
@@ -217,8 +219,9 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     step.check_next = check.batch.agreed(fall > NEARLY * of_bounded)
     if not check.batch.agreed(fall > WORTH * of_bounded):
         return None
+    step.on_trial = True
     return ExactMove(
-        move=torch.stack(directions, dim=1) @ s,
+        move=torch.stack(directions, dim=1) @ s.to(step.g.dtype),
         finite=s.isfinite().all(),
         slope=s @ model.slopes,
         curvature=s @ model.fisher @ s,
@@ -244,16 +247,20 @@ def give_back(scalars: Mapping[str, Tensor]) -> None:
     held.zero_()
 
 
-def adapt(step: BlockStep, move: ExactMove, outcome: Outcome) -> None:
-    """Adapt λ and R after an exact step, which is the last update from now on."""
+def adapt(step: BlockStep, move: ExactMove, outcome: Outcome, holds: bool) -> None:
+    """Adapt λ and R after an exact step, which is the last update from now on.
+
+    holds: whether the next step has a check, before which m does not grow by the cosine with an exact step.
+    """
     assert move.limited is not None, "bug in kfac_fx: an exact step without a limit"
-    scalars, rho, kept = step.scalars, outcome.rho, outcome.kept
+    scalars, rho, tried, kept = step.scalars, outcome.rho, outcome.tried, outcome.kept
     factor = torch.where(rho > FALLING, OMEGA, torch.where(rho >= RISING, 1.0, 1 / OMEGA))
-    scalars["exact_damping"].mul_(torch.where(kept, factor, OMEGA**-4))
-    right, wrong = (rho - 1).abs() <= RIGHT, ~(kept & (rho >= WRONG))
+    factor = torch.where(kept, factor, torch.where(tried, OMEGA**-4, 1.0))
+    scalars["exact_damping"].mul_(factor).clamp_(max=MOST_DAMPING)
+    right, wrong = (rho - 1).abs() <= RIGHT, tried & ~(kept & (rho >= WRONG))
     times = torch.where(wrong, 0.5, torch.where(right & move.limited, 2.0, 1.0))
     scalars["reach"].mul_(times).clamp_(LEAST_REACH, MOST_REACH)
-    scalars["exact_steps"].add_(outcome.tried)
-    scalars["undone"].copy_(outcome.tried & ~kept)
-    scalars["held"].copy_(scalars["multiplier"])
-    step.state["last_update"].copy_(torch.where(kept, -move.move, 0))
+    scalars["exact_steps"].add_(tried)
+    scalars["undone"].copy_(tried & ~kept)
+    scalars["held"].copy_(scalars["multiplier"] if holds else torch.zeros_like(scalars["held"]))
+    step.state["last_update"].copy_(torch.where(kept, -move.move, 0) if holds else torch.zeros_like(move.move))
