@@ -274,7 +274,8 @@ def test_buffers_have_rows_of_a_multiple_of_16_and_zeros_behind_the_matrix() -> 
 
 
 def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a loss within a part of its fall that two roundings of 2⁻⁹ explain."""
+    """At a lowest loss within a part of its fall that two roundings of 2⁻⁹ explain. The last loss may be that of a
+    step that the next check undoes."""
     ends = []
     for dtype in (None, torch.bfloat16):
         monkeypatch.setattr(eigen_moments, "product_dtype", lambda device, of_factors, dtype=dtype: dtype)
@@ -282,9 +283,9 @@ def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.Monk
         ends.append([training.step() for _ in range(40)])
     report = " ".join(str(training.net.report).split())
     assert "gradients are turned by products of torch.bfloat16 with sums in torch.float32" in report
-    (first, *_, end), (_, *_, other) = ends
-    assert end < 0.5 * first
-    assert abs(other - end) < 0.02 * (first - end)
+    first, lowest, other = ends[0][0], min(ends[0]), min(ends[1])
+    assert lowest < 0.5 * first
+    assert abs(other - lowest) < 0.02 * (first - lowest)
 
 
 def test_a_cpu_multiplies_matrices_as_they_are() -> None:

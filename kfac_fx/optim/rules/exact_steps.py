@@ -211,7 +211,9 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     length = flat.inner(proposed, proposed).sqrt() / flat.largest_lr
     further = [step.solved(step.g, damping), step.state["last_update"]]
     directions = [proposed, *(of_length(flat, direction, length) for direction in further)]
-    model = QuadraticModel.along(directions, step.g, lambda vectors: check.inner_products(flat, vectors), flat.inner)
+    model = QuadraticModel.along(
+        directions, step.g, lambda vectors: check.inner_products(flat, vectors).to(step.g.dtype), flat.inner
+    )
     s = model.minimum(damping)
     norm, allowed = s @ model.fisher @ s, scalars["reach"].square() * longest
     s = s * (allowed / norm).sqrt().clamp(max=1.0) * flat.largest_lr.clamp(max=1.0)
