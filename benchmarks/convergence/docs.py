@@ -48,11 +48,12 @@ INTRODUCTION = """## How it was measured
   model find their own step size. No method decays weights.
 - The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
   their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
-- CPU time is that of the steps on one thread, without compilation and measurements. Other work ran on the machine's
-  second core, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
+- CPU time is that of the steps on one thread, without compilation and measurements. Other work ran on both
+  cores of the machine, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
 - The runs of AdamW, SOAP and Muon at chosen rates and those of KFAC were made on one machine, whose processor has
-  AVX-512, the methods of a task one after another. The runs of the searches and of the other methods were made before,
-  on others. Muon has products in bfloat16, which take many times as long on processors without AVX-512.
+  AVX-512: KFAC, AdamW and Muon of a task one after another, and SOAP after all of them, at a lower load. The runs of
+  the searches and of the other methods were made before, on others. Muon has products in bfloat16, which take
+  many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
 
