@@ -195,7 +195,10 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     apart = flat.inner(step.g, bounded.move) - bounded.slope
     others = not check.batch.agreed(apart.abs() <= OTHER * bounded.slope.abs())
     scalars["others"].fill_(float(others))
-    if others or (scalars["bounded"] and scalars["repeats"] > 0):
+    if others:
+        return None
+    if scalars["bounded"] and scalars["repeats"] > 0:
+        step.check_next = bool(scalars["taken"] == 0)  # whether the loss rises is seen after one step
         return None
     along_bounded = bounded.curvature / flat.inner(bounded.move, bounded.move)
     if scalars["undone"]:
