@@ -115,6 +115,10 @@ class Forwards:
             self.before = batch.start = RandomState.now(self.devices)
         if options.rule.is_exact and not schedule.burning_in:
             batch.call = args, kwargs
+        # Now, because the model's own forward may change what a capture depends on; and before the statistics, because
+        # another path may bring new blocks.
+        if schedule.checking or not self.checked:
+            self.recorder = self.net.recorder(args, kwargs)
         only = None if schedule.recording else self.estimator.unrecorded()
         if only:  # on another path they may have no uses
             only &= self.net.recorder(args, kwargs).used
@@ -127,9 +131,6 @@ class Forwards:
         if recording or batch.call is not None or batch.start is not None:
             seen.batches.append(batch)
             self.batch = batch
-        # Now, because the model's own forward may change what a capture depends on.
-        if schedule.checking or not self.checked:
-            self.recorder = self.net.recorder(args, kwargs)
         return outputs
 
     @property

@@ -192,7 +192,9 @@ def test_bases_in_bfloat16_train_as_those_in_float32(monkeypatch: pytest.MonkeyP
     losses: list[Sequence[float]] = []
     for halves in (False, True):
         fast(monkeypatch, halves)
-        optimizer, of_steps = trained(9, lr=0.1)  # whole steps fall so steeply that one more or less is twice the loss
+        optimizer, of_steps = trained(
+            9, lr=0.1, exact_steps=False
+        )  # whole steps fall so steeply that one more or less is twice the loss
         assert stored(optimizer) == {torch.bfloat16 if halves else torch.float32}
         losses.append(of_steps)
     full, rounded = map(torch.tensor, losses)

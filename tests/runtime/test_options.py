@@ -70,8 +70,8 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  precon_damping_mult, which is one of 'adaptive', 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
             "  norm_constraint_form, which is one of 'regular', 'adam'.",
             "The options of this rule are momentum, second_moment_decay, eigenvalue_exponent, relative_damping, "
-            "norm_constraint, overhead, damping_adaptation_interval; all rules have those of KFAC's signature, such as "
-            "lr and weight_decay.",
+            "norm_constraint, overhead, damping_adaptation_interval, exact_steps; all rules have those of KFAC's "
+            "signature, such as lr and weight_decay.",
         ],
     ),
     "qmodel": (

@@ -419,8 +419,17 @@ def test_a_parameter_that_is_unfrozen_on_one_path_has_its_new_block_on_all() -> 
     assert len(net.registrations) == 6 and not net.captures.stale
 
 
+def test_a_path_that_a_check_meets_first_has_its_blocks_in_this_step() -> None:
+    net, optimizer = adapters(cov_update_every=100, invert_every=100, damping_adaptation_interval=1)
+    net.captures.looks = 2
+    for _ in range(3):
+        step(net, optimizer, 0)
+    step(net, optimizer, 1)
+    assert OF_B[0] in optimizer.estimator.blocks and optimizer.skipped == 0
+
+
 def test_paths_are_looked_for_only_as_long_as_a_parameter_may_still_be_used() -> None:
-    net, optimizer = adapters(cov_update_every=100, invert_every=100)
+    net, optimizer = adapters(cov_update_every=100, invert_every=100, exact_steps=False)
     net.captures.looks = 2
     for _ in range(3):
         step(net, optimizer, 0)
