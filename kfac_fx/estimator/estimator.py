@@ -65,6 +65,7 @@ from kfac_fx.recording.model_checks import (
 from kfac_fx.recording.statistics import Key, Moments, additive, of_loss_times
 
 MARKS = 2**12  # of sets of registrations; sums of them over as many processes are exact in float32
+Agreed = Callable[[], Mapping[str, str]]  # options as text, by name
 
 
 class FisherEstimator(BlockDiagonalFisher):
@@ -180,7 +181,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.fraction = fraction
         self.batch_size = batch_size
         self.replicas = None if process_group is None else Replicas(process_group)
-        self.agreed: Mapping[str, str] = {}  # options that all processes have at the next fold, by name, as text
+        self.agreed: Agreed | None = None  # makes the options that all processes have, where a fold sends a message
         self.params_stats: dict[str, Tensor] = {}
         self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
@@ -654,7 +655,7 @@ class PendingBatch:
         groups: Mapping[Key, BlockGroup],
         damping: Tensor,
         owners: BlockOwners | None = None,
-        agreed: Mapping[str, str] = MappingProxyType({}),
+        agreed: Agreed | None = None,
     ) -> int | Tensor:
         """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases.
 
@@ -679,11 +680,13 @@ class PendingBatch:
         dtypes = [tensor.dtype for sums in self.sums.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], damping.dtype)
         here = torch.as_tensor(self.cases - self.lost, dtype=precise, device=damping.device)
-        of_paths, of_options = (crc32(text.encode()) % MARKS for text in (" ".join(map(key_text, groups)), str(agreed)))
+        options = {} if agreed is None else agreed()
+        texts = " ".join(map(key_text, groups)), str(options)
+        of_paths, of_options = (crc32(text.encode()) % MARKS for text in texts)
         mark = here.new_tensor(of_paths)
         cases, marks, of_all = replicas.total([here, mark, here.new_tensor(of_options)])
-        if agreed and bool(of_all != of_options * replicas.number):
-            replicas.check_options(agreed)
+        if options and bool(of_all != of_options * replicas.number):
+            replicas.check_options(options)
         if damping.device.type == "cpu" and bool(marks != mark * replicas.number):
             raise ModelChangedError(
                 "the processes of a step took different paths through the model, so their statistics are those of "

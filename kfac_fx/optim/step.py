@@ -98,7 +98,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         choose_intervals(state)
     with state.phases.measure("statistics"):
         if state.replicas.number > 1 and state.damping.device.type == "cpu":
-            estimator.agreed = {"steps": str(state.schedule.counter), **of_groups_as_text(state, groups)}
+            estimator.agreed = lambda: {"steps": str(state.schedule.counter)} | of_groups_as_text(state, groups)
         decay = 1.0 if due.burning_in else schedule.present_decay
         recorded = estimator.fold(decay=decay, accept=ok)
     if due.burning_in:
