@@ -314,6 +314,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def precise(tensor: Tensor) -> Tensor:
     """The tensor in float32 at least, also under autocast."""
+    if tensor.dtype is torch.float32:
+        return tensor
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 

@@ -194,9 +194,10 @@ def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
 
 def real_vector(vector: Vector) -> Vector:
     """A vector with the real and imaginary parts of its complex entries, which are those of complex parameters."""
-    if not isinstance(vector, Mapping) or not any(isinstance(v, Tensor) and v.is_complex() for v in vector.values()):
-        return vector
-    return {name: real_numbers(entry) if isinstance(entry, Tensor) else entry for name, entry in vector.items()}
+    if not isinstance(vector, Mapping):
+        return vector  # `check_fits` refuses it
+    of_complex = [name for name, entry in vector.items() if isinstance(entry, Tensor) and entry.is_complex()]
+    return {**vector, **{name: real_numbers(vector[name]) for name in of_complex}} if of_complex else vector
 
 
 def like_vector(product: Tensors, vector: Vector) -> Tensors:

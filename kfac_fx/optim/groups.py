@@ -385,8 +385,9 @@ class GroupedParameters:
             return None
         with_gradient = {
             name: (
-                real_numbers(parameter),
-                real_numbers(dense(parameter.grad)) if parameter.is_complex() else parameter.grad,
+                (real_numbers(parameter), real_numbers(dense(parameter.grad)))
+                if parameter.is_complex()
+                else (parameter, parameter.grad)
             )
             for name, parameter in parameters.items()
             if parameter.grad is not None
