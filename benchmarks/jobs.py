@@ -213,8 +213,8 @@ class Text(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(20, 24), nn.Linear(48, 20)
-        self.cell = nn.LSTM(24, 48, num_layers=2, batch_first=True)
+        self.tokens, self.cell = nn.Embedding(20, 24), nn.LSTM(24, 48, num_layers=2, batch_first=True)
+        self.head = nn.Linear(48, 20)
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.head(self.cell(self.tokens(ids))[0])

@@ -50,8 +50,7 @@ def rival(name: str, model: nn.Module, rate: float) -> tuple[list[torch.optim.Op
             from pytorch_optimizer import SOAP
 
             return [SOAP(model.parameters(), lr=rate, weight_decay=0.0)], lambda: None
-    *optimizers, before = muon_and_adamw(model, rate)
-    return list(optimizers), before
+    return muon_and_adamw(model, rate)
 
 
 def trained(job: Job, steps: int, seed: int, method: str, rate: float) -> float:

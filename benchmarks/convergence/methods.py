@@ -112,13 +112,11 @@ def shampoo(task: Task, model: nn.Module, lr: float | None, seed: int) -> Traini
 
 
 def muon(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
-    *optimizers, before = muon_and_adamw(model, number(lr))
+    optimizers, before = muon_and_adamw(model, number(lr))
     return first_order(task, model, *optimizers, before=before)
 
 
-def muon_and_adamw(
-    model: nn.Module, lr: float
-) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, Callable[[], None]]:
+def muon_and_adamw(model: nn.Module, lr: float) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
     """Muon for hidden matrices, convolutions as [outputs, inputs * kernel], and AdamW for the rest: tables, the output
     layer and vectors. One learning rate serves both (`match_rms_adamw`). The function comes before their steps."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -132,11 +130,10 @@ def muon_and_adamw(
             assert weight.grad is not None
             matrix.grad = weight.grad.flatten(1)
 
-    return (
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=lr, weight_decay=0.0),
-        copy_gradients,
-    )
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr, weight_decay=0.0)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    return optimizers, copy_gradients
 
 
 def lbfgs(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
