@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import weight_decay
 from benchmarks.convergence.figures import draw
 from benchmarks.convergence.methods import METHODS, TRIALS
 from benchmarks.convergence.runs import Record
@@ -79,6 +81,8 @@ def page(records: Sequence[Record]) -> str:
     known = {task.name: entries(records, task) for task in TASKS.values()}
     sections = [opening(known), introduction(records), budgets(), methods(), summary(known), missing(known)]
     sections += [details(task, known[task.name]) for task in TASKS.values() if known[task.name]]
+    if weight_decay.OUT.exists():
+        sections.append("\n".join([*weight_decay.section(json.loads(weight_decay.OUT.read_text())), ""]))
     return "\n".join(section for section in sections if section)
 
 

@@ -312,16 +312,20 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.every(self.denser(self.intervals.statistics), early=self.options.rule.checked)
+        return self.burning_in or self.every(self.present.statistics, early=self.options.rule.checked)
 
     @property
     def inverting(self) -> bool:
         """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
-        return self.every(self.denser(self.intervals.inverses), early=True)
+        return self.every(self.present.inverses, early=True)
 
-    def denser(self, interval: int) -> int:
-        """The interval where every step has a check."""
-        return math.ceil(interval / DENSER) if self.intervals_apart == 0 else interval
+    @property
+    def present(self) -> StepIntervals:
+        """The intervals at this step: where every step has a check, a part of those that the options do not give."""
+        if self.intervals_apart:
+            return self.intervals
+        statistics, inverses, checks = self.intervals
+        return self.with_given(StepIntervals(math.ceil(statistics / DENSER), math.ceil(inverses / DENSER), checks))
 
     def early(self, steps: int) -> bool:
         """Whether the inverses of blocks are due that got their first factors so many steps ago."""
@@ -403,7 +407,7 @@ class Schedule:
         """The decay at an update where every step has a check; None: the usual one."""
         if self.intervals_apart:
             return None
-        return self.options.factor_decay ** self.denser(self.intervals.statistics)
+        return self.options.factor_decay**self.present.statistics
 
     def described(self) -> list[str]:
         """For the report: the intervals of a rule with checks."""

@@ -482,17 +482,29 @@ def test_a_training_with_exact_steps_goes_on_from_its_state_bit_for_bit() -> Non
 
 
 def test_statistics_and_bases_are_denser_where_every_step_has_a_check() -> None:
-    net, opt = made(cov_update_every=20, invert_every=40)
+    net, opt = made()
     for _ in range(4):
         step(net, opt)
     schedule = opt._step_state.schedule
-    assert schedule.intervals_apart == 0 and schedule.denser(20) == 4 and schedule.denser(21) == 5
-    assert schedule.present_decay == pytest.approx(0.98**4) and schedule.decay == pytest.approx(0.98**20)
+    chosen, present = schedule.intervals, schedule.present
+    assert schedule.intervals_apart == 0 and chosen.statistics > 5
+    assert present == (math.ceil(chosen.statistics / 5), math.ceil(chosen.inverses / 5), chosen.checks)
+    assert schedule.present_decay == pytest.approx(0.98**present.statistics)
+    assert schedule.decay == pytest.approx(0.98**chosen.statistics)
     recorded = []
     for _ in range(12):
         recorded.append(schedule.recording)
         step(net, opt)
     assert sum(recorded) >= 3
+
+
+def test_given_intervals_stay_where_every_step_has_a_check() -> None:
+    net, opt = made(cov_update_every=20, invert_every=40)
+    for _ in range(4):
+        step(net, opt)
+    schedule = opt._step_state.schedule
+    assert schedule.intervals_apart == 0 and schedule.present == schedule.intervals
+    assert schedule.present[:2] == (20, 40) and schedule.present_decay == pytest.approx(0.98**20)
 
 
 def test_the_report_counts_exact_steps() -> None:
