@@ -348,10 +348,10 @@ class EigenMoments(CheckedRule):
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         exact_steps.give_back(step.scalars)
-        bounded = self.bounded_move(step, update, check)
+        bounded_move = self.bounded_move(step, update, check)
         if not (self.exact_steps and exact_steps.may_be_exact(step, check)):
-            return bounded
-        return exact_steps.exact_move(step, check, bounded, self.longest_step(check)) or bounded
+            return bounded_move
+        return exact_steps.exact_move(step, check, bounded_move, self.longest_step(check)) or bounded_move
 
     def longest_step(self, check: Check) -> Tensor:
         """The largest squared Fisher norm of a step without trust, 0-dim."""
