@@ -17,8 +17,8 @@ from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.coverage import check_coverage
-from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.micro_batches import Backward, LeftGradients, MicroBatch, MicroBatches, weakly
+from kfac_fx.optim.precision import CheckPrecision
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import plural
