@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.bases import basis_of, new_bases, solved, turned, update_bases
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import positive
 from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, new_bases, solved, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product

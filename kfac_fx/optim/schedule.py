@@ -48,9 +48,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kfac_fx.fisher.bases import block_width
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import HostCopy
-from kfac_fx.optim.bases import block_width
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.passes.ir import UNROLLED, Program
@@ -91,7 +91,7 @@ class LayerFlops:
     @staticmethod
     def of(groups: Sequence[BlockGroup], rows: Mapping[Key, float], eigenbases: bool = False) -> LayerFlops:
         """rows: n of every registration; others are left out. eigenbases: whether wide sides are decomposed in
-        blocks (`kfac_fx.optim.bases`)."""
+        blocks (`kfac_fx.fisher.bases`)."""
         forward = statistics = turning = widths = squares = cubes = parameters = 0.0
         for group in groups:
             members = [r.parameters for r in group.registrations if r.parameters in rows]

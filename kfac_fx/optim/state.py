@@ -16,8 +16,8 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.jacobian_products import JacobianProducts, exact_products
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher import bases
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.optim import bases
 from kfac_fx.optim.checks import Checks, StepSize
 from kfac_fx.optim.forwards import Forwards, without_batch
 from kfac_fx.optim.groups import FlatParameters, Vectors, first_order_update

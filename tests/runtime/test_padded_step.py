@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.fisher.means import EPSILON
 from kfac_fx.linalg.matrices import CACHE_LINE
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim import padded_step
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.means import EPSILON
 from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.optim.rules import eigen_moments
 from kfac_fx.optim.rules.eigen_moments import most_momentum, nesterov, step_in_bases

@@ -100,24 +100,17 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.placement import UNDIVIDED
-from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
-from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
-from kfac_fx.linalg.matrices import zero_unless_
-from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import (
+from kfac_fx.fisher.bases import (
     basis_of,
     eigenvalues_of,
     has_bases_in_blocks,
-    refuse_without_basis,
     turned,
     update_bases,
+    without_basis,
 )
-from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
-from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
-from kfac_fx.optim.means import (
+from kfac_fx.fisher.block import BlockDiagonalFisher
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.means import (
     MEAN_VALUES,
     Means,
     StepScalars,
@@ -129,6 +122,13 @@ from kfac_fx.optim.means import (
     new_means,
     norms,
 )
+from kfac_fx.fisher.placement import UNDIVIDED
+from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
+from kfac_fx.linalg.matrices import zero_unless_
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
+from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.optim.padded_step import PaddedStep, product_dtype
 from kfac_fx.optim.rule import (
     ANY,
@@ -143,7 +143,7 @@ from kfac_fx.optim.rule import (
     zeros_for,
 )
 from kfac_fx.optim.rules import exact_steps
-from kfac_fx.passes.errors import plural, table
+from kfac_fx.passes.errors import ApproximationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -267,7 +267,14 @@ class EigenMoments(CheckedRule):
         update_bases(estimator, keys, in_new_basis)
 
     def refuse_registrations(self, registrations: Iterable[Registration]) -> None:
-        refuse_without_basis(self.written, registrations)
+        wrong = [(str(registration), registration.approximation) for registration in without_basis(registrations)]
+        if wrong:
+            raise ApproximationError(
+                f"{self.written} turns gradients with the eigenvectors of A and G, and these blocks are no "
+                f"products of A and G:\n{table(wrong)}\n"
+                "Compile with 'kron', 'kron_indep', 'diagonal' or 'full' for them, as in approximations={'name': "
+                "'kron'}, or write momentum_type='adaptive'."
+            )
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
