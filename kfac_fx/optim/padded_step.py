@@ -45,13 +45,6 @@ Scalars = Mapping[str, Tensors]
 Grow = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
-def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
-    """The precision of products with bases of this precision, where it pays to pad them; None elsewhere."""
-    if device.type == "cuda" and dtype is torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return None
-
-
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels of Triton and graphs run on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -292,6 +292,7 @@ class Schedule:
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
 
     def __post_init__(self) -> None:
+        self.damping_rule = self.options.rule.damping_rule
         self.intervals = self.with_given(self.options.rule.intervals)
 
     def due(self) -> Due:
@@ -426,11 +427,11 @@ class Schedule:
     @property
     def adapting(self) -> bool:
         """Whether the change of the loss in this step is measured, to adapt the damping."""
-        rule = self.options.rule.damping_rule
+        rule = self.damping_rule
         return rule is not None and rule.due(self.counter) and not self.burning_in
 
     @property
     def adapting_late(self) -> bool:
         """Whether the change of the loss in the last step is still to be measured."""
-        rule = self.options.rule.damping_rule
+        rule = self.damping_rule
         return rule is not None and not rule.immediately and self.counter > 0 and rule.due(self.counter - 1)

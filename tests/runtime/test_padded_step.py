@@ -289,7 +289,7 @@ def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.Monk
 
 
 def test_a_cpu_multiplies_matrices_as_they_are() -> None:
-    assert padded_step.product_dtype(torch.device("cpu"), torch.float32) is None
+    assert eigen_moments.product_dtype(torch.device("cpu"), torch.float32) is None
     training = Training("text", torch.float32)
     training.step()
     assert training.state.memory._padded is None

@@ -129,7 +129,7 @@ from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
-from kfac_fx.optim.padded_step import PaddedStep, product_dtype
+from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.optim.rule import (
     ANY,
     BlockStep,
@@ -282,7 +282,7 @@ class EigenMoments(CheckedRule):
         refuse_divided_momentum(groups, names, step.estimator)
         padded = step.memory.padded(step.flat)
         if padded is None:
-            return step.flat.is_finite(step.g)
+            return step.flat.is_finite(step.flat.g)
         padded.pack(step.flat)
         return padded.gradient_is_finite()  # type: ignore[no-any-return]
 
@@ -307,23 +307,23 @@ class EigenMoments(CheckedRule):
             most, grow = partial(most_momentum, step.scalars["steps"]), partial(self.grow, step)
             update = padded.vector(flat, step.ok, beta, nesterov(step.size), most, grow)
             return Update(update, ok=padded.accept.clone())
-        product, squared, squared_last = flat.products(flat.g, step.state["last_update"])
+        product, squared, squared_last = flat.products(flat.g, flat.state["last_update"])
         ok = step.ok & (MOST_SUMMED * squared).isfinite()
         self.grow(step, ok, product, squared, squared_last)
         parts = flat.flat.parts(zero_unless_(ok, flat.g))
-        gradient = flat.division.to_blocks(parts)
+        gradient, absent, run = flat.division.to_blocks(parts), step.absent, step.compiled(directions)
         by_name = step_in_bases(
             step.estimator,
             memory.means,
-            {**gradient, **step.absent},
+            {**gradient, **absent},
             beta,
             self.second_moment_decay,
             self.eigenvalue_exponent,
             nesterov=nesterov(step.size),
             accept=ok,
             most=most_momentum(step.scalars["steps"]),
-            still=step.absent.keys(),
-            run=step.compiled(directions),
+            still=absent.keys(),
+            run=run,
         )
         wholes = {name: by_name[name] for name in gradient}
         update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
@@ -505,6 +505,13 @@ class EigenMemory(Memory):
     def reasons(self) -> list[str]:
         """For the report: why a step is slower than it could be."""
         return [] if self._padded is None else self._padded.reasons
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The precision of products with bases of this precision, where it pays to pad them; None elsewhere."""
+    if device.type == "cuda" and dtype is torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return None
 
 
 def multiple(norm: Tensor, lr: Tensor, part: float, most: float) -> Tensor:
