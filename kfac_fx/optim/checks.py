@@ -90,6 +90,7 @@ class Check:
     last: list[Values] | None = None  # at the parameters of the last check; None at the first
     same: bool = False  # whether the host knows that the batch is that of the last check
     probed: Probe | None = None  # of `along`, by a difference quotient
+    exact: bool | None = None  # whether its step may be exact; None: no rule has asked
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:

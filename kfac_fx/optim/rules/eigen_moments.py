@@ -356,9 +356,15 @@ class EigenMoments(CheckedRule):
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         exact_steps.give_back(step.scalars)
         bounded_move = self.bounded_move(step, update, check)
-        if not (self.exact_steps and exact_steps.may_be_exact(step, check)):
+        if not self.may_be_exact(step, check):
             return bounded_move
         return exact_steps.exact_move(step, check, bounded_move, self.longest_step(check)) or bounded_move
+
+    def may_be_exact(self, step: BlockStep, check: Check) -> bool:
+        """Whether the step of a check may be exact, which does not change in the step."""
+        if check.exact is None:
+            check.exact = self.exact_steps and exact_steps.may_be_exact(step, check)
+        return check.exact
 
     def longest_step(self, check: Check) -> Tensor:
         """The largest squared Fisher norm of a step without trust, 0-dim."""
@@ -429,7 +435,7 @@ class EigenMoments(CheckedRule):
 
     def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
         usual = super().tolerated_rise(step, was, same)
-        if not (self.exact_steps and step.check is not None and exact_steps.may_be_exact(step, step.check)):
+        if step.check is None or not self.may_be_exact(step, step.check):
             return usual
         return exact_steps.tolerated_in_phase(step.scalars, usual, was, same)
 
@@ -446,7 +452,7 @@ class EigenMoments(CheckedRule):
         agreement = torch.where(known, -check.rise / promised, 0.0).clamp(-1.0, 1.0)
         agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
         last.copy_(agreement)
-        if self.exact_steps and exact_steps.may_be_exact(step, check):
+        if self.may_be_exact(step, check):
             exact_steps.note_batch(step, check, agreement >= exact_steps.AGREES, risen)
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
