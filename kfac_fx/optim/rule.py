@@ -516,11 +516,7 @@ class CheckedRule(Rule):
     by_quotients: ClassVar[bool] = True
     is_noisy: ClassVar[bool] = True
     rarer_checks: ClassVar[bool] = True
-
-    @property
-    def overhead(self) -> float:
-        """The cost of statistics, inverses and checks in a step, at most, as a part of the training step."""
-        return 0.2
+    overhead = 0.2  # the cost of statistics, inverses and checks in a step, at most, as a part of the training step
 
     @property
     def damping_adaptation_interval(self) -> int | None:
