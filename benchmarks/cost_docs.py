@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import device_step, device_training, gpt2_factors, launches, statistics
 from benchmarks.step_time import rows_of
-from kfac_fx.optim import bases
+from kfac_fx.fisher import bases
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs" / "cost.md"

@@ -43,10 +43,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's own way to
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from benchmarks.step_models import Problem
+from kfac_fx.fisher.means import StepScalars
 from kfac_fx.linalg.matrices import HostCopy, products_are_full
 from kfac_fx.optim import padded_step
 from kfac_fx.optim.batch_loss import SHARE
-from kfac_fx.optim.means import StepScalars
 from kfac_fx.optim.padded_step import KernelOrPlain
 from kfac_fx.optim.schedule import ACCELERATOR, ACCELERATOR_IN_HALVES
 from kfac_fx.passes.torch_private import pytree
@@ -138,7 +138,7 @@ ANSWERS: Mapping[str, Any] = {  # what differs from the answers for tensors on a
     "kfac_fx.optim.batch_loss.difference_of_part": difference_of_part,
     "kfac_fx.linalg.matrices.products_of_columns": products_of_columns,
     "kfac_fx.linalg.matrices.row_products": products_of_columns,
-    "kfac_fx.optim.bases.iterates_bases": lambda device: True,
+    "kfac_fx.fisher.bases.iterates_bases": lambda device: True,
     "kfac_fx.optim.rules.eigen_moments.product_dtype": lambda device, dtype: torch.bfloat16,
     "kfac_fx.optim.padded_step.half_products": half_products,
     "kfac_fx.optim.padded_step.KernelOrPlain": Kernels,

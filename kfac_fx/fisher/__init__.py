@@ -1,4 +1,4 @@
-"""The Fisher: factors averaged over batches, blocks made of them, their inverses, and the processes that keep them.
+"""The Fisher: factors averaged over batches, blocks made of them, their inverses and bases, and who keeps them.
 
 The docstring of `groups` states the normalization: A, G and the factor c of F = c A ⊗ G. Some uses need a word more:
 

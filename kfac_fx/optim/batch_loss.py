@@ -9,7 +9,7 @@ points it changes by
 for all targets (the Bregman divergence of the log-partition function; Wainwright & Jordan 2008, section 5.2.2). For
 other distributions this holds to second order. If the forward returns the loss itself, h(z') - h(z) = <g, z' - z>.
 
-All values are computed in the precision of the parameters (`kfac_fx.optim.curvature`), also where the user's forward
+All values are computed in the precision of the parameters (`kfac_fx.optim.precision`), also where the user's forward
 rounded more coarsely; g is then the gradient at outputs that differ by this rounding.
 
 **A part of the batch.** On an accelerator a check takes the first eighth of the examples (`part_of_batch`). The norm of
@@ -46,7 +46,7 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
 from kfac_fx.losses.unnamed import Unnamed
-from kfac_fx.optim.curvature import OWN_PRECISION, CheckPrecision
+from kfac_fx.optim.precision import OWN_PRECISION, CheckPrecision
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise, real_numbers

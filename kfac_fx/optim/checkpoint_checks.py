@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kfac_fx.fisher.bases import of_another_kind
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import not_negative
@@ -36,7 +37,6 @@ from kfac_fx.linalg.entries import (
 )
 from kfac_fx.linalg.processes import shard
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import of_another_kind
 from kfac_fx.optim.checkpoint import (
     LATE,
     NAME,

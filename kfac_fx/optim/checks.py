@@ -14,7 +14,7 @@ The rule says what r is, and which rise in a step is tolerated. All decisions ar
 <d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
 product with the Jacobian costs four. Rules that divide by <d, F d> take the product, and all rules take it where a
 quotient is no measure of the batch (`against_quotients`). All forwards of a check compute in the precision of the
-parameters (`kfac_fx.optim.curvature`). On an accelerator they take a part of the batch (`kfac_fx.optim.batch_loss`).
+parameters (`kfac_fx.optim.precision`). On an accelerator they take a part of the batch (`kfac_fx.optim.batch_loss`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kfac_fx.linalg.matrices import HostCopy, copy_if_
 from kfac_fx.linalg.processes import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, Values, part_of_batch, share_of_checks
-from kfac_fx.optim.curvature import COARSE
 from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.precision import COARSE
 from kfac_fx.passes.graphs.labels import gradient_stop
 from kfac_fx.passes.users_code import warn_user, where
 
@@ -90,6 +90,7 @@ class Check:
     last: list[Values] | None = None  # at the parameters of the last check; None at the first
     same: bool = False  # whether the host knows that the batch is that of the last check
     probed: Probe | None = None  # of `along`, by a difference quotient
+    exact: bool | None = None  # whether its step may be exact; None: no rule has asked
 
     @staticmethod
     def of(batch: BatchLoss, parameters: Tensors, steps: int, by_quotient: bool = False) -> Check:

@@ -17,8 +17,8 @@ from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.coverage import check_coverage
-from kfac_fx.optim.curvature import CheckPrecision
 from kfac_fx.optim.micro_batches import Backward, LeftGradients, MicroBatch, MicroBatches, weakly
+from kfac_fx.optim.precision import CheckPrecision
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import plural
@@ -107,7 +107,7 @@ class Forwards:
         if backward_here() < 0:  # a checkpoint runs its forward again inside of a backward
             if seen.trained and self.left.are_zeroed():
                 self.gradients_zeroed()
-            seen.add_up(self.lenient)
+            seen.add_up(self.lenient(schedule.burning_in))
         seen.forwards += 1
         self.batch, batch = None, MicroBatch(Backward(self.begins, self.ends))
         measured = schedule.adapting or schedule.checking
@@ -133,18 +133,17 @@ class Forwards:
             self.batch = batch
         return outputs
 
-    @property
-    def lenient(self) -> bool:
+    def lenient(self, burning_in: bool) -> bool:
         """Whether forwards without a backward count: in a burn-in, and as long as no backward has come to any.
 
         A user may compute the gradients elsewhere, and call the net for its statistics.
         """
-        return self.schedule.burning_in or not self.came
+        return burning_in or not self.came
 
-    def close(self) -> None:
+    def close(self, burning_in: bool) -> None:
         """At the beginning of a step: keep the forwards that are a part of it."""
         self.count_added()
-        self.seen.close(self.lenient)
+        self.seen.close(self.lenient(burning_in))
 
     def note_taken(self) -> None:
         """The statistics of these forwards are taken."""

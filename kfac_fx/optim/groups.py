@@ -42,11 +42,6 @@ def inner(first: Tensor, second: Tensor) -> Tensor:
     return (first.to(dtype) * second.to(dtype)).sum()
 
 
-def is_finite(vector: Tensor) -> Tensor:
-    """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
-    return vector.sum().isfinite()
-
-
 @dataclass(frozen=True)
 class Preconditioner:
     """The product of the Fisher, or its inverse, with a vector over the parameters that have a gradient."""
@@ -220,8 +215,8 @@ class FlatParameters:
         return self.division.total(inner(self.weighted(first), second))
 
     def is_finite(self, vector: Tensor) -> Tensor:
-        """A 0-dim bool."""
-        return is_finite(self.division.total(vector.sum()))
+        """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
+        return self.division.total(vector.sum()).isfinite()
 
     def may_be_added(self, move: Tensor) -> Tensor:
         """Whether a move δ is finite, and its length a number of the parameters whose square is finite; a 0-dim bool.

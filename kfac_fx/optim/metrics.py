@@ -17,7 +17,7 @@ from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.groups import rule_state
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.approximations import Side
-from kfac_fx.passes.matrix import real_numbers
+from kfac_fx.passes.matrix import precise, real_numbers
 
 Write = Callable[[Mapping[str, float], int], object]
 CONDITION = ("largest", "each", None)
@@ -170,7 +170,7 @@ class Metrics:
         gradients = [dense(shard(parameter.grad)) for parameter, _ in before if parameter.grad is not None]
         pairs = [(real_numbers(shard(parameter)), real_numbers(shard(old))) for parameter, old in before]
         values["norm/gradient"] = norm(map(real_numbers, gradients))
-        values["norm/update"] = norm(parameter.to(wide(old)) - old.to(wide(old)) for parameter, old in pairs)
+        values["norm/update"] = norm(precise(parameter) - precise(old) for parameter, old in pairs)
         values["skipped/steps"] = optimizer.skipped
         values["skipped/statistics"] = sum(int(group.skipped.sum()) for group in groups)
         values["skipped/inverses"] = sum(int(group.failed.sum()) for group in groups)
@@ -202,13 +202,9 @@ class Metrics:
         return largest if self.condition == "largest" else largest | each
 
 
-def wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def norm(tensors: Iterable[Tensor]) -> float:
     """The Euclidean norm of all, in float32 at least. Waits for the device."""
-    norms = [float(torch.linalg.vector_norm(tensor, dtype=wide(tensor))) for tensor in tensors]
+    norms = [float(torch.linalg.vector_norm(precise(tensor))) for tensor in tensors]
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
 
 

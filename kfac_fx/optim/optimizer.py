@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.text import fold
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.bases import BASIS_VALUES
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
-from kfac_fx.optim.bases import BASIS_VALUES
 from kfac_fx.optim.checkpoint import OUTDATED, is_left, parameters_of, publish, restore, with_empty_groups
 from kfac_fx.optim.checkpoint_checks import check_state
 from kfac_fx.optim.forwards import (

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.fisher.bases import eigenvalues_of
 from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.means import Means, StepScalars, adam_step, combine, divide_root, lengths, momentum_of
 from kfac_fx.linalg.matrices import cache_aligned, half_products
 from kfac_fx.linalg.vectors import Tensors, joined, split
-from kfac_fx.optim.bases import eigenvalues_of
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
-from kfac_fx.optim.means import Means, StepScalars, adam_step, combine, divide_root, lengths, momentum_of
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mul_, version
@@ -43,13 +43,6 @@ from kfac_fx.recording.backends import CudaGraph
 
 Scalars = Mapping[str, Tensors]
 Grow = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-
-
-def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
-    """The precision of products with bases of this precision, where it pays to pad them; None elsewhere."""
-    if device.type == "cuda" and dtype is torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

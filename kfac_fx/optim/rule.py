@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher.bases import basis_of, new_bases, solved, turned, update_bases
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.arguments import positive
 from kfac_fx.linalg.entries import Values
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import basis_of, new_bases, solved, turned, update_bases
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
@@ -297,6 +297,7 @@ class Rule:
     default_lr: ClassVar[float | None] = None
     factor_decay: ClassVar[float] = 0.95
     intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
+    precon_damping_mult = 1.0  # the damping of inverses and of the block-diagonal Fisher is this times λ
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -310,11 +311,6 @@ class Rule:
         """The part of their mean eigenvalue that damps sides of blocks, an option `relative_damping`; None: λ does."""
         given: float | None = getattr(self, "relative_damping", None)
         return 0.003 if given is None and self.has_bases else given
-
-    @property
-    def precon_damping_mult(self) -> float:
-        """The damping of inverses and of the block-diagonal Fisher is this times λ."""
-        return 1.0
 
     @property
     def first_damping(self) -> float | Tensor:
@@ -396,7 +392,7 @@ class Rule:
         """
         return step.flat.is_finite(step.g)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether `whole_step` takes the steps of this class: no subclass of the class that has it makes other ones."""
         stages = {"direction", "move", "measured_move"}
@@ -452,16 +448,17 @@ class Rule:
         name = type(self).__name__
         if not type(self).__module__.startswith("kfac_fx."):
             step.own, step.scalars = name, Known(step.scalars, f"{name}.scalars")
+        g, state = step.g, step.state
         update = self.direction(step)
         if not isinstance(update, Update):
             raise TypeError(
                 f"direction of {name} returns a {type(update).__name__}: write return Update(vector, state), with the "
                 "update [P] and the new state by name"
             )
-        if unknown := [key for key in update.state if key not in step.state]:
+        if unknown := [key for key in update.state if key not in state]:
             raise ValueError(
                 f"direction of {name} returns a state with {', '.join(map(repr, unknown))}, and {name}.new_state has "
-                f"{', '.join(map(repr, step.state)) or 'none'}: name the same vectors in both"
+                f"{', '.join(map(repr, state)) or 'none'}: name the same vectors in both"
             )
         if unknown := [key for key in update.scalars if key not in StepSize.__dataclass_fields__]:
             raise ValueError(
@@ -470,8 +467,8 @@ class Rule:
                 f"step.scalars[...].copy_(...), declared in {name}.scalars"
             )
         numbers = {**update.scalars, "ok": update.ok, "kappa": update.kappa}
-        pairs = [("the update", update.vector, step.g.shape)]
-        pairs += [(f"state {key!r}", value, step.state[key].shape) for key, value in update.state.items()]
+        pairs = [("the update", update.vector, g.shape)]
+        pairs += [(f"state {key!r}", value, state[key].shape) for key, value in update.state.items()]
         pairs += [(repr(key), value, torch.Size()) for key, value in numbers.items() if value is not None]
         wrong = [
             (place, f"{kind}, expected {list(shape)}")
@@ -519,11 +516,7 @@ class CheckedRule(Rule):
     by_quotients: ClassVar[bool] = True
     is_noisy: ClassVar[bool] = True
     rarer_checks: ClassVar[bool] = True
-
-    @property
-    def overhead(self) -> float:
-        """The cost of statistics, inverses and checks in a step, at most, as a part of the training step."""
-        return 0.2
+    overhead = 0.2  # the cost of statistics, inverses and checks in a step, at most, as a part of the training step
 
     @property
     def damping_adaptation_interval(self) -> int | None:

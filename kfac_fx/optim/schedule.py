@@ -48,9 +48,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kfac_fx.fisher.bases import block_width
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.linalg.matrices import HostCopy
-from kfac_fx.optim.bases import block_width
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.passes.ir import UNROLLED, Program
@@ -91,7 +91,7 @@ class LayerFlops:
     @staticmethod
     def of(groups: Sequence[BlockGroup], rows: Mapping[Key, float], eigenbases: bool = False) -> LayerFlops:
         """rows: n of every registration; others are left out. eigenbases: whether wide sides are decomposed in
-        blocks (`kfac_fx.optim.bases`)."""
+        blocks (`kfac_fx.fisher.bases`)."""
         forward = statistics = turning = widths = squares = cubes = parameters = 0.0
         for group in groups:
             members = [r.parameters for r in group.registrations if r.parameters in rows]
@@ -292,6 +292,7 @@ class Schedule:
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
 
     def __post_init__(self) -> None:
+        self.damping_rule = self.options.rule.damping_rule
         self.intervals = self.with_given(self.options.rule.intervals)
 
     def due(self) -> Due:
@@ -430,11 +431,11 @@ class Schedule:
     @property
     def adapting(self) -> bool:
         """Whether the change of the loss in this step is measured, to adapt the damping."""
-        rule = self.options.rule.damping_rule
+        rule = self.damping_rule
         return rule is not None and rule.due(self.counter) and not self.burning_in
 
     @property
     def adapting_late(self) -> bool:
         """Whether the change of the loss in the last step is still to be measured."""
-        rule = self.options.rule.damping_rule
+        rule = self.damping_rule
         return rule is not None and not rule.immediately and self.counter > 0 and rule.due(self.counter - 1)

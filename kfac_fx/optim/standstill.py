@@ -24,7 +24,7 @@ from kfac_fx.linalg.processes import shard
 from kfac_fx.optim.checks import STEPS_TO_READ, StalledWarning
 from kfac_fx.optim.schedule import is_early
 from kfac_fx.passes.errors import plural
-from kfac_fx.passes.matrix import real_numbers
+from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.users_code import warn_user
 
 EVERY = 100  # steps from look to look
@@ -190,17 +190,11 @@ def largest(parameter: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def size_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
     """|g| and |θ| of pairs (θ, g), [2]; None without any."""
-    norms = [(norm_of(gradient), norm_of(parameter)) for parameter, gradient in pairs]
+    norms = [(precise(gradient).norm(), precise(parameter).norm()) for parameter, gradient in pairs]
     if not norms:
         return None
     device = norms[0][0].device
     return torch.stack([torch.stack([norm.to(device) for norm in of]).norm() for of in zip(*norms, strict=True)])
-
-
-def norm_of(tensor: Tensor) -> Tensor:
-    """In float32 at least, 0-dim."""
-    norm: Tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).norm()
-    return norm
 
 
 def are_sizes(sizes: Tensor) -> Tensor:

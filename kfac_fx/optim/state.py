@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -16,8 +16,8 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.jacobian_products import JacobianProducts, exact_products
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher import bases
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.optim import bases
 from kfac_fx.optim.checks import Checks, StepSize
 from kfac_fx.optim.forwards import Forwards, without_batch
 from kfac_fx.optim.groups import FlatParameters, Vectors, first_order_update
@@ -53,12 +53,12 @@ class PhaseSeconds:
         self.readers = 0
         self.totals = dict.fromkeys(PHASES, 0.0)
 
-    @contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
+    def measure(self, phase: str) -> AbstractContextManager[None]:
         """Add the seconds that the block takes, also if it raises."""
-        if not self.readers:
-            yield
-            return
+        return self.measured(phase) if self.readers else nullcontext()
+
+    @contextmanager
+    def measured(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -144,8 +144,6 @@ class StepState:
 
     def mark_static(self, step: BlockStep) -> None:
         """Tell CUDA graphs that what an update reads and writes lies where it is as long as it lives."""
-        if self.net.backend != "cudagraphs":
-            return
         tensors = [step.g, *step.state.values(), *self.memory.static()]
         for group in self.estimator.groups:
             tensors += [*group.extras.values(), *(root for operators in group.roots.values() for root in operators)]

@@ -62,7 +62,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     """
     rule, schedule, forwards, estimator = state.options.rule, state.schedule, state.forwards, state.estimator
     due = schedule.due()
-    forwards.close()
+    forwards.close(due.burning_in)
     in_blocks, others = state.vectors.of(groups, states)
     moving = [flat for flat in (in_blocks, others) if flat is not None]
     gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
@@ -74,8 +74,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
             raise nothing_recorded(state.net)
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
-    if rule.damping_rule is not None:
-        check_losses(rule.damping_rule, due, losses)
+    if schedule.damping_rule is not None:
+        check_losses(schedule.damping_rule, due, losses)
     if gradients and not forwards.checked:
         check_processes(state, groups)
     step = None if in_blocks is None else state.block_step(in_blocks)
@@ -96,10 +96,10 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         ok = checked_by_batch(state, step, ok, scale)
     if due.first:
         choose_intervals(state)
+    decay = 1.0 if due.burning_in else schedule.present_decay
     with state.phases.measure("statistics"):
         if state.replicas.number > 1 and state.damping.device.type == "cpu":
             estimator.agreed = lambda: {"steps": str(state.schedule.counter)} | of_groups_as_text(state, groups)
-        decay = 1.0 if due.burning_in else schedule.present_decay
         recorded = estimator.fold(decay=decay, accept=ok)
     if due.burning_in:
         schedule.burned_in += recorded
@@ -178,7 +178,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     first = bool(gradients) and not forwards.checked
     scale = 1.0
     # The host waits for the scale, so it is read only if it is needed.
-    if first or forwards.seen.pending or forwards.seen.observed:
+    if first or (forwards.seen.batches and (forwards.seen.pending or forwards.seen.observed)):
         if scaler is not None:
             scale = scaler.get_scale()
         elif not state.estimator.records_in_training and (first or forwards.scaled):
@@ -202,13 +202,14 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
 def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
     """Take the statistics of the forwards, which nothing else holds from here on."""
     seen = state.forwards.seen
-    with state.phases.measure("statistics"):
-        if seen.sums is not None:
-            state.estimator.take(seen.sums)
-            seen.sums = None
-        for moments in seen.take_moments(state.options.reduction, loss_scale):
-            state.estimator.accumulate(moments)
-    state.forwards.note_taken()
+    if seen.batches or seen.sums is not None:
+        with state.phases.measure("statistics"):
+            if seen.sums is not None:
+                state.estimator.take(seen.sums)
+                seen.sums = None
+            for moments in seen.take_moments(state.options.reduction, loss_scale):
+                state.estimator.accumulate(moments)
+        state.forwards.note_taken()
     unrecorded = due.recording and state.schedule.counter > 0 and not seen.batches
     if unrecorded and not (state.options.rule.is_exact or due.checking):  # these need the batch, too: an error
         state.forwards.note_unrecorded()
@@ -313,7 +314,8 @@ def moved(
         ok = ok & finite
     if step is not None:
         step.ok = ok
-        state.mark_static(step)
+        if state.net.backend == "cudagraphs":
+            state.mark_static(step)
         ok = moved_in_blocks(state, step, changes)
     if others is not None:
         if changes is not None:
@@ -327,11 +329,13 @@ def moved_in_blocks(state: StepState, step: BlockStep, changes: list[Tensor] | N
     rule = state.options.rule
     if step.check is None and changes is None and rule.is_whole and (whole := rule.whole_step(step)) is not None:
         ok, kappa = whole
-        keep(state, kappa=kappa)
+        if kappa is not None:
+            state.scalars["kappa"].copy_(kappa)
         return ok
     update = rule.update(step)
     ok = step.ok if update.ok is None else update.ok
-    keep(state, kappa=update.kappa)
+    if update.kappa is not None:
+        state.scalars["kappa"].copy_(update.kappa)
     if step.check is not None and changes is None:
         return guarded_move(state, step, update, step.check, ok)
     move = rule.move(step, update)
@@ -339,7 +343,8 @@ def moved_in_blocks(state: StepState, step: BlockStep, changes: list[Tensor] | N
         changes.append(rule.predicted_change(step, move))
     ok = ok & step.flat.may_be_added(move)
     step.flat.commit(move, update.state, ok)
-    step.size.store(ok, **update.scalars)
+    if update.scalars:
+        step.size.store(ok, **update.scalars)
     return ok
 
 
@@ -359,15 +364,9 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     outcome = Outcome(tried, kept, change, predicted)
     rule.checked_move(step, check, measured, outcome)
     step.undone = tried & ~kept if step.risen is None else (tried & ~kept) | step.risen
-    keep(state, predicted_change=predicted, rho=torch.where(ok, outcome.rho, state.scalars["rho"]))
+    state.scalars["predicted_change"].copy_(predicted)
+    state.scalars["rho"].copy_(torch.where(ok, outcome.rho, state.scalars["rho"]))
     return kept
-
-
-def keep(state: StepState, **scalars: Tensor | None) -> None:
-    """Store scalars of the step; None keeps the old value."""
-    for name, value in scalars.items():
-        if value is not None:
-            state.scalars[name].copy_(value)
 
 
 # --- callers ----------------------------------------------------------------------------------------------------------

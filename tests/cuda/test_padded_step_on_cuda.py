@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.fisher.means import StepScalars
 from kfac_fx.optim import padded_step
-from kfac_fx.optim.means import StepScalars
 from kfac_fx.recording.backends import CudaGraph
 from tests.cuda.on_cuda import ON_CUDA
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from examples.own_rule import OneSidedSoap
 from kfac_fx import KFAC, compile
 from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.fisher import bases
+from kfac_fx.fisher.bases import basis_of, block_width, turned, update_bases
 from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.means import in_new_basis, means_of
 from kfac_fx.linalg import matrices
 from kfac_fx.linalg.matrices import blocks_of
-from kfac_fx.optim import bases
-from kfac_fx.optim.bases import basis_of, block_width, turned, update_bases
-from kfac_fx.optim.means import in_new_basis, means_of
 from kfac_fx.optim.rules import EigenMoments
 
 WIDTH = 3  # of a block, at most

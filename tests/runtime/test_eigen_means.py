@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.optim import means as means_module
-from kfac_fx.optim.bases import update_bases
-from kfac_fx.optim.means import Means, in_new_basis, means_of
+from kfac_fx.fisher import means as means_module
+from kfac_fx.fisher.bases import update_bases
+from kfac_fx.fisher.means import Means, in_new_basis, means_of
 from kfac_fx.optim.rules import EigenMoments
 from kfac_fx.optim.rules.eigen_moments import step_in_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients

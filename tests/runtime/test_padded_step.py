@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.fisher.means import EPSILON
 from kfac_fx.linalg.matrices import CACHE_LINE
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim import padded_step
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.means import EPSILON
 from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.optim.rules import eigen_moments
 from kfac_fx.optim.rules.eigen_moments import most_momentum, nesterov, step_in_bases
@@ -289,7 +289,7 @@ def test_in_bfloat16_a_training_ends_where_float32_ends(monkeypatch: pytest.Monk
 
 
 def test_a_cpu_multiplies_matrices_as_they_are() -> None:
-    assert padded_step.product_dtype(torch.device("cpu"), torch.float32) is None
+    assert eigen_moments.product_dtype(torch.device("cpu"), torch.float32) is None
     training = Training("text", torch.float32)
     training.step()
     assert training.state.memory._padded is None

@@ -15,7 +15,7 @@ from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim.damping import AdaptedDamping
 from kfac_fx.optim.first_order import FirstOrder, new_adam_state
-from kfac_fx.optim.groups import FlatParameters, Preconditioner, StateVectors, inner, is_finite
+from kfac_fx.optim.groups import FlatParameters, Preconditioner, StateVectors, inner
 from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rules import Adam, Regular
 from kfac_fx.optim.rules.momentum import shrinking
@@ -330,9 +330,9 @@ def test_the_change_by_blocks_counts_only_the_damping_that_is_curvature() -> Non
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_vector_with_one_bad_element_is_not_finite(value: float) -> None:
     vector = torch.ones(5)
-    assert is_finite(vector)
+    assert vectors().is_finite(vector)
     vector[3] = value
-    assert not is_finite(vector)
+    assert not vectors().is_finite(vector)
 
 
 def test_rounding_of_a_squared_norm_to_zero_or_below_leaves_a_step_as_it_is() -> None:

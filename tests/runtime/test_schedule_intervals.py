@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.optim import bases
+from kfac_fx.fisher import bases
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.optim.rules import RULES, EigenMoments

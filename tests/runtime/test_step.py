@@ -96,7 +96,7 @@ class FakeForwards:
     checked: bool = False
     called: bool = False
 
-    def close(self) -> None:
+    def close(self, burning_in: bool) -> None:
         """All forwards had a backward."""
 
     def note_taken(self) -> None:

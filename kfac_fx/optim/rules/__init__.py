@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from kfac_fx.fisher.bases import without_basis
 from kfac_fx.linalg.arguments import a_weight as between_0_and_1
 from kfac_fx.linalg.arguments import choice, not_negative, positive
 from kfac_fx.linalg.entries import Values
-from kfac_fx.optim.bases import without_basis
 from kfac_fx.optim.damping import AdaptedDamping, DampingThresholds
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Damped, MeasuredMove, Memory, Outcome, Rule, Update, zeros_for
 from kfac_fx.optim.rules.adaptive import Adaptive

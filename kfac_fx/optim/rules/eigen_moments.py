@@ -100,24 +100,17 @@ import torch
 from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.placement import UNDIVIDED
-from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
-from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
-from kfac_fx.linalg.matrices import zero_unless_
-from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.bases import (
+from kfac_fx.fisher.bases import (
     basis_of,
     eigenvalues_of,
     has_bases_in_blocks,
-    refuse_without_basis,
     turned,
     update_bases,
+    without_basis,
 )
-from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
-from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
-from kfac_fx.optim.means import (
+from kfac_fx.fisher.block import BlockDiagonalFisher
+from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.means import (
     MEAN_VALUES,
     Means,
     StepScalars,
@@ -129,7 +122,14 @@ from kfac_fx.optim.means import (
     new_means,
     norms,
 )
-from kfac_fx.optim.padded_step import PaddedStep, product_dtype
+from kfac_fx.fisher.placement import UNDIVIDED
+from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
+from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
+from kfac_fx.linalg.matrices import zero_unless_
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
+from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
+from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.optim.rule import (
     ANY,
     BlockStep,
@@ -143,7 +143,7 @@ from kfac_fx.optim.rule import (
     zeros_for,
 )
 from kfac_fx.optim.rules import exact_steps
-from kfac_fx.passes.errors import plural, table
+from kfac_fx.passes.errors import ApproximationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -267,7 +267,14 @@ class EigenMoments(CheckedRule):
         update_bases(estimator, keys, in_new_basis)
 
     def refuse_registrations(self, registrations: Iterable[Registration]) -> None:
-        refuse_without_basis(self.written, registrations)
+        wrong = [(str(registration), registration.approximation) for registration in without_basis(registrations)]
+        if wrong:
+            raise ApproximationError(
+                f"{self.written} turns gradients with the eigenvectors of A and G, and these blocks are no "
+                f"products of A and G:\n{table(wrong)}\n"
+                "Compile with 'kron', 'kron_indep', 'diagonal' or 'full' for them, as in approximations={'name': "
+                "'kron'}, or write momentum_type='adaptive'."
+            )
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +282,7 @@ class EigenMoments(CheckedRule):
         refuse_divided_momentum(groups, names, step.estimator)
         padded = step.memory.padded(step.flat)
         if padded is None:
-            return step.flat.is_finite(step.g)
+            return step.flat.is_finite(step.flat.g)
         padded.pack(step.flat)
         return padded.gradient_is_finite()  # type: ignore[no-any-return]
 
@@ -300,23 +307,23 @@ class EigenMoments(CheckedRule):
             most, grow = partial(most_momentum, step.scalars["steps"]), partial(self.grow, step)
             update = padded.vector(flat, step.ok, beta, nesterov(step.size), most, grow)
             return Update(update, ok=padded.accept.clone())
-        product, squared, squared_last = flat.products(flat.g, step.state["last_update"])
+        product, squared, squared_last = flat.products(flat.g, flat.state["last_update"])
         ok = step.ok & (MOST_SUMMED * squared).isfinite()
         self.grow(step, ok, product, squared, squared_last)
         parts = flat.flat.parts(zero_unless_(ok, flat.g))
-        gradient = flat.division.to_blocks(parts)
+        gradient, absent, run = flat.division.to_blocks(parts), step.absent, step.compiled(directions)
         by_name = step_in_bases(
             step.estimator,
             memory.means,
-            {**gradient, **step.absent},
+            {**gradient, **absent},
             beta,
             self.second_moment_decay,
             self.eigenvalue_exponent,
             nesterov=nesterov(step.size),
             accept=ok,
             most=most_momentum(step.scalars["steps"]),
-            still=step.absent.keys(),
-            run=step.compiled(directions),
+            still=absent.keys(),
+            run=run,
         )
         wholes = {name: by_name[name] for name in gradient}
         update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
@@ -348,10 +355,16 @@ class EigenMoments(CheckedRule):
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         exact_steps.give_back(step.scalars)
-        bounded = self.bounded_move(step, update, check)
-        if not (self.exact_steps and exact_steps.may_be_exact(step, check)):
-            return bounded
-        return exact_steps.exact_move(step, check, bounded, self.longest_step(check)) or bounded
+        bounded_move = self.bounded_move(step, update, check)
+        if not self.may_be_exact(step, check):
+            return bounded_move
+        return exact_steps.exact_move(step, check, bounded_move, self.longest_step(check)) or bounded_move
+
+    def may_be_exact(self, step: BlockStep, check: Check) -> bool:
+        """Whether the step of a check may be exact, which does not change in the step."""
+        if check.exact is None:
+            check.exact = self.exact_steps and exact_steps.may_be_exact(step, check)
+        return check.exact
 
     def longest_step(self, check: Check) -> Tensor:
         """The largest squared Fisher norm of a step without trust, 0-dim."""
@@ -422,7 +435,7 @@ class EigenMoments(CheckedRule):
 
     def tolerated_rise(self, step: BlockStep, was: Tensor, same: Tensor) -> Tensor:
         usual = super().tolerated_rise(step, was, same)
-        if not (self.exact_steps and step.check is not None and exact_steps.may_be_exact(step, step.check)):
+        if step.check is None or not self.may_be_exact(step, step.check):
             return usual
         return exact_steps.tolerated_in_phase(step.scalars, usual, was, same)
 
@@ -439,7 +452,7 @@ class EigenMoments(CheckedRule):
         agreement = torch.where(known, -check.rise / promised, 0.0).clamp(-1.0, 1.0)
         agreed.copy_(torch.minimum(agreement, last) >= AGREEMENT)
         last.copy_(agreement)
-        if self.exact_steps and exact_steps.may_be_exact(step, check):
+        if self.may_be_exact(step, check):
             exact_steps.note_batch(step, check, agreement >= exact_steps.AGREES, risen)
         step.memory.means.forget_average(risen)
         self.forget_update(step, risen)
@@ -498,6 +511,13 @@ class EigenMemory(Memory):
     def reasons(self) -> list[str]:
         """For the report: why a step is slower than it could be."""
         return [] if self._padded is None else self._padded.reasons
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The precision of products with bases of this precision, where it pays to pad them; None elsewhere."""
+    if device.type == "cuda" and dtype is torch.float32 and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return None
 
 
 def multiple(norm: Tensor, lr: Tensor, part: float, most: float) -> Tensor:

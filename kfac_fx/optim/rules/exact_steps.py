@@ -180,27 +180,27 @@ def tolerated_in_phase(scalars: Mapping[str, Tensor], tolerated: Tensor, was: Te
     return torch.where(strict, LEAST_RISE * was.abs(), tolerated)
 
 
-def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Tensor) -> ExactMove | None:
+def exact_move(step: BlockStep, check: Check, bounded_move: MeasuredMove, longest: Tensor) -> ExactMove | None:
     """The exact step of a check; None if it is not worth its cost, or if the batch does not repeat.
 
     It also says whether the next step has a check (`BlockStep.check_next`).
 
     Args:
-        bounded: the step that the rule would make otherwise.
+        bounded_move: the step that the rule would make otherwise.
         longest: the largest squared Fisher norm of that step.
     """
     scalars, flat = step.scalars, step.flat
     scalars["outputs"].copy_(check.batch.norm(check.before))
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
-    apart = flat.inner(step.g, bounded.move) - bounded.slope
-    others = not check.batch.agreed(apart.abs() <= OTHER * bounded.slope.abs())
+    apart = flat.inner(step.g, bounded_move.move) - bounded_move.slope
+    others = not check.batch.agreed(apart.abs() <= OTHER * bounded_move.slope.abs())
     scalars["others"].fill_(float(others))
     if others:
         return None
     if scalars["bounded"] and scalars["repeats"] > 0:
         step.check_next = bool(scalars["taken"] == 0)  # whether the loss rises is seen after one step
         return None
-    along_bounded = bounded.curvature / flat.inner(bounded.move, bounded.move)
+    along_bounded = bounded_move.curvature / flat.inner(bounded_move.move, bounded_move.move)
     if scalars["undone"]:
         scalars["undone"].zero_()
         step.check_next = True
@@ -210,7 +210,7 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     damping = scalars["exact_damping"]
     first, least = FIRST_DAMPING * along_bounded, LEAST_DAMPING * along_bounded
     damping.copy_(torch.where(damping > 0, torch.maximum(damping, least), first))
-    proposed = bounded.move if check.probed is None else check.probed.move
+    proposed = bounded_move.move if check.probed is None else check.probed.move
     length = flat.inner(proposed, proposed).sqrt() / flat.largest_lr
     further = [step.solved(step.g, damping), step.state["last_update"]]
     directions = [proposed, *(of_length(flat, direction, length) for direction in further)]
@@ -220,7 +220,7 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
     s = model.minimum(damping)
     norm, allowed = s @ model.fisher @ s, scalars["reach"].square() * longest
     s = s * (allowed / norm).sqrt().clamp(max=1.0) * flat.largest_lr.clamp(max=1.0)
-    fall, of_bounded = -model.change(s, 0.0), -(bounded.slope + 0.5 * bounded.curvature)
+    fall, of_bounded = -model.change(s, 0.0), -(bounded_move.slope + 0.5 * bounded_move.curvature)
     step.check_next = check.batch.agreed(fall > NEARLY * of_bounded)
     if not check.batch.agreed(fall > WORTH * of_bounded):
         return None
@@ -230,11 +230,11 @@ def exact_move(step: BlockStep, check: Check, bounded: MeasuredMove, longest: Te
         finite=s.isfinite().all(),
         slope=s @ model.slopes,
         curvature=s @ model.fisher @ s,
-        before=bounded.before,
+        before=bounded_move.before,
         rise=LEAST_RISE * check.value.nan_to_num().abs(),
-        ratio=bounded.ratio,
-        scalars=bounded.scalars,
-        norm=bounded.norm,
+        ratio=bounded_move.ratio,
+        scalars=bounded_move.scalars,
+        norm=bounded_move.norm,
         limited=norm >= allowed,
     )
 

@@ -39,7 +39,6 @@ from kfac_fx.linalg.matrices import (
 )
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.approximations import Side
-from kfac_fx.passes.errors import ApproximationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -53,18 +52,6 @@ Carried = Callable[[BlockGroup, Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
 def without_basis(registrations: Iterable[Registration]) -> list[Registration]:
     """The registrations whose blocks are no products of sides with eigenvectors of their own."""
     return [registration for registration in registrations if not registration.structure.has_eigenbasis]
-
-
-def refuse_without_basis(rule: str, registrations: Iterable[Registration]) -> None:
-    """Raises ApproximationError for blocks without an eigenbasis. rule: how the user wrote it."""
-    wrong = [(str(registration), registration.approximation) for registration in without_basis(registrations)]
-    if wrong:
-        raise ApproximationError(
-            f"{rule} turns gradients with the eigenvectors of A and G, and these blocks are no "
-            f"products of A and G:\n{table(wrong)}\n"
-            "Compile with 'kron', 'kron_indep', 'diagonal' or 'full' for them, as in approximations={'name': 'kron'}, "
-            "or write momentum_type='adaptive'."
-        )
 
 
 def new_bases(group: BlockGroup) -> Tensors:

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_fx.fisher.bases import turned
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup, Stack
 from kfac_fx.linalg.entries import NOT_NEGATIVE
 from kfac_fx.linalg.vectors import Tensors, joint_view
-from kfac_fx.optim.bases import turned
 from kfac_fx.passes.torch_private import version
 
 EPSILON = 1e-8
