@@ -1438,19 +1438,421 @@ def of_processes() -> Iterator[tuple[str, Callable[[], Outcome]]]:
         )
 
 
+# --- exact steps, complex parameters, and several paths ---------------------------------------------------------------
+
+
+def repeating(rng: random.Random, **given: Any) -> Setting:
+    """A training of "eigen_moments" whose every step has one batch, so that it makes exact steps."""
+    plain = {"scaler": False, "groups": "one", "burn_in": 0, "weight_decay": 0.0, "micro_batches": 1, "every": None}
+    chosen = {"mode": "exact", "dtype": "float64", "repeated": True, **given}
+    return drawn(rng, **plain, rule="eigen_moments", **chosen)
+
+
+def numbers_of_whole(**changes: Any) -> Odd:
+    """Numbers of the whole optimizer, or functions of these."""
+
+    def apply(state: State) -> State:
+        entries = state["state"][next(iter(state["state"]))]
+        for name, change in changes.items():
+            old = entries[f"kfac/{name}"]
+            entries[f"kfac/{name}"] = torch.full_like(old, change(float(old)) if callable(change) else change)
+        return state
+
+    return apply
+
+
+def of_every(name: str, change: Callable[[Tensor], Tensor]) -> Odd:
+    """Changes one entry of every parameter."""
+
+    def apply(state: State) -> State:
+        for entries in state["state"].values():
+            entries[name] = change(entries[name])
+        return state
+
+    return apply
+
+
+EXACT_STATES: dict[str, Odd] = {
+    "half a phase of bounded steps": numbers_of_whole(bounded=0.5),
+    "half a long phase": numbers_of_whole(long=0.5),
+    "phases of 33.3 steps": numbers_of_whole(phase=33.3),
+    "half a step taken in the phase": numbers_of_whole(taken=2.5),
+    "more steps in the phase than there were": numbers_of_whole(taken=2.0**40),
+    "more exact steps than there were steps": numbers_of_whole(exact_steps=lambda number: number + 1000),
+    "a phase of the other kind": numbers_of_whole(bounded=lambda flag: 1 - flag),
+    "the longest of phases": numbers_of_whole(phase=640.0),
+    "a batch that repeats a bit": numbers_of_whole(repeats=0.5),
+    "a batch that was looked for in vain": numbers_of_whole(repeats=-3.0),
+    "a held multiplier of 1e30": numbers_of_whole(held=1e30),
+    "a held multiplier of 1e-30": numbers_of_whole(held=1e-30),
+    "a trust radius of 1e9": numbers_of_whole(reach=1e9),
+    "the least trust radius": numbers_of_whole(reach=0.5),
+    "a damping of exact steps of 1e35": numbers_of_whole(exact_damping=1e35),
+    "a damping of exact steps of 1e30": numbers_of_whole(exact_damping=1e30),
+    "last moves of 1e200": of_every("last_update", lambda t: torch.full_like(t, 1e200)),
+    "last moves backward": of_every("last_update", lambda t: 1 - t),
+    "a last check at parameters of zero": of_every("checkpoint", torch.zeros_like),
+    "losses of 1e300 at the last check": numbers_of_whole(value=1e300, fallen=1e300, rate=1e300),
+}
+
+
+def load_exact(setting: Setting, way: str) -> Outcome:
+    """An error leaves everything as it was, or the loss of the batch falls all the same."""
+    training = Training(setting).steps(range(EXACT_BEFORE))
+    checkpoint, before = training.checkpoint(), float(training.loss(1000).detach())
+    expected = training.steps(range(EXACT_AFTER)).parameters
+    again = Training(setting).resume(checkpoint)
+    try:
+        again.opt.load_state_dict(EXACT_STATES[way](copy.deepcopy(checkpoint["optimizer"])))
+    except ValueError:
+        if not torch.equal(again.steps(range(EXACT_AFTER)).parameters, expected):
+            return Outcome(False, "the error left a part behind")
+        raise
+    after = float(again.steps(range(EXACT_AFTER)).loss(1000).detach())
+    return Outcome(after < before, f"loss {before:.2g} -> {after:.2g}")
+
+
+EXACT_BEFORE, EXACT_AFTER = 6, 12
+
+
+class ComplexLayers(nn.Module):
+    """Two complex layers and a complex scale, which may be those of a real model of the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, 5), nn.Linear(5, CLASSES)
+        self.phase = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(self.first(x)) * self.phase).abs()
+        return outputs
+
+
+class OfParts(nn.Module):
+    """The same with parameters [..., 2] of the same names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, p in model.named_parameters():
+            child, _, last = name.rpartition(".")
+            if child and not hasattr(self, child):
+                self.add_module(child, nn.Module())
+            self.get_submodule(child).register_parameter(last, nn.Parameter(torch.view_as_real(p.detach()).clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        to = torch.view_as_complex
+        h = torch.tanh(F.linear(x, to(self.first.weight), to(self.first.bias)))
+        return F.linear(h * to(self.phase), to(self.last.weight), to(self.last.bias)).abs()
+
+
+def complex_model(dtype: torch.dtype = torch.complex128) -> nn.Module:
+    torch.manual_seed(0)
+    model = ComplexLayers().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.exp(1j * torch.rand(parameter.shape)))
+    return model
+
+
+class OfComplex(Training):
+    """A training of a complex model with one batch."""
+
+    def __init__(self, model: nn.Module | None = None, dtype: str = "complex128", **given: Any) -> None:
+        setting = Setting(rule="eigen_moments", dtype=dtype, inputs=True, repeated=True, **given)
+        super().__init__(setting, complex_model(getattr(torch, dtype)) if model is None else model)
+
+    @property
+    def parameters(self) -> Tensor:
+        parts = [p.detach() for p in self.net.parameters()]
+        return torch.cat([torch.view_as_real(p).flatten() if p.is_complex() else p.flatten() for p in parts]).double()
+
+
+class RealOfComplex(OfComplex):
+    """The same with real parameters of the same names, which keep their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(OfParts(complex_model()), dtype="float64")
+
+    def batch(self, number: int, size: float = 1.0) -> tuple[Tensor, Tensor]:
+        x, y = super().batch(number, size)
+        return x.to(torch.complex128), y
+
+
+def in_parts(state: Any) -> Any:
+    return each_tensor(lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t)(state)
+
+
+def joined(tensor: Tensor) -> Tensor:
+    parts = tensor.dim() > 0 and tensor.shape[-1] == 2 and tensor.is_floating_point()
+    return torch.view_as_complex(tensor.contiguous()) if parts else tensor
+
+
+# How the checkpoint of a complex training is changed, and the training that loads it.
+COMPLEX_STATES: dict[str, tuple[Callable[[Any], Any], Callable[[], Training]]] = {
+    "as it is": (lambda c: c, OfComplex),
+    "with weights that are conjugated twice": (
+        each_tensor(lambda t: t.conj().resolve_conj().conj() if t.is_complex() else t),
+        OfComplex,
+    ),
+    "with weights in their parts": (lambda c: {**c, "model": in_parts(c["model"])}, OfComplex),
+    "with states as complex numbers": (lambda c: {**c, "optimizer": each_tensor(joined)(c["optimizer"])}, OfComplex),
+    "with states without imaginary parts": (
+        lambda c: {
+            **c,
+            "optimizer": only(lambda t: t[..., 0], lambda t: t.dim() > 1 and t.shape[-1] == 2)(c["optimizer"]),
+        },
+        OfComplex,
+    ),
+    "into the same model with real parts": (lambda c: {**c, "model": in_parts(c["model"])}, RealOfComplex),
+    "into complex64": (lambda c: c, lambda: OfComplex(dtype="complex64")),
+    "in place": (lambda c: c, lambda: OfComplex(in_place=True)),
+}
+
+
+def load_complex(way: str) -> Outcome:
+    change, make = COMPLEX_STATES[way]
+    training = OfComplex().steps(range(EXACT_BEFORE))
+    checkpoint = training.checkpoint()
+    expected = training.steps(range(2)).parameters
+    again = make()
+    try:
+        again.resume(change(copy.deepcopy(checkpoint)))
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" in str(error):
+            raise Torchs(str(error)) from error
+        raise
+    if way == "into complex64":  # exact steps make much of rounding
+        before, after = float(again.loss(1000).detach()), float(again.steps(range(2)).loss(1000).detach())
+        return Outcome(after < before, f"loss {before:.2g} -> {after:.2g}")
+    distance = float((again.steps(range(2)).parameters - expected).abs().max())
+    return Outcome(distance == 0.0, f"parameters differ by {distance:.2g}")
+
+
+def first_of_imaginary(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 0.1j
+    return model
+
+
+def conjugated(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.conj()
+    return model
+
+
+def conjugated_twice(model: nn.Module) -> nn.Module:
+    """The same numbers, as a view that conjugates."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.conj().resolve_conj().conj()
+    return model
+
+
+# Nets that read the spectrum of a complex model: each with whether the numbers are its own.
+COMPLEX_NETS: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
+    "the same": (lambda model: model, True),
+    "another imaginary part": (first_of_imaginary, False),
+    "conjugated weights": (conjugated, False),
+    "weights that are conjugated twice": (conjugated_twice, True),
+    "real parts of the same names": (OfParts, False),
+    "complex64": (lambda model: model.to(torch.complex64), False),
+}
+
+
+def load_complex_spectrum(net: str) -> Outcome:
+    """A spectrum, queries and a fit of a complex model, read by another net."""
+    change, is_same = COMPLEX_NETS[net]
+    x = torch.randn(4, INPUTS, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, 1, 2, 0])
+    batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+    first = kfac_fx.compile(complex_model(), (x,), loss="categorical")
+    model = change(complex_model())
+    other_x = x.to(torch.complex64) if net == "complex64" else x
+    other = kfac_fx.compile(model, (other_x,), loss="categorical")
+    with folders.temporary() as base:
+        spectrum = kfac_fx.fit_spectrum(first, batches, case="row", folder=base / "fit", damping=0.1)
+        kfac_fx.save_spectrum(spectrum, base / "saved")
+        queries = spectrum.precondition((x[:1], y[:1]))
+        kfac_fx.save_queries(queries, base / "queries")
+        expected = folders.tensors_of(spectrum)
+        for folder in ("saved", "fit"):
+            tensors = folders.tensors_of(kfac_fx.load_spectrum(other, base / folder, damping=0.1))
+            if not all(map(torch.equal, tensors, expected)):
+                return Outcome(False, f"other numbers than were {folder}")
+        loaded = kfac_fx.load_queries(other, base / "queries")
+        same = torch.equal(loaded.scores_of_all(batches), queries.scores_of_all(batches))
+    return Outcome(is_same and same, "as written" if same else "other scores")
+
+
+class Turns(nn.Module):
+    """An attribute says which of two branches runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head, self.active = nn.Linear(INPUTS, 5), nn.Linear(5, CLASSES), "a"
+        self.branches = nn.ModuleDict({name: nn.Linear(5, 5) for name in "ab"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(torch.tanh(self.branches[self.active](torch.tanh(self.stem(x)))))
+        return outputs
+
+
+class OfTurns(Training):
+    """Steps take the branches of `turns` in turn; all of them have one batch."""
+
+    def __init__(self, turns: str = "ab", **options: Any) -> None:
+        self.turns = turns
+        super().__init__(Setting(rule="eigen_moments", inputs=True, repeated=True), Turns(), **options)
+
+    def step(self, number: int) -> None:
+        self.model.active = self.turns[number % len(self.turns)]
+        super().step(number)
+
+    def seen(self, paths: str) -> OfTurns:
+        """A call for every path."""
+        for path in paths:
+            self.model.active = path
+            self.net.recorder((self.batch(0)[0],), {})
+        return self
+
+
+# The turns of a training, those of the one that goes on, and the paths that it sees before it loads the state.
+TURNS: dict[str, tuple[str, str, str]] = {
+    "of two paths, seen": ("ab", "ab", "ab"),
+    "of two paths, of which one was seen": ("ab", "ab", "a"),
+    "of two paths, seen the other way round": ("ab", "ab", "ba"),
+    "of one path, where two were seen": ("a", "a", "ab"),
+    "of one path, which is then another one": ("a", "b", "a"),
+    "of two paths that take turns by threes": ("aaabbb", "aaabbb", "ab"),
+}
+
+
+def load_turns(way: str) -> Outcome:
+    """The training of a model of several paths goes on as it would have."""
+    turns, later, seen = TURNS[way]
+    training = OfTurns(turns).steps(range(EXACT_BEFORE))
+    checkpoint = training.checkpoint()
+    training.turns = later
+    numbers = range(EXACT_BEFORE, EXACT_BEFORE + EXACT_AFTER)
+    expected = training.steps(numbers).parameters
+    again = OfTurns(later).seen(seen).resume(checkpoint)
+    distance = float((again.steps(numbers).parameters - expected).abs().max())
+    return Outcome(distance < 1e-6, f"parameters differ by {distance:.2g}")  # stacks of blocks round otherwise
+
+
+class OfBoth:
+    """The batches of a fit, each on a path of its own."""
+
+    def __init__(self, training: OfTurns) -> None:
+        self.training = training
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for path in "ab":
+            self.training.model.active = path
+            yield self.training.batch(0)
+
+
+def spectrum_of_turns(seen: str, later: str) -> Outcome:
+    """The spectrum of a model that has seen some paths, read by one that has seen others."""
+    first, other = OfTurns().seen(seen), OfTurns().seen(later)
+    with folders.temporary() as base:
+        spectrum = kfac_fx.fit_spectrum(first.net, OfBoth(first), case="row", folder=base / "fit", damping=0.1)
+        kfac_fx.save_spectrum(spectrum, base / "saved")
+        for folder in ("fit", "saved"):
+            loaded = kfac_fx.load_spectrum(other.net, base / folder, damping=0.1)
+            if not all(map(torch.equal, folders.tensors_of(loaded), folders.tensors_of(spectrum))):
+                return Outcome(False, f"other numbers than were {folder}")
+        return Outcome(True, "as written")
+
+
+def one_batch(training: processes.OfTwo) -> None:
+    """Every step has the cases of the first, so that checks make exact steps."""
+    data = training.data
+    training.data = lambda step: data(0)  # type: ignore[method-assign]
+
+
+def one_batch_in_second(training: processes.OfTwo) -> None:
+    if training.rank:
+        one_batch(training)
+
+
+def small_lr_in_second(training: processes.OfTwo) -> None:
+    one_batch(training)
+    if training.rank:
+        for group in training.opt.param_groups:
+            group["lr"] = 0.01
+
+
+def other_phase(training: processes.OfTwo) -> None:
+    state = copy.deepcopy(training.opt.state_dict())
+    training.opt.load_state_dict(numbers_of_whole(bounded=1.0, repeats=1.0)(state))
+
+
+EXACT_SCENARIOS: dict[str, processes.Scenario] = {
+    "one batch": processes.Scenario(begin=one_batch),
+    "one batch of uneven parts": processes.Scenario(begin=one_batch, ends={0: 9, 1: 9, 2: 9, 3: 9}),
+    "one batch, whose parts change": processes.Scenario(begin=one_batch, ends={1: 9, 2: 2, 3: 11}),
+    "no exact steps in the second": processes.Scenario(
+        begin=one_batch, options=processes.only_second(exact_steps=False), alike=False
+    ),
+    "one batch in the second alone": processes.Scenario(begin=one_batch_in_second, alike=False),
+    "an lr without exact steps in the second": processes.Scenario(begin=small_lr_in_second, alike=False),
+    "a phase of bounded steps in the second": processes.Scenario(
+        begin=one_batch, before=processes.at(3, other_phase), alike=False
+    ),
+    "an infinite gradient in an exact step of the second": processes.Scenario(
+        begin=one_batch, before=processes.at(3, infinite_gradient), alike=False
+    ),
+}
+
+
+def of_exact_states() -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    rng = random.Random(SEED + 4)
+    for way in EXACT_STATES:
+        setting = repeating(rng, closure=False, frozen=False)
+        yield f"one batch, with {way}: {setting}", lambda s=setting, w=way: load_exact(s, w)
+    for way in COMPLEX_STATES:
+        yield f"of a complex model, {way}", lambda w=way: load_complex(w)
+    for way in TURNS:
+        yield f"of a model {way}", lambda w=way: load_turns(w)
+
+
+def of_odd_spectra() -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    for net in COMPLEX_NETS:
+        yield f"a spectrum of a complex model, by a net: {net}", lambda n=net: load_complex_spectrum(n)
+    for seen, later in (("ab", "ab"), ("ab", "a"), ("a", "ab"), ("ab", "ba")):
+        yield (
+            f"a spectrum of a net that has seen the paths {seen}, by one that has seen {later}",
+            lambda s=seen, n=later: spectrum_of_turns(s, n),
+        )
+
+
+def of_exact_processes() -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    rng = random.Random(SEED + 5)
+    for number, name in enumerate(EXACT_SCENARIOS):
+        model = processes.MODELS[number % len(processes.MODELS)]
+        setting = repeating(rng, model=model, closure=False, frozen=False)
+        wrapped = number % 2 == 0
+        words = "DistributedDataParallel" if wrapped else "averages by hand"
+        yield (
+            f"{name}: {words}, {setting}",
+            lambda s=setting, n=name, w=wrapped: processes.run(s, EXACT_SCENARIOS[n], w),
+        )
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, Callable[[], Iterator[tuple[str, Callable[[], Outcome]]]]] = {
-    "given-up batches": of_given_up_batches,
-    "states": of_states,
-    "folders": of_folders,
-    "names and shapes": of_names,
-    "numbers": of_numbers,
-    "processes": of_processes,
+KINDS: dict[str, Sequence[Callable[[], Iterator[tuple[str, Callable[[], Outcome]]]]]] = {
+    "given-up batches": (of_given_up_batches,),
+    "states": (of_states, of_exact_states),
+    "folders": (of_folders, of_odd_spectra),
+    "names and shapes": (of_names,),
+    "numbers": (of_numbers,),
+    "processes": (of_processes, of_exact_processes),
 }
 
 
 def inputs(kind: str) -> Iterator[Input]:
     """Those of a kind."""
-    for name, run in KINDS[kind]():
-        yield Input(kind, name, run)
+    for part in KINDS[kind]:
+        for name, run in part():
+            yield Input(kind, name, run)

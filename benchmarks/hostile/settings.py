@@ -143,6 +143,7 @@ class Setting:
     weight_decay: float = 0.0
     burn_in: int = 0
     every: int | None = None  # invert_every
+    repeated: bool = False  # whether every step has the batch of the first one
 
     def __str__(self) -> str:
         usual = Setting()
@@ -243,6 +244,8 @@ class Training:
     def step(self, number: int) -> None:
         """Forward, backward and step with as many micro-batches as the setting has."""
         parts = range(self.setting.micro_batches)
+        if self.setting.repeated:
+            number = 0
 
         def gradients() -> Tensor:
             self.opt.zero_grad()

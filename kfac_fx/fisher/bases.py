@@ -197,7 +197,7 @@ def update_bases(
     """
     for group in fisher.decompose(keys):
         if group.here:
-            turn(group, carried)
+            turn(group, carried, keys)
 
 
 def iterates_bases(device: torch.device) -> bool:
@@ -205,8 +205,12 @@ def iterates_bases(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def turn(group: BlockGroup, carried: Carried) -> None:
-    """Diagonal sides turn nothing. On an accelerator new bases are iterated from the old ones."""
+def turn(group: BlockGroup, carried: Carried, keys: Collection[Key] | None = None) -> None:
+    """Diagonal sides turn nothing. On an accelerator new bases are iterated from the old ones.
+
+    keys: blocks of these registrations get new bases; others that are stacked with them keep theirs, because which
+        blocks are stacked depends on the calls before the first step, and a training does not. None: all.
+    """
     stored = basis_of(group)
     old = [basis.to(group.dtype) for basis in stored]
     of_dense = [basis for side, basis in zip(group.sides, old, strict=True) if not side.diagonal]
@@ -214,6 +218,8 @@ def turn(group: BlockGroup, carried: Carried) -> None:
     widths = {side: group.extras[f"basis/{side}"].shape[-1] for side in group.decomposed}
     of_sides, new = group.side_eigensystems(last=old if iterates else None, widths=widths)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
+    if keys is not None:
+        good = good & torch.tensor([r.parameters in keys for r in group.registrations], device=good.device)
     eigenvalues = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(eigenvalues, damped(group, of_sides), strict=True))
     if group.decomposed:

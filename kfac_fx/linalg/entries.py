@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ class Values:
     Attributes:
         least, most: the bounds, themselves included; `least` of a symmetric matrix is that of its diagonal.
         infinite, nan: whether these are values, too.
+        whole: whether the numbers are whole.
+        steps: whether the number counts steps, so that it is at most the counter of the optimizer.
         form: "symmetric" or "orthogonal" of matrices, the last two dimensions; "" for none. Columns and rows of zeros
             may fill an orthogonal matrix up, and one with more rows than columns is several, one below the other.
     """
@@ -35,6 +37,8 @@ class Values:
     most: float = math.inf
     infinite: bool = False
     nan: bool = False
+    whole: bool = False
+    steps: bool = False
     form: str = ""
 
 
@@ -42,7 +46,9 @@ FINITE = Values()
 ANY_NUMBER = Values(infinite=True, nan=True)
 NOT_NEGATIVE = Values(least=0)
 A_SHARE = Values(least=0, most=1)
-A_COUNT = Values(least=0, most=MOST_COUNTED)
+A_COUNT = Values(least=0, most=MOST_COUNTED, whole=True)
+A_NUMBER_OF_STEPS = replace(A_COUNT, steps=True)
+A_FLAG = Values(least=0, most=1, whole=True)
 SYMMETRIC = Values(least=0, form="symmetric")  # of a matrix without negative eigenvalues
 ORTHOGONAL = Values(form="orthogonal")
 
@@ -89,6 +95,8 @@ def wrong_values(entry: Tensor, values: Values, saved_as: torch.dtype) -> str | 
     for wrong, bound in ((ranged < values.least, f"below {values.least:g}"), (ranged > values.most, "too large")):
         if bool(wrong.any()):
             return f"has values {bound}" if entry.dim() else f"is {entry.item():g}, {bound}"
+    if values.whole and bool((entry != entry.round()).any()):
+        return "has values that are not whole" if entry.dim() else f"is {entry.item():g}, and must be a whole number"
     if values.form and entry.numel():
         tolerance = max(torch.finfo(saved_as).eps, torch.finfo(entry.dtype).eps) ** 0.5
         matrix = entry.to(torch.promote_types(entry.dtype, torch.float32))

@@ -429,6 +429,10 @@ def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, 
             steps = entry[:1] if name == "checks" else entry
             if bool((steps > counter).any()):
                 rows.append((f"{WHOLE}{name}", f"is of a step after the last, {int(cast(Tensor, counter))}"))
+    for name, allowed in {**WHOLE_VALUES, **state.options.rule.values}.items():
+        entry = given.get(f"{WHOLE}{name}") if allowed.steps else None
+        if entry is not None and wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}")) and entry > counter:
+            rows.append((f"{WHOLE}{name}", f"counts {int(entry)} steps, and there were {int(cast(Tensor, counter))}"))
     return rows
 
 

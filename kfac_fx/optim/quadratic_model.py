@@ -27,10 +27,14 @@ class QuadraticModel:
 
     @staticmethod
     def along(directions: Sequence[Tensor], g: Tensor, fisher: Products, inner: InnerProduct = inner) -> QuadraticModel:
-        """The model along directions [P]."""
+        """The model along directions [P].
+
+        Products with a direction of zero are zero: where `fisher` is made of difference quotients, they are rounding.
+        """
         slopes = torch.stack([inner(g, direction) for direction in directions])
         products = torch.stack([torch.stack([inner(a, b) for b in directions]) for a in directions])
-        return QuadraticModel(fisher(directions), products, slopes)
+        moves = products.diagonal() != 0
+        return QuadraticModel(torch.where(moves & moves.unsqueeze(1), fisher(directions), 0), products, slopes)
 
     def best(self, damping: Tensor) -> Tensor:
         """The s that minimizes the damped model of two directions: [2].

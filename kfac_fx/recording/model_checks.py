@@ -161,6 +161,12 @@ UNFIT_MODELS: tuple[tuple[Culprits, str], ...] = (
         "Make the small tensor the parameter, and expand it in forward; or give every element its own memory, as in "
         "nn.Parameter(w.clone()).",
     ),
+    (
+        parameters_that(lambda param: param.is_conj()),
+        "these complex parameters are views that conjugate other numbers, so that their real and imaginary parts do "
+        "not lie in memory: {names}.\n"
+        "Write p.data = p.data.resolve_conj() for each of them before the model is compiled.",
+    ),
 )
 WITHOUT_VALUES: tuple[Culprits, str] = (
     parameters_that(lambda param: param.is_meta),

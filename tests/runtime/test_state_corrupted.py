@@ -216,6 +216,33 @@ def test_further_faults(path: Path, value: Any, text: str) -> None:
     refused(opt, corrupted(state, {path: value}), text)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        *(
+            (name, 0.5, "is 0.5, and must be a whole number")
+            for name in ("bounded", "long", "undone", "others", "agreed")
+        ),
+        *((name, 0.5, "is 0.5, and must be a whole number") for name in ("repeats", "taken", "exact_steps", "steps")),
+        ("phase", 33.25, "is 33.25, and must be a whole number"),
+        *((name, 4.0, "counts 4 steps, and there were 3") for name in ("taken", "exact_steps", "steps")),
+        ("held", 1e30, r"is 1e\+30, too large"),
+        ("exact_damping", 1e35, r"is 1e\+35, too large"),
+    ],
+)
+def test_numbers_of_exact_steps_that_no_training_has_are_refused(name: str, value: float, text: str) -> None:
+    """A phase that is half one of bounded steps would never end."""
+    _, opt, state, _ = trained_state("eigen_moments")
+    path = ("state", 0, f"kfac/{name}")
+    refused(opt, corrupted(state, {path: torch.full_like(state["state"][0][path[-1]], value)}), f"{path[-1]}  {text}$")
+
+
+def test_numbers_of_a_tensor_are_whole_or_refused() -> None:
+    whole, counts = torch.tensor([1.0, 2.0]), Values(whole=True)
+    assert fault(whole, whole, counts) is None
+    assert fault(whole / 2, whole, counts) == "has values that are not whole"
+
+
 def test_readiness_that_contradicts_the_factors_is_refused() -> None:
     _, opt, state, _ = trained_state("regular")
     name = "layers.0.weight,layers.0.bias/ready"

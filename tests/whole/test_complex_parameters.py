@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.errors import NotRegisteredError
+from kfac_fx.passes.errors import NotRegisteredError, UntraceableError
 
 CASES, MODES, OUT, IN, LENGTH = 6, 3, 5, 4, 10
 COMPLEX = torch.complex64
@@ -78,6 +78,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "real and imaginary": lambda: With(lambda x, w: torch.complex(x.real @ w.real, x.imag @ w.imag), LENGTH, OUT),
     "used twice": lambda: With(lambda x, w: torch.tanh(x @ w) @ w, LENGTH, LENGTH),
 }
+
+
+def test_parameters_that_conjugate_other_numbers_are_refused_by_name() -> None:
+    model = LAYERS["linear"]()
+    model.weight = nn.Parameter(model.weight.detach().conj())
+    text = r"views that conjugate other numbers, .*: weight\.\nWrite p\.data = p\.data\.resolve_conj\(\) for each"
+    with pytest.raises(UntraceableError, match=text):
+        compiled(model, torch.randn(CASES, LENGTH))
+    model.weight.data = model.weight.data.resolve_conj()
+    assert compiled(model, torch.randn(CASES, LENGTH)).registrations
 
 
 def compiled(model: nn.Module, x: Tensor, **options: Any) -> kfac_fx.CompiledModule:

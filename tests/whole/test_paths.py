@@ -340,6 +340,35 @@ def test_a_state_of_several_paths_loads_where_each_was_run_once() -> None:
         torch.testing.assert_close(turn(net, number), turn(other, number), rtol=1e-3, atol=1e-4)
 
 
+def test_a_training_goes_on_as_it_would_have_where_the_blocks_of_two_paths_are_stacked_otherwise() -> None:
+    """The block of a later path gets its bases at other steps than that of an earlier one, in a stack with it, too."""
+
+    def made(paths: str) -> tuple[Any, kfac_fx.KFAC]:
+        torch.manual_seed(0)
+        net = kfac_fx.compile(Adapters().double(), loss="categorical")
+        for path in paths:
+            net.model.active = path
+            net.recorder((X.double(),), {})
+        return net, kfac_fx.KFAC(net, seed=0, exact_steps=False)
+
+    def train(net: Any, optimizer: kfac_fx.KFAC, numbers: range) -> Tensor:
+        for number in numbers:
+            inner(net).active = "ab"[number % 2]
+            optimizer.zero_grad()
+            F.cross_entropy(net(X.double()), Y).backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+    net, optimizer = made("a")
+    train(net, optimizer, range(6))
+    other, loading = made("ab")
+    assert len(loading.estimator.groups) < len(optimizer.estimator.groups)
+    other.load_state_dict(net.state_dict())
+    loading.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = train(net, optimizer, range(6, 9))
+    torch.testing.assert_close(train(other, loading, range(6, 9)), expected, rtol=1e-8, atol=1e-8)
+
+
 def test_a_state_of_fewer_paths_is_refused_where_there_are_more_blocks() -> None:
     net, optimizer = adapters()
     step(net, optimizer, 0)

@@ -124,7 +124,7 @@ from kfac_fx.fisher.means import (
 )
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
-from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
+from kfac_fx.linalg.entries import A_FLAG, A_NUMBER_OF_STEPS, NOT_NEGATIVE, Values
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
@@ -207,13 +207,14 @@ class EigenMoments(CheckedRule):
     }
     values: ClassVar[Mapping[str, Values]] = {
         "multiplier": Values(LEAST, FIRST * MOST),
+        "held": Values(0, FIRST * MOST),
         "peak_lr": NOT_NEGATIVE,
-        "steps": A_COUNT,
+        "steps": A_NUMBER_OF_STEPS,
         "promised": NOT_NEGATIVE,
         "trust": Values(1, MOST_TRUST),
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
-        "agreed": Values(0, 1),
+        "agreed": A_FLAG,
         **exact_steps.EXACT_VALUES,
         **MEAN_VALUES,
     }

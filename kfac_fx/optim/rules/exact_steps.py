@@ -51,7 +51,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, Values
+from kfac_fx.linalg.entries import A_FLAG, A_NUMBER_OF_STEPS, NOT_NEGATIVE, Values
 from kfac_fx.optim.checks import LEAST_RISE, SAME, Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.quadratic_model import QuadraticModel
@@ -89,19 +89,18 @@ EXACT_SCALARS: Mapping[str, float] = {
     "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
 }
 EXACT_VALUES: Mapping[str, Values] = {
-    "exact_steps": A_COUNT,
-    "exact_damping": NOT_NEGATIVE,
+    "exact_steps": A_NUMBER_OF_STEPS,
+    "exact_damping": Values(0, MOST_DAMPING),
     "reach": Values(LEAST_REACH, MOST_REACH),
-    "repeats": Values(-PROBES, 1),
+    "repeats": Values(-PROBES, 1, whole=True),
     "outputs": NOT_NEGATIVE,
-    "bounded": Values(0, 1),
-    "long": Values(0, 1),
-    "phase": Values(FIRST_PHASE, LONGEST_PHASE),
-    "taken": A_COUNT,
+    "bounded": A_FLAG,
+    "long": A_FLAG,
+    "phase": Values(FIRST_PHASE, LONGEST_PHASE, whole=True),
+    "taken": A_NUMBER_OF_STEPS,
     "rate": NOT_NEGATIVE,
-    "undone": Values(0, 1),
-    "others": Values(0, 1),
-    "held": NOT_NEGATIVE,
+    "undone": A_FLAG,
+    "others": A_FLAG,
 }
 
 
