@@ -191,6 +191,50 @@ def index_selected(ids: Tensor, *, weight: Tensor) -> Tensor:
     return torch.index_select(weight, 0, ids)
 
 
+def places_by_dimensions(ids: Tensor, attrs: Attrs) -> Tensor:
+    """Indices of the first two dimensions, which broadcast -> [N, S], places in the flattened table."""
+    first, second = torch.broadcast_tensors(ids, attrs["second"])
+    rows, columns = attrs["weight"][:2]
+    return torch.atleast_1d(first % rows * columns + second % columns).unsqueeze(1).flatten(1)
+
+
+def entries_by_dimensions(dy: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., *entry] -> [N, S, o]"""
+    return as_rows(dy.reshape(*dy.shape[: dy.dim() + 2 - len(attrs["weight"])], -1), attrs)
+
+
+def flat_entries_by_dimensions(weight: Layout, attrs: Attrs) -> Layout:
+    rows, columns, *entry = weight.result
+    return weight.reshape((1, rows * columns, math.prod(entry))).permute((0, 2, 1))
+
+
+BY_TWO: dict[str, Any] = {
+    "rows": places_by_dimensions,
+    "grad_rows": entries_by_dimensions,
+    "where": lambda attrs: len(attrs["weight"]) > 1,
+    "layouts": {"weight": flat_entries_by_dimensions},
+}
+
+
+@embedding.form(
+    **BY_TWO,
+    example=(
+        lambda: (Written(lambda x, w: w[x, (x + 1) % 4], {"w": (5, 4)}), ids(4, 7) - 5),
+        lambda: (Written(lambda x, w: w[x, x[:1] % 4 - 4], {"w": (5, 4, 2, 3)}), ids(4)),
+    ),
+)
+def indexed_by_two(ids: Tensor, second: Tensor, *, weight: Tensor) -> Tensor:
+    return weight[ids, second]
+
+
+@embedding.form(
+    **BY_TWO,
+    example=lambda: (Written(lambda x, w: torch.ops.aten.index.Tensor(w, [x, (x + 1) % 4]), {"w": (5, 4)}), ids(4, 7)),
+)
+def indexed_by_two_as_exported(ids: Tensor, second: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.ops.aten.index.Tensor(weight, [ids, second])  # type: ignore[no-any-return]
+
+
 # --- a table that is the input of another layer -----------------------------------------------------------------------
 
 

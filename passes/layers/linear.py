@@ -400,7 +400,7 @@ class Contraction:
 
     An index of the weight is a group if x and y have it, an input if only x has it, and an output if only y has it. The
     other indices of y are positions; the first of them counts the cases. An index along which the weight has size 1,
-    and which x has too, is not counted as the weight's.
+    and which x has too, or y has not, is not counted as the weight's.
     """
 
     x: str
@@ -410,7 +410,8 @@ class Contraction:
 
     @property
     def size(self) -> dict[str, int]:
-        return {k: n for k, n in zip(self.weight, self.sizes, strict=True) if n != 1 or k not in self.x}
+        sizes = zip(self.weight, self.sizes, strict=True)
+        return {k: n for k, n in sizes if n != 1 or (k in self.y and k not in self.x)}
 
     @property
     def groups(self) -> list[str]:
@@ -428,8 +429,7 @@ class Contraction:
         """Whether y is a linear map of x by a matrix that holds every element of the weight once."""
         sides = [side.replace("...", "") for side in (self.x, self.weight, self.y)]
         repeated = any(len(set(side)) < len(side) for side in sides)
-        summed = set(self.weight) - set(self.x + self.y)
-        return not repeated and not summed and "..." not in self.weight
+        return "..." not in self.weight and not repeated and set(self.size) <= set(self.x + self.y)
 
     def rows(self, x: Tensor) -> Tensor:
         """[N, S, g, i]"""
@@ -518,6 +518,7 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
         written(lambda x, w: torch.einsum("btd,d->btd", x, w), (4, 7, 5), w=(5,)),
         written(lambda x, w: torch.einsum("bhi,hio->bho", x, w), (4, 2, 5), w=(1, 5, 3)),
         written(lambda x, w: torch.einsum("bhi,hio->bho", x, w), (4, 1, 5), w=(2, 5, 3)),
+        written(lambda x, w: torch.einsum("bh,hio->bho", x, w), (4, 2), w=(2, 1, 3)),
     ),
 )
 def einsum(x: Tensor, equation: str, *, weight: Tensor) -> Tensor:
