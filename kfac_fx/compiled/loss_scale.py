@@ -783,7 +783,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     return (
         f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss "
         f"{f'of {list(loss.inputs.shape)} ' if several else ''}over its {cases} "
-        f"{'case' if cases == 1 else 'cases'}; {next((text for number, text in usual if near(multiple, number)), other)}."
+        f"{'case' if cases == 1 else 'cases'}; "
+        f"{next((text for number, text in usual if near(multiple, number)), other)}."
     )
 
 

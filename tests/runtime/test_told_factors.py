@@ -67,8 +67,7 @@ def test_the_weight_of_a_single_residual_is_told_next_to_others(options: dict[st
     """The gradient of a single number is a multiple of it for every target, so the value of the loss tells."""
     torch.manual_seed(0)
     points = INSIDE.double(), ENDS[:1].double()
-    registered = lambda out: [Normal(out[0], **options), Normal(out[1])]
-    net = kfac_fx.compile(Residuals().double(), points, loss=registered)
+    net = kfac_fx.compile(Residuals().double(), points, loss=lambda out: [Normal(out[0], **options), Normal(out[1])])
 
     def loss(weight: float) -> Tensor:
         inside, end = net(*points)
