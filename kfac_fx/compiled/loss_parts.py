@@ -27,7 +27,8 @@ LEFT_OUT = (
 )
 HOW_TO_LEAVE_OUT = (
     "Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give the cases targets of -100 there, or "
-    "name padding with padding_mask=."
+    "name padding with padding_mask=. If they are the same in every batch, as the nodes of a graph without labels, "
+    "name the outputs of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."

@@ -442,7 +442,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         if multiple is None:
             rest = None
         else:
-            explained = multiple / loss_scale * weight * float(loss.evaluate().detach()) / cases
+            explained = multiple / loss_scale * weight * value_of(loss) / cases
             rest = None if rest is None else rest - explained
             known.append(
                 LossFactor(
@@ -463,6 +463,12 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
     return known or factor_of_returned(watched, weighted)
+
+
+def value_of(loss: LossFunction) -> float:
+    """The value of a loss of torch, summed over cases: that of a squared error is without the constant of a Normal."""
+    value = float(loss.evaluate().detach())
+    return value - loss.inputs.numel() * math.log(2 * math.pi * loss.var) / 2 if isinstance(loss, Normal) else value
 
 
 def factor_of_returned(watched: Watched, weighted: Sequence[tuple[float, float, LossFunction]]) -> list[LossFactor]:
@@ -777,7 +783,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     return (
         f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss "
         f"{f'of {list(loss.inputs.shape)} ' if several else ''}over its {cases} "
-        f"cases; {next((text for number, text in usual if near(multiple, number)), other)}."
+        f"{'case' if cases == 1 else 'cases'}; "
+        f"{next((text for number, text in usual if near(multiple, number)), other)}."
     )
 
 

@@ -64,8 +64,9 @@ def as_batch(batch: Any) -> Batch:
 
 def refuse_no_batches(function: str, batches: Any) -> None:
     """Raises TypeError for what is no series of batches, though it can be iterated: a tensor and a Dataset yield
-    examples, without the dimension of the cases; (inputs, targets) are one batch, told by two tensors of as many rows,
-    the second of another dtype or of fewer dimensions. Two batches of inputs may differ in their lengths and sizes."""
+    examples, without the dimension of the cases; (inputs, targets) are one batch, told by two tensors of as many rows.
+    Two batches of inputs may differ in their lengths and sizes, and those of one shape that x.split makes share the
+    memory of x."""
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise TypeError(
             f"{function} takes batches, and a {type(batches).__name__} yields single examples: write "
@@ -79,11 +80,18 @@ def refuse_no_batches(function: str, batches: Any) -> None:
     if not (isinstance(batches, tuple) and len(batches) == 2 and all(isinstance(part, Tensor) for part in batches)):
         return
     inputs, targets = batches
-    alike = inputs.dtype == targets.dtype and targets.ndim >= inputs.ndim
-    if inputs.ndim and targets.ndim and len(inputs) == len(targets) and not alike:
+    if not inputs.ndim or not targets.ndim or len(inputs) != len(targets):
+        return
+    if inputs.dtype != targets.dtype or targets.ndim < inputs.ndim:
         raise TypeError(
             f"{function} takes batches, and this is one, {as_read(as_batch(batches))}: write [(x, y)], or pass a "
             "DataLoader."
+        )
+    if inputs.shape == targets.shape and inputs.untyped_storage().data_ptr() != targets.untyped_storage().data_ptr():
+        raise TypeError(
+            f"{function} takes batches, and got a tuple of {described(inputs)} and {described(targets)}, which may be "
+            "one batch or two: write [(x, y)] if these are inputs and their targets, and [x1, x2] if they are the "
+            "inputs of two batches."
         )
 
 

@@ -276,9 +276,15 @@ class Spectrum:
         return [
             ", ".join(registration.parameters)
             for system in self.used
+            if not self.is_far_from_singular(system)
             for index, registration in enumerate(system.group.registrations)
             if not bool((~self.zeros(system, index)).all())
         ]
+
+    def is_far_from_singular(self, system: System) -> bool:
+        """Whether no eigenvalue of any block is small enough for `zeros`, which takes more operations."""
+        low, high = self.shifted(system).detach().aminmax()
+        return bool((low > torch.finfo(low.dtype).eps * high) & (1 / low).isfinite() & high.isfinite())
 
     def refuse_singular(self, what: str = "inverse") -> None:
         """Raises ValueError if there are such blocks. what: they have none."""

@@ -21,7 +21,7 @@ LISTED_PARAMETERS = 8  # parameters that a warning names
 def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], whole: bool) -> None:
     """Warn of parameters of Fisher blocks that have a gradient and no curvature.
 
-    Their step would be the gradient divided by the damping alone. This happens if the predictive distributions of the
+    Their step would follow the gradient alone. This happens if the predictive distributions of the
     whole batch are certain, as those of a saturated softmax; and if forward computes losses of which only some are
     distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
 
@@ -70,8 +70,8 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
         warn_user(
             LossScaleWarning(
                 f"{cause}: {', '.join(wrong[:LISTED_PARAMETERS])}{more}.\n"
-                f"Without curvature their steps are gradients divided by the damping. {remedy}. This was seen at the "
-                "first step, from gradients and factors."
+                f"Without curvature their steps follow the gradients alone. {remedy}. This was seen at the first step, "
+                "from gradients and factors."
             )
         )
 

@@ -325,6 +325,18 @@ def test_a_tuple_of_two_batches_is_two_batches() -> None:
         assert torch.equal(product, of_list.multiply(vector)[name])
 
 
+def test_a_tuple_of_two_tensors_of_one_shape_may_be_one_batch() -> None:
+    """A regression from a number to a number would take its targets for inputs."""
+    x, y = torch.rand(6, 1), torch.rand(6, 1)
+    net = kfac_fx.compile(nn.Linear(1, 1), (x,), loss="normal")
+    with pytest.raises(TypeError) as error:
+        fit_spectrum(net, (x, y), mode="exact")
+    assert str(error.value) == (
+        "fit_spectrum takes batches, and got a tuple of float32 [6, 1] and float32 [6, 1], which may be one batch or "
+        "two: write [(x, y)] if these are inputs and their targets, and [x1, x2] if they are the inputs of two batches."
+    )
+
+
 def test_a_tuple_of_two_batches_of_other_lengths_is_two_batches() -> None:
     net = kfac_fx.compile(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), loss="categorical")
     longer, shorter = torch.randint(5, (8, 12)), torch.randint(5, (8, 7))

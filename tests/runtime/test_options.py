@@ -81,6 +81,15 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  norm_constraint, which is one of 'regular', 'adam', 'eigen_moments'.",
         ],
     ),
+    "of another K-FAC": (
+        {"kl_clip": 1e-3, "factor_update_steps": 10, "inv_update_steps": 100, "factor_decay": 0.95},
+        [
+            "  kl_clip. Write norm_constraint=...; it bounds the squared Fisher norm of a step.",
+            "  factor_update_steps. Write cov_update_every=....",
+            "  inv_update_steps. Write invert_every=....",
+            "  factor_decay. Write cov_ema_decay=....",
+        ],
+    ),
     "of no rule": (
         {"momentun": 0.9, "weight_decai": 0.1, "betas": (0.9, 0.99), "dampening": 0.5, "nesterov": True}
         | {"fused": True, "eps": 1e-8, "learning_rate": 1e-3, "max_iter": 20},

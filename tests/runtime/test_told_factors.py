@@ -62,6 +62,25 @@ def test_weights_of_residuals_that_loss_does_not_have_are_told(options: dict[str
     ]
 
 
+@pytest.mark.parametrize("options", [{}, {"var": 2.0}])
+def test_the_weight_of_a_single_residual_is_told_next_to_others(options: dict[str, Any]) -> None:
+    """The gradient of a single number is a multiple of it for every target, so the value of the loss tells."""
+    torch.manual_seed(0)
+    points = INSIDE.double(), ENDS[:1].double()
+    net = kfac_fx.compile(Residuals().double(), points, loss=lambda out: [Normal(out[0], **options), Normal(out[1])])
+
+    def loss(weight: float) -> Tensor:
+        inside, end = net(*points)
+        result: Tensor = inside.square().mean() / (2 * options.get("var", 0.5)) + weight * end.square().mean()
+        return result
+
+    assert told(net, lambda: loss(1.0)) == []
+    assert told(net, lambda: loss(10.0)) == [
+        "the trained loss is 10 times the mean of the registered Normal loss of [1, 1] over its 1 case; take the "
+        "factor out, or give it the coefficient of (10, kfac_fx.losses.Normal(...)) in loss=.\n" + WHY
+    ]
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_of_residuals_that_loss_has_are_right(parts: int) -> None:
     torch.manual_seed(0)

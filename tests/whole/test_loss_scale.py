@@ -168,7 +168,9 @@ SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); el
 LEFT_OUT = (
     "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
     "are of cases that are not trained. Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give "
-    "the cases targets of -100 there, or name padding with padding_mask=."
+    "the cases targets of -100 there, or name padding with padding_mask=. If they are the same in every batch, as the "
+    "nodes of a graph without labels, name the outputs of the others: loss=lambda outputs: "
+    "kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
     "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. Let "

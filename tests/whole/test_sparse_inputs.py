@@ -133,6 +133,35 @@ def test_factors_are_means_over_the_nodes() -> None:
     torch.testing.assert_close(factors["G"].value[0], grad.T @ grad / CASES)
 
 
+def test_the_fisher_of_some_nodes_is_that_of_their_outputs() -> None:
+    """As in a semi-supervised training: `loss` names the outputs of the nodes with labels. By a dense matrix."""
+    torch.manual_seed(0)
+    model = Network().double().eval()
+    x, adjacent, trained = nodes().double(), adjacency().double(), torch.arange(CASES) % 3 > 0
+    weights = {"first.weight": "full", "last.weight": "full"}
+    net = kfac_fx.compile(
+        model,
+        (x, adjacent),
+        loss=lambda logits: kfac_fx.losses.Categorical(logits[trained]),
+        approximations=weights,
+    )
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact", damping=1e-3)
+    estimator.update_covariances(x, adjacent)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        result: Tensor = torch.func.functional_call(model, values, (x, adjacent.to_dense()))[trained]
+        return result
+
+    jacobians = torch.func.jacrev(outputs)(values)
+    shares = model(x, adjacent)[trained].softmax(1).detach()
+    hessians = torch.diag_embed(shares) - shares.unsqueeze(2) * shares.unsqueeze(1)
+    for name in weights:
+        rows = jacobians[name].transpose(2, 3).flatten(2)  # the weight is [inputs, outputs], and its matrix [o, i]
+        expected = torch.einsum("ncp,ncd,ndq->pq", rows, hessians, rows) / trained.sum()
+        torch.testing.assert_close(estimator.blocks[name,].factors["F"].value.view_as(expected), expected)
+
+
 def test_a_model_that_writes_into_a_sparse_input_is_noticed() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:

@@ -62,6 +62,15 @@ OTHER_NAMES = {  # of other optimizers
         " Leave it out: step(closure) takes one step, and checks find its length.",
     ),
     "maximize": " Leave it out, and train minus the loss.",
+    # Those of other K-FACs.
+    "kl_clip": " Write norm_constraint=...; it bounds the squared Fisher norm of a step.",
+    **dict.fromkeys(("factor_update_steps", "factor_update_freq", "TCov"), " Write cov_update_every=...."),
+    **dict.fromkeys(("inv_update_steps", "inv_update_freq", "kfac_update_freq", "TInv"), " Write invert_every=...."),
+    **dict.fromkeys(
+        ("update_freq", "precondition_frequency"), " Write cov_update_every=... or invert_every=..., or leave them out."
+    ),
+    "factor_decay": " Write cov_ema_decay=....",
+    "decoupled": " Leave it out: weight_decay is decoupled.",
 }
 
 
