@@ -218,8 +218,9 @@ def turn(group: BlockGroup, carried: Carried, keys: Collection[Key] | None = Non
     widths = {side: group.extras[f"basis/{side}"].shape[-1] for side in group.decomposed}
     of_sides, new = group.side_eigensystems(last=old if iterates else None, widths=widths)
     good = group.agreed(torch.stack([values.flatten(1).isfinite().all(1) for values in of_sides]).all(0))
-    if keys is not None:
-        good = good & torch.tensor([r.parameters in keys for r in group.registrations], device=good.device)
+    due = [keys is None or registration.parameters in keys for registration in group.registrations]
+    if not all(due):
+        good = good & torch.tensor(due, device=good.device)
     eigenvalues = [tensor for name, tensor in group.extras.items() if name.startswith("eigenvalues/")]
     renewed = list(zip(eigenvalues, damped(group, of_sides), strict=True))
     if group.decomposed:
