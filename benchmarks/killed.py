@@ -37,6 +37,7 @@ OUT = Path(__file__).parent / "results" / "killed.json"
 STEPS = 12  # of a training
 SETTINGS = (
     Setting("two layers", "eigen_moments", "gradients", in_place=True),
+    Setting("two layers", "eigen_moments", "exact", repeated=True),
     Setting("a scale and a spare", "adaptive", "gradients", micro_batches=2),
     Setting("a weight that is used twice", "regular", "exact", scaler=True, weight_decay=0.1),
     Setting("dropout", "adam", "empirical", dtype="float32", groups="two groups"),

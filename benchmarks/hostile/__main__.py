@@ -108,7 +108,8 @@ An error that plain torch raises for the same input is right.
 further ways, such as errors in hooks and in closures |
 | states | entries that are corrupted in {corruptions} ways; states that go into {changes} other trainings, \
 are carried in {carried} ways, or are loaded at {moments} moments; states of other optimizers, of other types, with \
-other keys, or kept without a copy |
+other keys, or kept without a copy; {exact} wrong numbers of exact steps, {complex} states of a complex model, and \
+{turns} of a model of several paths |
 | folders | spectra, fits, queries and scores: {damages} damages, {places} places, other nets, and several writers; \
 manifests that were edited, and names of the model in files |
 | names and shapes | names that code cannot have or that torch uses itself; {shapes} shapes and layouts of parameters |
@@ -155,11 +156,14 @@ def page(results: dict[str, Any], kills: dict[str, Any]) -> str:
         changes=len(states.CHANGES),
         carried=len(states.CARRIED),
         moments=len(states.MOMENTS) + len(further.MOMENTS),
+        exact=len(further.EXACT_STATES),
+        complex=len(further.COMPLEX_STATES),
+        turns=len(further.TURNS),
         damages=len(folders.DAMAGES),
         places=len(folders.PLACES) + len(further.WHERE),
         shapes=len(names.SHAPES) + len(further.MODELS),
         situations=len(numbers.SITUATIONS),
-        scenarios=len(processes.SCENARIOS) + len(further.SCENARIOS),
+        scenarios=len(processes.SCENARIOS) + len(further.SCENARIOS) + len(further.EXACT_SCENARIOS),
         kills=table(["Process", "kills", "of these while it wrote a file", "lost", "mixed"], of_kills),
     )
 
