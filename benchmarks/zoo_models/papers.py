@@ -145,6 +145,31 @@ class SchNet(nn.Module):
         return energy[:, None], -force
 
 
+class EGNN(nn.Module):
+    """Satorras et al. 2021: messages from distances, which move the places, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 1)
+        self.edge = nn.Sequential(nn.Linear(2 * WIDTH + 1, 16), nn.SiLU(), nn.Linear(16, WIDTH), nn.SiLU())
+        self.gate = nn.Sequential(nn.Linear(WIDTH, 1), nn.Sigmoid())
+        self.move = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1, bias=False))
+        self.node = nn.Sequential(nn.Linear(2 * WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH))
+
+    def forward(self, x: Tensor, places: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+        source, target = edges
+        h = self.inside(x)
+        for _ in range(2):
+            between = places[target] - places[source]
+            m = self.edge(torch.cat([h[target], h[source], between.square().sum(-1, keepdim=True)], -1))
+            m = m * self.gate(m)
+            places = torch.index_add(
+                places, 0, target, between / (between.norm(dim=-1, keepdim=True) + 1) * self.move(m)
+            )
+            h = h + self.node(torch.cat([h, torch.zeros_like(h).index_add(0, target, m)], -1))
+        return self.head(h), places
+
+
 class MPNN(nn.Module):
     """Gilmer et al. 2017: messages along edges, a cell that is shared over the steps, a readout of every graph."""
 
@@ -303,6 +328,39 @@ class DEQ(nn.Module):
             for _ in range(self.iterations):
                 z = self.step(z, x)
         out: Tensor = self.head(self.step(z.detach(), x))
+        return out
+
+
+class ImplicitDEQ(DEQ):
+    """Bai et al. 2019, as their tutorial: Anderson's method, and a hook that solves for the gradient by it, too."""
+
+    def solve(self, f: Callable[[Tensor], Tensor], x: Tensor, memory: int = 3) -> Tensor:
+        cases, width = x.shape
+        points, values = x.new_zeros(cases, memory, width), x.new_zeros(cases, memory, width)
+        points[:, 0], values[:, 0] = x, f(x)
+        points[:, 1], values[:, 1] = values[:, 0], f(values[:, 0])
+        normal, target = x.new_zeros(cases, memory + 1, memory + 1), x.new_zeros(cases, memory + 1, 1)
+        normal[:, 0, 1:] = normal[:, 1:, 0] = target[:, 0] = 1
+        for k in range(2, self.iterations):
+            n = min(k, memory)
+            gap = values[:, :n] - points[:, :n]
+            normal[:, 1 : n + 1, 1 : n + 1] = torch.bmm(gap, gap.mT) + 1e-4 * torch.eye(n)
+            weights = torch.linalg.solve(normal[:, : n + 1, : n + 1], target[:, : n + 1])[:, 1 : n + 1].mT
+            points[:, k % memory] = torch.bmm(weights, values[:, :n])[:, 0]
+            values[:, k % memory] = f(points[:, k % memory].clone())
+        return values[:, (self.iterations - 1) % memory].clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = self.solve(lambda z: self.step(z, x), x.new_zeros(x.shape[0], WIDTH))
+        z = self.step(z, x)
+        at = z.detach().requires_grad_()
+        value = self.step(at, x)
+        if z.requires_grad:
+            z.register_hook(
+                lambda y: self.solve(lambda g: torch.autograd.grad(value, at, g, retain_graph=True)[0] + y, y)
+            )
+        out: Tensor = self.head(z)
         return out
 
 
@@ -751,6 +809,44 @@ class MaskedLinear(nn.Linear):
         return F.linear(x, self.mask * self.weight, self.bias)
 
 
+class NAM(nn.Module):
+    """Agarwal et al. 2021: a network for every feature, and the sum of all, in one equation a layer."""
+
+    def __init__(self, features: int = 5, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(features, 1, width))
+        self.second = nn.Parameter(torch.randn(features, width, width) / 3)
+        self.shifts = nn.ParameterList(torch.zeros(features, width) for _ in range(2))
+        self.third, self.bias = (
+            nn.Parameter(torch.randn(features, width, CLASSES) / 3),
+            nn.Parameter(torch.zeros(CLASSES)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(torch.einsum("bf,fih->bfh", x, self.first) + self.shifts[0])
+        y = F.relu(torch.einsum("bfi,fih->bfh", y, self.second) + self.shifts[1])
+        return torch.einsum("bfi,fik->bk", y, self.third) + self.bias
+
+
+class CRF(nn.Module):
+    """Lample et al. 2016: the scores of a recurrent network, and the logarithm of a path's probability."""
+
+    def __init__(self, tags: int = 4) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(VOCABULARY, WIDTH), nn.LSTM(WIDTH, 6, bidirectional=True, batch_first=True)
+        self.emit, self.transitions = nn.Linear(12, tags), nn.Parameter(torch.randn(tags, tags) / 4)
+        self.start, self.end = nn.Parameter(torch.zeros(tags)), nn.Parameter(torch.zeros(tags))
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        emissions = self.emit(self.lstm(self.words(ids))[0])
+        scores = emissions.gather(2, tags[..., None])[..., 0]
+        path, every = self.start[tags[:, 0]] + scores[:, 0], self.start + emissions[:, 0]
+        for t in range(1, ids.shape[1]):
+            path = path + self.transitions[tags[:, t - 1], tags[:, t]] + scores[:, t]
+            every = torch.logsumexp(every[:, :, None] + self.transitions, 1) + emissions[:, t]
+        return (path + self.end[tags[:, -1]] - torch.logsumexp(every + self.end, 1))[:, None]
+
+
 class MADE(nn.Module):
     """Germain et al. 2015: an autoencoder whose masks let every output see the inputs before it."""
 
@@ -805,6 +901,11 @@ def gin(batch: int) -> Call:
     return (*graph_of(batch), torch.ones(batch)), {}
 
 
+def egnn(batch: int) -> Call:
+    x, edges, _ = graph_of(batch)
+    return (x, torch.randn(len(x), 3), edges), {}
+
+
 def functions_at_places(batch: int) -> Call:
     places = torch.linspace(0, 1, 7)[:, None]
     return (torch.randn(batch, 10), places.expand(batch, -1, -1)), {}
@@ -828,11 +929,14 @@ MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "branchynet": (BranchyNet, images(3, 16, 16), all_exits),
     "capsnet": (CapsNet, images(1, 12, 12), None),
     "centernet": (CenterNet, images(3, 16, 16), None),
+    "crf": (CRF, keywords(ids=tokens(6), tags=classes(4, 6)), None),
     "dcgan": (DCGAN, keywords(z=floats(WIDTH), real=floats(3, 16, 16)), None),
     "deeponet": (DeepONet, functions_at_places, None),
     "deq": (DEQ, images(5), "categorical"),
+    "deq_implicit": (ImplicitDEQ, images(5), "categorical"),
     "detr": (DETR, images(3, 16, 16), None),
     "dlrm": (DLRM, keywords(dense=floats(5), sparse=classes(20, 3, 2)), "bce_with_logits"),
+    "egnn": (EGNN, egnn, None),
     "ffno": (FactorizedFNO, images(8, 8, 2), None),
     "fno2d": (lambda: kfac_fx.with_real_parameters(FNO2d()), images(12, 12, 1), None),
     "gat": (GAT, gat, "categorical"),
@@ -849,6 +953,7 @@ MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "maml": (MAML, tasks, "categorical"),
     "mpnn": (MPNN, gin, "categorical"),
     "mutan": (MUTAN, keywords(question=floats(6), image=floats(7)), "categorical"),
+    "nam": (NAM, images(5), "categorical"),
     "nerf": (NeRF, keywords(origins=floats(3), directions=floats(3)), None),
     "neural_ode": (NeuralODE, images(5), "categorical"),
     "pointnet": (PointNet, images(3, 20), "categorical"),

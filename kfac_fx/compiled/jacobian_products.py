@@ -25,6 +25,7 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.trace import forward_mode
+from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.recording.evaluation import BAGS, BagsByLookups
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
@@ -129,15 +130,18 @@ def local(values: Tensor) -> Tensor:
 
 class JacobianProducts:
     """Products with the Jacobian of one model: in forward mode or, from the first operation on that has no forward-mode
-    derivative, in reverse mode twice.
+    derivative, in reverse mode twice. A backward that has no derivative, as the solver in a hook of an equilibrium
+    model, leaves differences of two forwards.
 
     Attributes:
         reason: the operation, in torch's words; None as long as forward mode works.
+        reason_of_differences: why reverse mode, twice, does not work either; None as long as it does.
     """
 
     def __init__(self, total: Total = local) -> None:
         """total: the sum over processes; they check reverse mode together."""
         self.reason: str | None = None
+        self.reason_of_differences: str | None = None
         self.dual = True  # until an operation refuses dual numbers
         self.has_bags = False  # of embeddings, which have no forward-mode derivative
         self.total = total
@@ -146,6 +150,12 @@ class JacobianProducts:
         """For the report: what is slower than it should be, and why."""
         if self.reason is None:
             return []
+        if self.reason_of_differences is not None:
+            return [
+                "the exact quadratic model takes differences of two forwards for every direction, with their rounding "
+                f"error, because torch has no derivative in forward mode: {self.reason}\nand none in reverse mode, "
+                f"twice: {self.reason_of_differences}"
+            ]
         return [
             "the exact quadratic model runs in reverse mode twice, a multiple of the time and memory of forward mode: "
             f"{self.reason}"
@@ -157,6 +167,8 @@ class JacobianProducts:
         """The values of `function` and its derivatives in k directions, [k, ...] each; `tangents` are [k, ...] too."""
         # Only the plain formula of attention can be differentiated in forward mode, or twice.
         with sdpa_kernel(SDPBackend.MATH), BagsByLookups() if self.has_bags else nullcontext():
+            if self.reason_of_differences is not None:
+                return by_differences(function, point, tangents, self.total)
             if self.reason is not None:
                 return in_reverse_mode_twice(function, point, tangents)
             if self.dual and tangents[0].shape[0] == 1:
@@ -182,13 +194,32 @@ class JacobianProducts:
                 except RuntimeError as second:
                     if fatal(second):
                         raise
-                    raise RuntimeError(
-                        "the exact quadratic model needs products with the Jacobian, and torch has none for this "
-                        f"model.\n  in forward mode: {reason}\n  in reverse mode, twice: {first_line(second)}\n"
-                        "momentum_type='regular' and 'adam' need none."
-                    ) from second
+                    result = self.by_checked_differences(function, point, tangents, reason, first_line(second))
                 self.reason = reason
                 return result
+
+    def by_checked_differences(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        point: tuple[Tensor, ...],
+        tangents: tuple[Tensor, ...],
+        forward: str,
+        reverse: str,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Raises RuntimeError if the differences are not those of the backward. forward, reverse: why these modes do
+        not work."""
+        try:
+            result = by_differences(function, point, tangents, self.total, check=True)
+        except RuntimeError as error:
+            if fatal(error):
+                raise
+            raise RuntimeError(
+                "the exact quadratic model needs products with the Jacobian, and torch has none for this "
+                f"model.\n  in forward mode: {forward}\n  in reverse mode, twice: {reverse}\n"
+                f"  by differences: {first_line(error)}\nmomentum_type='regular' and 'adam' need none."
+            ) from error
+        self.reason_of_differences = reverse
+        return result
 
 
 def by_dual_numbers(
@@ -250,17 +281,67 @@ def in_reverse_mode_twice(
         for n in range(tangents[0].shape[0])
     ]
     if check is not None:
-        for number in range(COTANGENTS):
-            cotangents = [normal_like(value, number) for value in values]
-            pulled = torch.autograd.grad(
-                [values[n] for n in live],
-                leaves,
-                [cotangents[n] for n in live],
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            check_linear(cotangents, pulled, tangents, pushed, check)
+        check_backward([values[n] for n in live], leaves, live, tangents, pushed, check)
     return tuple(v.detach() for v in values), tuple(torch.stack(products) for products in zip(*pushed, strict=True))
+
+
+def by_differences(
+    function: Callable[..., tuple[Tensor, ...]],
+    point: tuple[Tensor, ...],
+    tangents: tuple[Tensor, ...],
+    total: Total = local,
+    *,
+    check: bool = False,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(f(p + h d) - f(p - h d)) / 2h, of forwards with the same noise.
+
+    |h d| is the third root of ε times the length of p, where the error of the formula is about that of rounding.
+
+    Args:
+        total: the sum over processes, which must agree on h.
+        check: compare the differences with the backward; the host waits for it.
+    """
+    devices, eps = accelerators(point), max(torch.finfo(value.dtype).eps for value in point)
+    directions = [[tangent[n] for tangent in tangents] for n in range(tangents[0].shape[0])]
+    length, *lengths = total(torch.stack([squared_length(vector) for vector in (point, *directions)])).sqrt()
+    pushed = []
+    with torch.enable_grad():  # forward may differentiate
+        for direction, of_direction in zip(directions, lengths, strict=True):
+            h = eps ** (1 / 3) * (1 + length) / torch.where(of_direction == 0, 1, of_direction)
+            ends = []
+            for step in (h, -h):
+                moved = [value + step.to(value) * d for value, d in zip(point, direction, strict=True)]
+                with same_random(devices):
+                    ends.append([value.detach() for value in function(*moved)])
+            pushed.append([(there - back) / (2 * h).to(there) for there, back in zip(*ends, strict=True)])
+        leaves = [value.clone().requires_grad_(check) for value in point]
+        values = function(*leaves)
+    if check:
+        live = [n for n, value in enumerate(values) if value.requires_grad]
+        said = "they are not those of the backward"
+        check_backward([values[n] for n in live], leaves, live, tangents, pushed, total, said)
+    return tuple(v.detach() for v in values), tuple(torch.stack(products) for products in zip(*pushed, strict=True))
+
+
+def squared_length(vector: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.double().square().sum() for part in vector]).sum()
+
+
+def check_backward(
+    values: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    live: Sequence[int],
+    tangents: Sequence[Tensor],
+    pushed: Sequence[Sequence[Tensor]],
+    total: Total,
+    said: str = "the backward of an autograd.Function is not linear in the gradient, or hides it",
+) -> None:
+    """`check_linear` for some cotangents of the values. live: their places among all."""
+    for number in range(COTANGENTS):
+        cotangents = [normal_like(value, number) for value in values]
+        pulled = torch.autograd.grad(values, leaves, cotangents, retain_graph=True, materialize_grads=True)
+        of_values = [[products[n] for n in live] for products in pushed]
+        check_linear(cotangents, pulled, tangents, of_values, total, said)
 
 
 def normal_like(value: Tensor, seed: int) -> Tensor:
@@ -273,7 +354,8 @@ def check_linear(
     pulled: Sequence[Tensor],
     tangents: Sequence[Tensor],
     pushed: Sequence[Sequence[Tensor]],
-    total: Total = local,
+    total: Total,
+    said: str,
 ) -> None:
     """Raises RuntimeError if <u, J d> is not <Jᵀ u, d>.
 
@@ -285,6 +367,7 @@ def check_linear(
         tangents: the directions d, k in front.
         pushed: J d of every direction, by the derivative of the backward.
         total: the sum over processes.
+        said: the words of the error.
     """
     tolerance = max(RELATIVE, *(16 * torch.finfo(tensor.dtype).eps for tensor in (*pulled, *pushed[0])))
     for n, products in enumerate(pushed):
@@ -292,7 +375,7 @@ def check_linear(
         left = torch.cat([(u * p).double().flatten() for u, p in zip(cotangents, products, strict=True)])
         sums = total(torch.stack([left.sum() - right.sum(), left.abs().sum() + right.abs().sum()]))
         if bool(sums[0].abs() > tolerance * sums[1]):
-            raise RuntimeError("the backward of an autograd.Function is not linear in the gradient, or hides it")
+            raise RuntimeError(said)
 
 
 @cache

@@ -195,7 +195,8 @@ def places_by_dimensions(ids: Tensor, attrs: Attrs) -> Tensor:
     """Indices of the first two dimensions, which broadcast -> [N, S], places in the flattened table."""
     first, second = torch.broadcast_tensors(ids, attrs["second"])
     rows, columns = attrs["weight"][:2]
-    return torch.atleast_1d(first % rows * columns + second % columns).unsqueeze(1).flatten(1)
+    flat: Tensor = torch.atleast_1d(first % rows * columns + second % columns)
+    return flat.unsqueeze(1).flatten(1)
 
 
 def entries_by_dimensions(dy: Tensor, attrs: Attrs) -> Tensor:

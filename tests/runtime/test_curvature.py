@@ -1,5 +1,6 @@
 """Exact Fisher inner products against a dense Jacobian, in both ways of differentiating."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from kfac_fx.compiled.jacobian_products import (
     fisher_inner_products,
     in_forward_mode,
     in_reverse_mode_twice,
+    products_of_tangents,
 )
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.passes.errors import LossError
@@ -308,22 +310,54 @@ def test_a_model_with_a_forward_derivative_of_its_own_tries_dual_numbers_once(
     assert multiply_jacobian.reason is None
 
 
-def test_a_model_without_either_mode_is_told_what_to_do(x: Tensor) -> None:
-    def aligned(y: Tensor) -> Tensor:
-        ones = torch.ones(len(y), dtype=torch.long)
-        loss = F.ctc_loss(y.log_softmax(-1).unsqueeze(0), ones.unsqueeze(1), ones, ones, reduction="none")
-        return y + loss.unsqueeze(1)
+def with_ctc(y: Tensor) -> Tensor:
+    """A loss of torch with neither a forward-mode derivative nor a second one."""
+    ones = torch.ones(len(y), dtype=torch.long)
+    loss = F.ctc_loss(y.log_softmax(-1).unsqueeze(0), ones.unsqueeze(1), ones, ones, reduction="none")
+    return y + loss.unsqueeze(1)
 
-    net = Odd(aligned).double()
+
+def test_a_model_without_either_mode_has_differences(x: Tensor) -> None:
+    net, multiply_jacobian = Odd(with_ctc).double(), JacobianProducts()
+    losses, parameters, vectors = calling(net, x, LOSSES["normal"]), dict(net.named_parameters()), directions(net, 2)
+    ((weight, loss),) = losses(parameters)
+    outputs, leaves = net(x).flatten(), list(parameters.values())
+    rows = [torch.autograd.grad(output, leaves, retain_graph=True, materialize_grads=True) for output in outputs]
+    jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    tangents = jacobian @ torch.stack([torch.cat([part.flatten() for part in v.values()]) for v in vectors], 1)
+    wanted = products_of_tangents([(weight, loss)], [tangents.t().reshape(2, *loss.inputs.shape)], ggn=False)
+    for _ in range(2):
+        found = fisher_inner_products(losses, parameters, vectors, multiply_jacobian=multiply_jacobian)
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)
+    assert multiply_jacobian.fallbacks() == [
+        "the exact quadratic model takes differences of two forwards for every direction, with their rounding error, "
+        "because torch has no derivative in forward mode: Trying to use forward AD with _ctc_loss that does not "
+        "support it because it has not been implemented yet.\nand none in reverse mode, twice: derivative for "
+        "aten::_ctc_loss_backward is not implemented"
+    ]
+
+
+def test_differences_that_are_not_those_of_the_backward_are_told_what_to_do(x: Tensor) -> None:
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.sin()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    net = Odd(Straight.apply).double()
     with pytest.raises(RuntimeError) as caught:
         fisher_inner_products(calling(net, x, LOSSES["normal"]), dict(net.named_parameters()), directions(net, 2))
-    assert str(caught.value) == (
-        "the exact quadratic model needs products with the Jacobian, and torch has none for this model.\n"
-        "  in forward mode: Trying to use forward AD with _ctc_loss that does not support it because it has not "
-        "been implemented yet.\n"
-        "  in reverse mode, twice: derivative for aten::_ctc_loss_backward is not implemented\n"
-        "momentum_type='regular' and 'adam' need none."
-    )
+    first, _, *rest = str(caught.value).splitlines()
+    assert first == "the exact quadratic model needs products with the Jacobian, and torch has none for this model."
+    assert rest == [
+        "  in reverse mode, twice: the backward of an autograd.Function is not linear in the gradient, or hides it",
+        "  by differences: they are not those of the backward",
+        "momentum_type='regular' and 'adam' need none.",
+    ]
 
 
 def test_an_operation_of_higher_order_without_a_rule_is_named(x: Tensor) -> None:
@@ -339,8 +373,11 @@ def test_an_operation_of_higher_order_without_a_rule_is_named(x: Tensor) -> None
 
     net = Branches().double()
     graph = torch.export.export(net, (x,)).module()
-    with pytest.raises(RuntimeError, match=r"in forward mode: an operation of higher order has no rule for .*Jvp"):
-        fisher_inner_products(calling(graph, x, LOSSES["normal"]), dict(graph.named_parameters()), directions(graph, 2))
+    multiply_jacobian = JacobianProducts()
+    losses, parameters = calling(graph, x, LOSSES["normal"]), dict(graph.named_parameters())
+    fisher_inner_products(losses, parameters, directions(graph, 2), multiply_jacobian=multiply_jacobian)
+    (said,) = multiply_jacobian.fallbacks()
+    assert re.search("in forward mode: an operation of higher order has no rule for .*Jvp", said)
 
 
 def test_constants_of_the_inner_products_leave_no_graph() -> None:

@@ -279,3 +279,54 @@ def test_a_hidden_gradient_shows_where_its_part_of_a_sum_of_outputs_is_almost_ze
     torch.manual_seed(1053)
     with pytest.raises(RuntimeError, match="is not linear in t"):
         quadratic(Net(Detached), x)
+
+
+class Equilibrium(nn.Module):
+    """z = tanh(w z + u x), whose hook solves for the gradient, and writes in place, so that it has no derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.w, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        with torch.no_grad():
+            self.w.weight.mul_(0.3)
+
+    def inside(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.w(z) + self.u(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = x.new_zeros(len(x), 4)
+            for _ in range(40):
+                z = self.inside(z, x)
+        z = self.inside(z, x)
+        at = z.detach().requires_grad_()
+        value = self.inside(at, x)
+
+        def solve(gradient: Tensor) -> Tensor:
+            solutions = gradient.new_zeros(41, *gradient.shape)
+            for k in range(40):
+                (behind,) = torch.autograd.grad(value, at, solutions[k], retain_graph=True)
+                solutions[k + 1] = behind + gradient
+            return solutions[40]
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        out: Tensor = self.head(z)
+        return out
+
+
+def test_an_equilibrium_model_trains_by_default_with_the_reason() -> None:
+    torch.manual_seed(0)
+    model, targets = Equilibrium(), torch.arange(6) % 3
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, exact_steps=False)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(X), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    (said,) = quadratic(Equilibrium()).fallbacks()
+    assert said.startswith("the exact quadratic model takes differences of two forwards for every direction")

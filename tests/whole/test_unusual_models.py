@@ -386,7 +386,20 @@ class Relations(nn.Module):
         return torch.einsum("nri,rio->no", x, weights)
 
 
-@pytest.mark.parametrize(("make", "shape"), [(Pooled, (6, 4, 2)), (Relations, (6, 5, 4))])
+class Transitions(nn.Module):
+    """A table that is read at two places, and added as a whole, as in a conditional random field."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tags = x.argmax(-1)
+        every = torch.logsumexp(x[:, 0, :, None] + self.table, 1) + x[:, 1]
+        return every - self.table[tags[:, 0], tags[:, 1]][:, None]
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Pooled, (6, 4, 2)), (Relations, (6, 5, 4)), (Transitions, (6, 2, 3))])
 @pytest.mark.usefixtures("float64")
 def test_small_functions_of_data_and_parameters_have_exact_blocks(make: Callable[[], nn.Module], shape: Any) -> None:
     """2 Jᵀ J over the cases: the second derivative of a squared error is 2."""
