@@ -325,8 +325,9 @@ def page(results: Mapping[str, Any]) -> str:
 WHY_SLOWER = (
     "Those of the regression take milliseconds on a network of 151 parameters: the check that cases do not meet, the "
     "code of a recording and the comparison with the model's own outputs cost about as much on a network of any "
-    "size. They are in those of the calibration, too. There, with the structure full, kfac_fx also decomposes its block "
-    "of 650 by 650, because other dampings are then free; laplace-torch forms the matrix alone, and solves with it once."
+    "size. They are in those of the calibration, too. There, with the structure full, kfac_fx also decomposes its "
+    "block of 650 by 650, because other dampings are then free; laplace-torch forms the matrix alone, and solves with "
+    "it once."
 )
 
 
