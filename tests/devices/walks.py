@@ -69,7 +69,10 @@ SPECTRUM = {  # so it has here
     "systems.py:of",  # whether there is anything to decompose
     "uncorrelated.py:eigensystem",  # a basis of places is made on the host
 }
-SINGULAR = {"spectrum.py:singular"}  # determinants and inverses refuse blocks with eigenvalues of zero
+SINGULAR = {  # determinants and inverses refuse blocks with eigenvalues of zero
+    "spectrum.py:singular",
+    "spectrum.py:is_far_from_singular",
+}
 BASES = {  # of "eigen_moments"
     "matrices.py:rescued_eigh",  # whether to try again; `eigh` has waited already
     "matrices.py:renewed_eigh",  # whether an iteration failed
