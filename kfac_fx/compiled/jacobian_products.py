@@ -295,7 +295,7 @@ def by_differences(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """(f(p + h d) - f(p - h d)) / 2h, of forwards with the same noise.
 
-    |h d| is the third root of ε times the length of p, where the error of the formula is about that of rounding.
+    |h d| is the third root of ε times 1 + |p|, where the error of the formula is about that of rounding.
 
     Args:
         total: the sum over processes, which must agree on h.
