@@ -3,7 +3,8 @@
 Every round runs the benchmarks of both commits, each in a checkout and a process of its own. The two processes take
 turns of `TURN` seconds: one is stopped while the other runs. Thus both commits meet the same load and the same clock
 rate of the machine. A row is one CPU time of a benchmark: its medians over the rounds, and NEW's as a multiple of
-OLD's. Rows that do not use the library (SGD, AdamW, a plain forward) show the noise of the comparison.
+OLD's. Rows that do not use the library (SGD, AdamW, a plain forward) show the noise of the comparison. The last row of
+a benchmark is the sum of the others. A commit that does not have a benchmark yet runs the file of this tree.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "step_time": ["--no-peers", "--rounds", "3"],
     "host_time": ["--rounds", "10"],
     "compile_time": [],
+    "zoo_compile": [],
 }
 NAMES = ("model", "method")  # the keys that name an entry of a list
 TIMES = ("milliseconds", "CPU seconds")  # the keys above the times; beside them stand counts and ratios
@@ -55,10 +57,21 @@ def measured(checkouts: Sequence[Path], benchmark: str, options: Sequence[str], 
     """The times of one benchmark of every checkout, by name, in their order."""
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder, f"{number}.json") for number in range(len(checkouts))]
-        commands = [[python, "-m", f"benchmarks.{benchmark}", *options, "--out", str(path)] for path in results]
+        commands = [
+            [python, *program(checkout, benchmark), *options, "--out", str(path)]
+            for checkout, path in zip(checkouts, results, strict=True)
+        ]
         in_turns(dict(zip(checkouts, commands, strict=True)))
         measurements = [dict(times(json.loads(path.read_text()))) for path in results]
     return [{f"{benchmark}: {name}": value for name, value in by_name.items()} for by_name in measurements]
+
+
+def program(checkout: Path, benchmark: str) -> list[str]:
+    """Python's arguments that run a benchmark. Modules that it imports are those of the checkout."""
+    if (checkout / "benchmarks" / f"{benchmark}.py").exists():
+        return ["-m", f"benchmarks.{benchmark}"]
+    path = str(ROOT / "benchmarks" / f"{benchmark}.py")
+    return ["-c", f"import runpy; runpy.run_path({path!r}, run_name='__main__')"]
 
 
 def in_turns(commands: Mapping[Path, Sequence[str]]) -> None:
@@ -92,7 +105,7 @@ def in_turns(commands: Mapping[Path, Sequence[str]]) -> None:
 
 
 def compare(old: Path, new: Path, benchmarks: Sequence[str], rounds: int, python: str) -> list[dict[str, Any]]:
-    """A row a time that both checkouts measure."""
+    """A row a time that both checkouts measure, and one for their sum."""
     seen: dict[Path, dict[str, list[float]]] = {tree: defaultdict(list) for tree in (old, new)}
     for _ in range(rounds):
         for benchmark in benchmarks:
@@ -102,6 +115,12 @@ def compare(old: Path, new: Path, benchmarks: Sequence[str], rounds: int, python
                     rows[name].append(value)
     both = [name for name in seen[old] if name in seen[new]]
     medians = {name: (median(seen[old][name]), median(seen[new][name])) for name in both}
+    for benchmark in benchmarks:
+        rows_of_it = [times for name, times in medians.items() if name.startswith(f"{benchmark}: ")]
+        medians[f"{benchmark}: sum of {len(rows_of_it)}"] = (
+            sum(before for before, _ in rows_of_it),
+            sum(after for _, after in rows_of_it),
+        )
     return [
         {"time": name, "old": before, "new": after, "new / old": after / before}
         for name, (before, after) in medians.items()

@@ -17,7 +17,7 @@ from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.substitutes import checkpoints_off, custom_functions, recurrent_cell
 
-X = torch.randn(5, 3)
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Dropped(nn.Module):

@@ -18,7 +18,7 @@ from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
 from tests.compiler.toy import Toy, before, code, found, node
 
-X = torch.randn(5, 3)
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 OLD = torch.__version__ < "2.12"  # where a Function takes no names
 
 

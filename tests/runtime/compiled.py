@@ -9,7 +9,7 @@ from torch import nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 
-X = torch.randn(6, 4)
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
 def mlp() -> nn.Sequential:

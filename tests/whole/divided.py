@@ -14,7 +14,7 @@ import kfac_fx
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from tests.compiler.test_tracing_functions import ByNumpy
 
-X = torch.randn(6, 4)
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Build = Callable[[], nn.Module]
 
 
