@@ -225,7 +225,11 @@ class CompiledModule(nn.Module):
             intervals,
             self.knows_no_loss,
             self.captures.sources,
+            self._without_gradient,
         )
+
+    def _without_gradient(self) -> list[str]:
+        return [name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad]
 
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]

@@ -76,6 +76,7 @@ NO_KNOWN_LOSS = (
     "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule: name "
     "its loss with compile(..., loss=lambda outputs: [...])"
 )
+FROZEN = "not trained while requires_grad is False; the blocks are kept"
 UNNAMED = "takes factors from training gradients because it knows no loss, and "
 COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
@@ -107,9 +108,10 @@ class Report:
         intervals: Fallbacks = lambda: (),
         unnamed: bool = False,
         sources: Mapping[Key, Program] = MappingProxyType({}),
+        without_gradient: Fallbacks = tuple,
     ) -> None:
         self.program, self.counters, self.fallbacks, self.intervals = program, counters, fallbacks, intervals
-        self.unnamed = unnamed
+        self.unnamed, self._without_gradient = unnamed, without_gradient
         self.paths = paths(program, sources)
         self._place = {key: place for place, key in enumerate(sources)}
 
@@ -146,6 +148,12 @@ class Report:
         """Those of the unused parameters that the model's outputs depend on: their losses are not known."""
         lost = {name for path in self.paths for name in without_loss(path)}
         return tuple(name for name in self.unused if name in lost)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parameters in blocks that no longer require a gradient."""
+        registered = self.registered
+        return tuple(name for name in self._without_gradient() if name in registered)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -236,6 +244,7 @@ class Report:
             "unused": (unused if expand else [group.counted for group in alike(unused)]) or ["none"],
             "no loss": [f"{no_loss}: {NO_KNOWN_LOSS}"] if no_loss else [],
             "left out": left_out if self.left_out else [],
+            "frozen": [f"{fold(self.frozen)}: {FROZEN}"] if self.frozen else [],
             "captured": self.captured,
             "python": self.python,
             "paths": self.other_paths,
@@ -317,13 +326,19 @@ class Report:
         """The report as plain data.
 
         Returns:
-            "parameters": the numbers of `elements`, and the names of the unused ones and of those behind no loss.
+            "parameters": the numbers of `elements`, and the names of the unused ones, of those behind no loss, and of
+            those frozen since.
             "registrations": `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason.
             "submodules": those that were captured, with their numbers of calls. "cases", "paths", "sampling", "casts",
             "fallbacks": lines of text. "passes": name, nodes, seconds.
         """
         return {
-            "parameters": {**self.elements, "unused": list(self.unused), "behind no loss": list(self.behind_no_loss)},
+            "parameters": {
+                **self.elements,
+                "unused": list(self.unused),
+                "behind no loss": list(self.behind_no_loss),
+                "frozen": list(self.frozen),
+            },
             "registrations": [row.to_dict() for row in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
             "submodules": [{"module": s.path, "calls": s.calls} for path in self.paths for s in path.submodules],

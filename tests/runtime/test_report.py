@@ -77,7 +77,8 @@ def test_the_data_has_the_promised_keys(program: Program) -> None:
         "passes",
     ]
     assert data["parameters"] == {
-        "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": [], "behind no loss": []
+        "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": [], "behind no loss": [],
+        "frozen": [],
     }  # fmt: skip
     assert data["registrations"][1] == {
         "layer": "depthwise_conv2d",
@@ -130,6 +131,28 @@ def test_what_a_collection_left_out_is_told() -> None:
     assert report.left_out == ("1.weight", "1.bias")
     assert "left out  1.weight, 1.bias: not registered, so they follow KFAC's" in str(report)
     assert "fallback  no registration was proved: verify=False" in str(report)
+
+
+def test_parameters_that_are_frozen_after_compile_are_told() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 2)
+            self.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+            self.second.bias.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x) + (self.first(x).to(torch.complex64) @ self.weight).abs()
+
+    net = kfac_fx.compile(Complex(), (torch.randn(5, 4),), loss="mse")
+    assert net.report.frozen == () and "frozen" not in str(net.report)  # second.bias was never trained
+    net.model.first.requires_grad_(False)
+    net.model.weight.requires_grad_(False)
+    assert net.report.to_dict()["parameters"]["frozen"] == ["weight", "first.weight", "first.bias"]
+    line = "weight, first.{weight, bias}: not trained while requires_grad is False"
+    assert line in " ".join(str(net.report).split()) and line in net.report.to_html()
+    net.model.requires_grad_(True)
+    assert net.report.frozen == ()
 
 
 def test_fallbacks_are_told_once_there_are_any(program: Program) -> None:
