@@ -171,6 +171,11 @@ class PaddedGroup:
         _, o, i = self.group.shape
         return tensor[..., :o, :i]
 
+    @property
+    def names(self) -> list[str]:
+        """The parameters."""
+        return [name for registration in self.group.registrations for name in registration.parameters]
+
     def by_name(self, matrices: Tensor, biases: Tensor | None = None) -> Tensors:
         """The parameters in [L, g, O, I], or in weights [L, g, O, I'] and biases [L, g, O, 1]."""
         _, o, i = self.group.shape
@@ -245,10 +250,11 @@ class PaddedStep:
         names: of the parameters in the blocks.
         accept: whether the step's gradient is taken, and then whether the step is made; 0-dim, written in place.
         length: the factor of the updates, 0-dim, written in place; zero before the first.
-        squared: the sum of the squares of the directions, 0-dim, written in place.
+        squared: the sum of the squares of the last move, up to the factor `length`, 0-dim, written in place.
         decay: β₂.
         exponent: w.
         packed: whose gradients the buffers have.
+        moved: by name, the last move up to a factor, where it is no multiple of the directions; otherwise None.
     """
 
     means: Means
@@ -264,6 +270,7 @@ class PaddedStep:
     scale: KernelOrPlain
     graph: CudaGraph = field(default_factory=CudaGraph)
     packed: FlatParameters | None = None
+    moved: Tensors | None = None
 
     @staticmethod
     def of(means: Means, scalar: Tensor, decay: float, exponent: float, dtype: torch.dtype) -> PaddedStep:
@@ -351,7 +358,11 @@ class PaddedStep:
         means, of_blocks = self.means, []
         turned = [padded.to_eigenbasis() for padded in self.groups]
         last = [padded.inside(padded.directions) for padded in self.groups]
-        products = [(h * d).sum(dtype=h.dtype) for h, d in zip(turned, last, strict=True)]
+        pairs: list[tuple[Tensor, Tensor]] = list(zip(turned, last, strict=True))
+        if self.moved is not None:
+            gradients = [padded.views or padded.by_name(*padded.gradients) for padded in self.groups]
+            pairs = [(g, self.moved[name]) for by_name in gradients for name, g in by_name.items()]
+        products = [(g * d).sum(dtype=self.length.dtype) for g, d in pairs]
         squares = torch.stack([torch.linalg.vector_norm(h) for h in turned]).square().sum()
         grow(self.accept, torch.stack(products).sum() * self.length.sign(), squares, self.squared)
         self.length.copy_(rate())
@@ -381,16 +392,18 @@ class PaddedStep:
         self,
         flat: FlatParameters,
         ok: Tensor,
-        momentum: Mapping[str, Tensor],
+        scalars: Scalars,
         nesterov: Tensor,
         most: Callable[[], Tensor],
         grow: Grow,
     ) -> Tensor:
-        """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made."""
+        """Δ, [P]. ok: 0-dim, whether the gradient is taken; `accept` has then whether the step can be made. scalars: as
+        of `step`."""
         with on_device(self.accept.device):
             self.prepare(flat, ok)
             self.packed = None  # it holds the gradients
-            updates = self.updates(momentum, nesterov, most, grow, lambda: torch.ones_like(self.length))
+            updates = self.updates(scalars["momentum"], nesterov, most, grow, lambda: torch.ones_like(self.length))
+            self.keep_move(updates, split(flat.copies, self.registrations), scalars)
             return flat.flat.joined(joined(updates, self.registrations, flat.gradients))
 
     def step(
@@ -423,9 +436,40 @@ class PaddedStep:
         self.packed = None
         return self.accept.clone()
 
+    @property
+    def owners(self) -> dict[str, str]:
+        """The parameter that has each of the registrations' parameters, which may be a part of it."""
+        return {n: owner for r in self.registrations for n, owner in zip(r.parameters, r.owners, strict=True)}
+
+    def keep_move(self, updates: Tensors, theta: Tensors, scalars: Scalars) -> None:
+        """Keep lr (Δ + weight_decay θ), up to a factor, if it is no multiple of Δ.
+
+        updates: `length` Δ. theta: the parameters before the move. scalars: as of `step`.
+        """
+        if self.moved is None:
+            return
+        for names, (lr, decay) in by_scalars(self.owners, scalars["lr"], scalars["weight_decay"]):
+            moved = [self.moved[name] for name in names]
+            foreach_copy_(moved, [theta[name] for name in names])
+            foreach_mul_(moved, self.length * decay * self.accept)
+            foreach_add_(moved, [updates[name] for name in names])
+            foreach_mul_(moved, lr)
+        norms = torch.stack([torch.linalg.vector_norm(moved) for moved in self.moved.values()])
+        self.squared.copy_(norms.square().sum())
+
+    def forget_move(self, where: Tensor) -> None:
+        """Forget the last move where `where` is true, 0-dim."""
+        self.length.masked_fill_(where, 0)
+
     def prepare(self, flat: FlatParameters, ok: Tensor) -> None:
         self.pack(flat)
         self.accept.copy_(ok)
+        if flat.one_scale:
+            self.moved = None
+        elif self.moved is None:
+            copies = split(flat.copies, self.registrations)
+            of_updates = {name: padded.group.dtype for padded in self.groups for name in padded.names}
+            self.moved = {n: torch.zeros_like(copies[n], dtype=dtype) for n, dtype in of_updates.items()}
         for padded in self.groups:
             padded.renew_bases()
 
@@ -443,9 +487,9 @@ class PaddedStep:
         targets = split(flat.copies, self.registrations)
         length = (lambda: -rate() * flat.lr) if one_lr else (lambda: -rate())
         updates = self.updates(scalars["momentum"], nesterov, most, grow, length)
+        self.keep_move(updates, targets, scalars)
         if not one_lr:
-            owners = {n: o for r in self.registrations for n, o in zip(r.parameters, r.owners, strict=True)}
-            for names, (lr,) in by_scalars(owners, scalars["lr"]):
+            for names, (lr,) in by_scalars(self.owners, scalars["lr"]):
                 foreach_mul_([updates[name] for name in names], lr)
         if flat.weight_decay is not None:
             for names, (lr, decay) in by_scalars({n: n for n in flat.copies}, scalars["lr"], scalars["weight_decay"]):

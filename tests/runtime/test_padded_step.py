@@ -178,7 +178,17 @@ def test_the_multiplier_grows_as_with_updates_that_are_kept(case: str, monkeypat
 
     def growing(padded: PaddedStep, flat: FlatParameters, ok: Tensor, *arguments: Any, make: Any) -> Tensor:
         nonlocal last, peak, inside
-        update, gradient = flat.flat.joined(expected_update(training, padded, flat, ok)), flat.g.clone()
+        updates, gradient, names = (
+            expected_update(training, padded, flat, ok),
+            flat.g.clone(),
+            training.state.vectors.names,
+        )
+        back = {
+            names[p]: group["lr"] * (updates[names[p]] + group["weight_decay"] * p.detach())
+            for group in training.optimizer.param_groups
+            for p in group["params"]
+        }
+        way_back = flat.flat.joined(back)
         lr, before = float(flat.largest_lr), float(multiplier)
         peak = max(peak, lr)
         result: Tensor = make(padded, flat, ok, *arguments)
@@ -188,7 +198,7 @@ def test_the_multiplier_grows_as_with_updates_that_are_kept(case: str, monkeypat
             expected = min(30.0, max(least, before * math.exp(cosine * lr / peak)))
             assert float(multiplier) == pytest.approx(expected, rel=1e-6)
             inside += cosine != 0 and expected < 30
-            last = update
+            last = way_back
         return result
 
     for name in ("vector", "step"):
@@ -205,6 +215,23 @@ def test_the_multiplier_grows_as_with_updates_that_are_kept(case: str, monkeypat
         if int(skipped) > before:
             last, forgotten = None, forgotten + 1
     assert inside > 5 and forgotten
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("case", ["text", "weight decay"])
+def test_a_checked_step_that_is_undone_leaves_no_last_move(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(case, torch.float64)
+    for _ in range(5):
+        training.step()
+    monkeypatch.setattr(eigen_moments, "tolerated", lambda value: torch.full_like(value, -math.inf))  # undo every step
+    before = int(training.optimizer.skipped)
+    while int(training.optimizer.skipped) == before:
+        training.step()
+    multiplier = float(training.optimizer.scalars["multiplier"])
+    monkeypatch.undo()
+    monkeypatch.setattr(eigen_moments, "product_dtype", lambda device, dtype: dtype)
+    training.step()
+    assert float(training.optimizer.scalars["multiplier"]) == multiplier
 
 
 @pytest.mark.usefixtures("exact_products")

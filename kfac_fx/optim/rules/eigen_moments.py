@@ -31,9 +31,9 @@ noise of batches, whose root takes most of the curvature out of a direction; Λ�
 **The length of a step** is that of Adam's times `RATE`, times a multiplier m, and bounded by the exact Fisher:
 
     θ <- θ - lr a m Δ / r       a = `RATE`
-    m <- m exp(η c lr / lr₀)    c = <g, Δ'> / (|g| |Δ'|), with Δ' the update of the last step: the cosine of the angle
-                                between the gradient and the way back. lr₀ is the largest lr so far. η is `GROWTH`,
-                                times min(1, `YOUNG` / t) at step t where c > 0.
+    m <- m exp(η c lr / lr₀)    c = <g, Δ'> / (|g| |Δ'|), with Δ' the update of the last step, in which weight decay is
+                                included: the cosine of the angle between the gradient and the way back. lr₀ is the
+                                largest lr so far. η is `GROWTH`, times min(1, `YOUNG` / t) at step t where c > 0.
     r <- max(t, √(r t))         at a check; t = max(1, lr ρ),
                                 ρ = a m √(<Δ, F Δ> / (c max(1, h))), with c = T² times the `norm_constraint`
 
@@ -306,7 +306,7 @@ class EigenMoments(CheckedRule):
         padded = memory.padded(flat)
         if padded is not None:
             most, grow = partial(most_momentum, step.scalars["steps"]), partial(self.grow, step)
-            update = padded.vector(flat, step.ok, beta, nesterov(step.size), most, grow)
+            update = padded.vector(flat, step.ok, step.of_groups, nesterov(step.size), most, grow)
             return Update(update, ok=padded.accept.clone())
         product, squared, squared_last = flat.products(flat.g, flat.state["last_update"])
         ok = step.ok & (MOST_SUMMED * squared).isfinite()
@@ -328,8 +328,8 @@ class EigenMoments(CheckedRule):
         )
         wholes = {name: by_name[name] for name in gradient}
         update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
-        # The way back, up to a factor: parameters of a group whose lr is zero did not move.
-        return Update(update, {"last_update": flat.lr * update if flat.lr.dim() else update}, ok=ok)
+        # The way back, up to a factor: weight decay moves parameters, too, and those whose lr is zero did not move.
+        return Update(update, {"last_update": update if flat.one_scale else -flat.displacement(update)}, ok=ok)
 
     def grow(self, step: BlockStep, ok: Tensor, product: Tensor, squared: Tensor, squared_last: Tensor) -> None:
         """Take the cosine of the gradient and the last update into m where `ok` is true; all are 0-dim.
@@ -499,7 +499,7 @@ class EigenMemory(Memory):
 
     def forget_update(self, where: Tensor) -> None:
         if self._padded is not None:
-            self._padded.squared.masked_fill_(where, 0)
+            self._padded.forget_move(where)
 
     def static(self) -> list[Tensor]:
         """Tensors that stay where they are, for CUDA graphs."""
