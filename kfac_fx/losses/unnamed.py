@@ -46,6 +46,10 @@ class Unnamed(LossFunction):
     def divergence_from(self, inputs: Tensor) -> Tensor:
         return super().divergence_from(inputs) if self.case_axes else torch.zeros_like(precise(inputs))
 
+    def squared_unit(self) -> Tensor:
+        """The sum over cases of |N g_n|²; of a number, <g, z>². 0-dim."""
+        return precise(self.rows if self.case_axes else self.rows * self.inputs).square().sum()
+
     def entropy(self) -> Tensor | None:
         return None if self.case_axes else torch.zeros_like(precise(self.inputs))
 

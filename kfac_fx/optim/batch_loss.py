@@ -334,6 +334,19 @@ class BatchLoss:
             value = value + self.slope(forward, leaves)
         return self.replicas.mean(value)
 
+    @OWN_PRECISION.entered()
+    def unit(self, at: Sequence[Values]) -> Tensor:
+        """The square of the unit that losses without a name are measured in, [], because <d, F d> of their empirical
+        Fisher is a squared change of the loss: the mean over cases of |N g_n|². Of a number that is the loss itself,
+        its square."""
+        total, squared = self.cases(values.cases for values in at), self.zero(at)
+        for values in at:
+            for _, loss in values.losses:
+                if isinstance(loss, Unnamed):
+                    share = values.cases / at_least_one(total) / at_least_one(loss.cases)
+                    squared = squared + share * loss.squared_unit()
+        return self.replicas.mean(squared)
+
     def squared_error(self, forward: ObservedForward, number: int | None, scale: float | Tensor) -> float | Tensor:
         """|m - t|² / (2 scale) where the gradient of leaf `number` is (m - t) / scale; infinity if it is no leaf."""
         if number is None:

@@ -74,7 +74,7 @@ WHOLE_VALUES: Mapping[str, Values] = {
 # In no older states: a training goes on with the first values.
 SINCE = (
     *("multiplier", "peak_lr", "last_update", "steps"),
-    *("promised", "trust", "advance", "agreement", "agreed"),
+    *("promised", "trust", "advance", "agreement", "agreed", "unit"),
     *exact_steps.EXACT_SCALARS,
 )
 GENERATOR = f"{WHOLE}generator"

@@ -54,10 +54,11 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_it_grows_by_the_cosine_of_the_gradient_and_the_last_step(schedule: Any) -> None:
-    """The way of a step, over its rate, is the update, since there is no weight decay."""
-    net, opt = made(lr=torch.tensor(1.0, dtype=torch.float64))
+def test_it_grows_by_the_cosine_of_the_gradient_and_the_last_step(schedule: Any, weight_decay: float) -> None:
+    """A step is the whole way, that of weight decay included."""
+    net, opt = made(lr=torch.tensor(1.0, dtype=torch.float64), weight_decay=weight_decay)
     update, expected = torch.zeros_like(theta(net)), Multiplier()
     for number in range(20):
         opt.param_groups[0]["lr"].fill_(schedule(number))
@@ -71,9 +72,9 @@ def test_it_grows_by_the_cosine_of_the_gradient_and_the_last_step(schedule: Any)
         update = at - theta(net)
         assert number == 0 or update.any()
     assert opt.skipped == 0
-    torch.testing.assert_close(
-        last_update(net, opt) * RATE * multiplier(opt) * schedule(19) / opt._step_state.checks.size.divisor, update
-    )
+    rate = RATE * multiplier(opt) / opt._step_state.checks.size.divisor
+    rate = rate if weight_decay else rate * schedule(19)  # where the way is no multiple of the update, it has lr
+    torch.testing.assert_close(last_update(net, opt) * rate, update)
 
 
 def test_a_schedule_changes_exponents_alone() -> None:
@@ -245,6 +246,19 @@ def test_a_gradient_that_is_not_finite_leaves_it_as_it_was(number: int, value: f
     assert opt.skipped == 1 and multiplier(opt) == before[0] and torch.equal(last_update(net, opt), before[1])
     step(net, opt, number + 1)
     assert multiplier(opt) != before[0] and not torch.equal(last_update(net, opt), before[1])
+
+
+def test_weight_decay_does_not_make_it_drift() -> None:
+    """At rest the update takes back what weight decay takes, so gradients have the direction of the last update."""
+    x, y = torch.randn(60, 4), torch.randint(3, (60,))
+    net = compile(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)), (x,), loss="categorical")
+    opt = KFAC(net, weight_decay=3.0)
+    for _ in range(120):
+        rows = torch.randperm(60)[:20]
+        opt.zero_grad()
+        F.cross_entropy(net(x[rows]), y[rows]).backward()
+        opt.step()
+    assert multiplier(opt) < 4
 
 
 def test_micro_batches_and_the_scale_of_a_loss_leave_it_alone() -> None:

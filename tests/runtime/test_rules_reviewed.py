@@ -68,14 +68,14 @@ def test_a_state_without_a_multiplier_is_no_first_check() -> None:
     state = optimizer.state_dict()
     for values in state["state"].values():
         values.pop("last_update", None)
-        for name in ("multiplier", "peak_lr", "promised", "trust", "advance", "agreement", "agreed"):
+        for name in ("multiplier", "peak_lr", "promised", "trust", "advance", "agreement", "agreed", "unit"):
             values.pop(f"kfac/{name}", None)
         if "kfac/norm" in values:
             values["kfac/norm"] = torch.full_like(values["kfac/norm"], torch.inf)
     with pytest.warns(
         UserWarning,
         match="of an earlier version, and these begin anew: multiplier, peak_lr, promised, trust, advance, agreement, "
-        "agreed, last_update.",
+        "agreed, unit, last_update.",
     ):
         optimizer.load_state_dict(state)
     train(optimizer, net, x, y, 1)

@@ -101,6 +101,7 @@ def test_the_curvature_of_a_loss_without_a_name_is_the_empirical_fisher_at_its_o
     torch.testing.assert_close(loss.multiply_fisher(vector).flatten(1), (fisher @ vector.flatten(1)[..., None])[..., 0])
     torch.testing.assert_close(loss.divergence_from(loss.inputs - vector), expected / 2)
     assert loss.cases == 6 and loss.entropy() is None
+    torch.testing.assert_close(loss.squared_unit(), fisher.diagonal(dim1=1, dim2=2).sum())
     several = loss.multiply_fisher_factor_transpose(torch.stack([vector, 2 * vector]))
     torch.testing.assert_close(several[1], 2 * several[0])
 
@@ -109,6 +110,7 @@ def test_a_number_that_forward_returns_is_the_loss_itself() -> None:
     loss = Unnamed(torch.tensor(2.0), torch.tensor(0.5))
     assert loss.squared_norm(torch.tensor(3.0)) == 1.5**2
     assert loss.divergence_from(torch.tensor(1.0)) == 0 == loss.entropy()
+    assert loss.squared_unit() == (2.0 * 0.5) ** 2
 
 
 class Fused(torch.autograd.Function):
@@ -203,6 +205,40 @@ def test_the_default_trains_losses_without_a_name_at_least_as_low_as_adamw(name:
     report = str(net.report)
     assert report.startswith("kfac_fx takes factors from training gradients because it knows no loss")
     assert "the loss as linear" not in " ".join(report.split())
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_loss_without_a_name_trains_as_low_in_any_unit(name: str) -> None:
+    """A sum over cases and a mean are the same loss in two units."""
+    make, loss_of, inputs = SITUATIONS[name]
+    torch.manual_seed(0)
+    model, losses = make(), {}
+    for unit in (1e-3, 1.0, 1e4):
+        net = kfac_fx.compile(copy.deepcopy(model), inputs)
+        first = float(loss_of(net).detach())
+        trained(kfac_fx.KFAC(net), lambda net=net, unit=unit: unit * loss_of(net))  # type: ignore[misc]
+        losses[unit] = float(loss_of(net).detach())
+    assert max(losses.values()) < min(losses.values()) + 0.01 * first, losses
+
+
+def test_the_unit_of_a_loss_grows_by_four_at_most_and_does_not_fall() -> None:
+    torch.manual_seed(0)
+    net, y = kfac_fx.compile(mlp(), (INPUTS,)), torch.randn(32, 3)
+    opt = kfac_fx.KFAC(net, damping_adaptation_interval=1, exact_steps=False)
+    units = []
+    for factor in (10.0, 1e3, 1.0, torch.nan, 1e3):
+        opt.zero_grad()
+        outputs = net(INPUTS)
+        outputs.retain_grad()
+        (factor * F.huber_loss(outputs, y, delta=0.1)).backward()
+        assert outputs.grad is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+        units.append((float((32 * outputs.grad).square().sum() / 32), float(opt.scalars["unit"])))
+    (first, unit), (second, larger), (third, still), (_, of_nan), (_, again) = units
+    assert unit == pytest.approx(first, rel=1e-5) and second > 4 * first > third
+    assert larger == still == of_nan == pytest.approx(4 * unit, rel=1e-5) and again == pytest.approx(16 * unit)
 
 
 def test_the_checks_measure_a_loss_that_forward_returns() -> None:

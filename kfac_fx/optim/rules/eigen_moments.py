@@ -80,6 +80,11 @@ speaks against it. n is the plain mean m̂
     if lr ρ >= 3/4 r at the last check            the curvature and not the noise limits the steps, as in a deep network
                                                   without skips: the bound allows longer ones along a steadier d
 
+A loss without a name may be measured in any unit, and its values are not known. Its F is that of the gradients, so
+<Δ, F Δ> is a squared change of the loss, and its bound is c max(1, h, u²). The unit u² is the largest mean over cases
+of |g|² at the outputs that a check has seen; of a number that forward returns, its largest square. After the first
+check it grows by `LARGER` at most, so that an outlier does not take the bound away.
+
 A check is *calm* if it undid nothing and lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The
 check after a calm one may come later (`kfac_fx.optim.schedule`).
 
@@ -158,6 +163,7 @@ ADVANCE_AGAIN, AGAIN = 0.75, 2.0  # to this part of the bound, at most times `AG
 RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted one, or below this part of it
 MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
 LEAST, MOST = 0.1, 30.0  # of m
+LARGER = 4.0  # than the unit of losses without a name: that of a batch with an outlier, at most
 SHORTEST, LOOKS_BACK = 10.0, 0.1  # the mean of gradients: over as many steps, or this part of all
 CALM, NEAR = 0.4, 0.75  # of the bound, for the norm of a step
 
@@ -203,6 +209,7 @@ class EigenMoments(CheckedRule):
         "advance": 1.0,  # the part of m that comes from agreement
         "agreement": 1.0,  # A at the last check, from -1 to 1
         "agreed": 0.0,  # whether it was large at the last two
+        "unit": 0.0,  # u², of losses without a name
         **exact_steps.EXACT_SCALARS,
     }
     values: ClassVar[Mapping[str, Values]] = {
@@ -215,6 +222,7 @@ class EigenMoments(CheckedRule):
         "advance": Values(1, MOST / LEAST),
         "agreement": Values(-1, 1),
         "agreed": A_FLAG,
+        "unit": NOT_NEGATIVE,
         **exact_steps.EXACT_VALUES,
         **MEAN_VALUES,
     }
@@ -359,7 +367,7 @@ class EigenMoments(CheckedRule):
         bounded_move = self.bounded_move(step, update, check)
         if not self.may_be_exact(step, check):
             return bounded_move
-        return exact_steps.exact_move(step, check, bounded_move, self.longest_step(check)) or bounded_move
+        return exact_steps.exact_move(step, check, bounded_move, self.longest_step(step, check)) or bounded_move
 
     def may_be_exact(self, step: BlockStep, check: Check) -> bool:
         """Whether the step of a check may be exact, which does not change in the step."""
@@ -367,15 +375,25 @@ class EigenMoments(CheckedRule):
             check.exact = self.exact_steps and exact_steps.may_be_exact(step, check)
         return check.exact
 
-    def longest_step(self, check: Check) -> Tensor:
+    def longest_step(self, step: BlockStep, check: Check) -> Tensor:
         """The largest squared Fisher norm of a step without trust, 0-dim."""
-        return self.norm_constraint * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
+        size = torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
+        if not check.batch.has_names:
+            size = torch.maximum(size, self.unit(step, check))
+        return self.norm_constraint * size
+
+    def unit(self, step: BlockStep, check: Check) -> Tensor:
+        """u², 0-dim, which a check raises to that of its batch, at most by `LARGER`."""
+        unit, of_batch = step.scalars["unit"], check.batch.unit(check.before)
+        most = torch.where(unit > 0, LARGER * unit, torch.inf)
+        unit.copy_(torch.where(of_batch.isfinite(), torch.maximum(unit, torch.minimum(of_batch, most)), unit))
+        return unit
 
     def bounded_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         flat, last = step.flat, step.size.divisor
         proposed = flat.displacement(update.vector, RATE * step.scalars["multiplier"])
         fisher, slope, before = check.along(flat, proposed)
-        norm = (fisher / self.longest_step(check)).sqrt() / step.scalars["trust"]
+        norm = (fisher / self.longest_step(step, check)).sqrt() / step.scalars["trust"]
         times = self.advance(step, norm)
         norm = norm * times
         ratio = next_divisor(last, norm)
