@@ -46,7 +46,7 @@ SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
 SMOOTHED = 0.7  # the least part of a target that label smoothing leaves, for all that people write
-RESIDUALS = 4  # numbers that are not a multiple of others by chance
+RESIDUALS = 2  # numbers that are not a multiple of others by chance, up to rounding; an interval has two ends
 TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
 WHY = (
     "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "

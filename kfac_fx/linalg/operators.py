@@ -120,7 +120,7 @@ def conjugate_gradients(
         return torch.stack([(left[n] * right[n]).reshape(*lead, -1).sum(-1) for n in left]).sum(0)
 
     def added(left: Mapping[str, Tensor], scale: Tensor, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: left[n] + scale.view(*lead, *[1] * (left[n].dim() - len(lead))) * right[n] for n in left}
+        return {n: left[n] + scale.view((*lead, *[1] * (left[n].dim() - len(lead)))) * right[n] for n in left}
 
     solution = {name: torch.zeros_like(tensor) for name, tensor in vector.items()}
     residual = dict(vector)

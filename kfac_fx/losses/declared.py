@@ -566,8 +566,7 @@ class LossSpec(DeclaredLosses):
             result = self.make(outputs)
         except Exception as error:
             if not self.named:
-                kind = type(outputs).__name__ + (f" {list(outputs.shape)}" if isinstance(outputs, Tensor) else "")
-                error.add_note(f"{self.name} raised this, called with what the model returned: a {kind}")
+                error.add_note(f"{self.name} raised this, called with what the model returned: {structure(outputs)}")
             raise
         if isinstance(result, list | tuple) and not result:
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
@@ -712,6 +711,24 @@ def key_of_tensor(outputs: Any) -> Any:
     return "logits" if "logits" in tensors else next(iter(tensors), first)
 
 
+def structure(outputs: Any) -> str:
+    """What a model returned, for messages: its kind, and the shapes in it by key."""
+    kind = type(outputs).__name__
+    if isinstance(outputs, Tensor):
+        return f"a {kind} {list(outputs.shape)}"
+    if isinstance(outputs, Mapping):
+        return f"a {kind} of " + (
+            ", ".join(f"{key!r}: {shape_of(value)}" for key, value in outputs.items()) or "nothing"
+        )
+    if isinstance(outputs, (list, tuple)):
+        return f"a {kind} of " + (", ".join(map(shape_of, outputs)) or "nothing")
+    return f"a {kind}"
+
+
+def shape_of(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def perturbed(value: Tensor) -> Tensor:
     """Another value everywhere. The difference is not constant, because a softmax ignores a constant."""
     steps = torch.linspace(1, 2, value.shape[-1] if value.dim() else 1, dtype=value.dtype, device=value.device)
@@ -725,11 +742,14 @@ def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], int | float)
+    if not isinstance(value, tuple) or len(value) != 2 or isinstance(value[0], LossFunction):
+        return False
+    return isinstance(value[0], int | float) or (isinstance(value[0], Tensor) and value[0].numel() == 1)
 
 
 def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
     coefficient, loss = value if _is_pair(value) else (1.0, value)
+    coefficient = float(coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)
     if isinstance(loss, Tensor) and not loss.ndim:
         raise LossError(
             f"{name} returned a tensor, as the loss of a training is. loss= names the distribution of the outputs, "
@@ -738,6 +758,12 @@ def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
         )
     if not isinstance(loss, LossFunction):
         raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses. {SEVERAL}")
+    if isinstance(loss.targets, int | float):
+        kind = type(loss).__name__
+        raise LossError(
+            f"{name} returned a {kind} whose targets are the number {loss.targets}. If it is a coefficient, write it "
+            f"in front of the loss, as in ({loss.targets}, kfac_fx.losses.{kind}(outputs))"
+        )
     if not 0 < coefficient < math.inf:
-        raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive and finite")
-    return float(coefficient), loss
+        raise LossError(f"{name} returned the coefficient {coefficient:g}; it must be positive and finite")
+    return coefficient, loss

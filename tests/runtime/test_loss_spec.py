@@ -193,6 +193,43 @@ def test_a_coefficient_must_be_positive() -> None:
         loss_from(lambda outputs: [(-1, Normal(outputs))])(X)
 
 
+def test_a_coefficient_may_be_a_tensor_that_changes() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    spec = loss_from(lambda outputs: (weight, Normal(outputs)))
+    assert spec(X)[0][0] == 2.0
+    with torch.no_grad():
+        weight.fill_(3.0)
+    assert spec(X)[0][0] == 3.0
+
+
+def test_a_coefficient_behind_its_loss_is_refused() -> None:
+    with pytest.raises(LossError) as raised:
+        loss_from(lambda outputs: [Normal(outputs, targets=0.5)])(X)
+    assert str(raised.value) == (
+        "the function given as loss returned a Normal whose targets are the number 0.5. If it is a coefficient, write "
+        "it in front of the loss, as in (0.5, kfac_fx.losses.Normal(outputs))"
+    )
+    with pytest.raises(LossError, match=r"a number in front of a loss is its coefficient"):
+        loss_from(lambda outputs: [(Normal(outputs), 0.5)])(X)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "described"),
+    [
+        ((X, X[:2]), f"a tuple of {list(X.shape)}, {list(X[:2].shape)}"),
+        ({"logits": X, "step": 3}, f"a dict of 'logits': {list(X.shape)}, 'step': a int"),
+        ([], "a list of nothing"),
+        (3, "a int"),
+    ],
+)
+def test_an_error_of_the_function_tells_what_the_model_returned(outputs: Any, described: str) -> None:
+    with pytest.raises((TypeError, IndexError, KeyError)) as raised:
+        loss_from(lambda outputs: Categorical(outputs["labels" if isinstance(outputs, dict) else 2]))(outputs)
+    assert raised.value.__notes__ == [
+        f"the function given as loss raised this, called with what the model returned: {described}"
+    ]
+
+
 def test_targets_in_a_list_of_numbers_are_no_sequence_of_targets() -> None:
     ((_, loss),) = loss_from("cross_entropy")(torch.randn(3, 4), [0, 1, 2])
     with pytest.raises(LossError, match=r"targets are a list; write torch\.as_tensor"):

@@ -59,6 +59,27 @@ def test_the_solution_is_that_of_the_dense_matrix() -> None:
     assert found.converged and found.residuals[-1] <= 1e-10 and found.residuals[0] == 1
 
 
+def test_a_number_is_a_parameter_like_others() -> None:
+    """As a coefficient that is learned next to a network."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(3, 1), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    x = torch.randn(10, 3)
+    net = kfac_fx.compile(Scaled(), (x,), loss="mse")
+    spectrum, product = kfac_fx.fit_spectrum(net, [x], mode="exact"), net.fisher_product(x)
+    v = {name: torch.randn_like(parameter) for name, parameter in net.named_parameters()}
+    solution = spectrum.at(damping=0.1).solve(v, product, tolerance=1e-12).vector
+    back = product(solution)
+    for name, vector in v.items():
+        torch.testing.assert_close(back[name] + 0.1 * solution[name], vector)
+
+
 def test_a_matrix_of_kronecker_products_takes_one_iteration() -> None:
     spectrum, _, _, _ = curved()
     v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}

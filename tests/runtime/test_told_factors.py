@@ -62,6 +62,21 @@ def test_weights_of_residuals_that_loss_does_not_have_are_told(options: dict[str
     ]
 
 
+@pytest.mark.parametrize("weight", [12.67, 370.0])
+def test_the_weight_of_the_two_ends_of_an_interval_is_told(weight: float) -> None:
+    torch.manual_seed(0)
+    ends = torch.tensor([[0.0], [1.0]])
+    net = kfac_fx.compile(Residuals(), (INSIDE, ends), loss=lambda residuals: [Normal(r) for r in residuals])
+
+    def loss() -> Tensor:
+        inside, at_ends = net(INSIDE, ends)
+        result: Tensor = inside.square().mean() + weight * at_ends.square().mean()
+        return result
+
+    (warning,) = told(net, loss)
+    assert warning.startswith(f"the trained loss is {weight:g} times the mean of the registered Normal loss of [2, 1]")
+
+
 @pytest.mark.parametrize("options", [{}, {"var": 2.0}])
 def test_the_weight_of_a_single_residual_is_told_next_to_others(options: dict[str, Any]) -> None:
     """The gradient of a single number is a multiple of it for every target, so the value of the loss tells."""
