@@ -59,9 +59,11 @@ class UntraceableError(ValueError):
 
     Attributes:
         cause: the place and the message of the tracer's own error, in one line; empty for a refusal of ours.
+        advice: the last line of the message, which says what to write; empty for a refusal of ours.
     """
 
     cause = ""
+    advice = ""
 
 
 class LossError(ValueError):

@@ -770,7 +770,7 @@ def untraceable(model: nn.Module, error: Exception) -> UntraceableError:
     shown = "".join(f"  {line}\n" for line in lines)
     failed = f"{type(model).__name__} could not be captured as a graph{gave_up and '; '}{gave_up}:"
     failure = UntraceableError(f"{failed}\n{shown}{advice}")
-    failure.cause = gave_up and f"{gave_up}: {lines[0]}"
+    failure.cause, failure.advice = gave_up and f"{gave_up}: {lines[0]}", advice
     return failure
 
 

@@ -628,7 +628,9 @@ class CompiledModule(nn.Module):
             )
         wrapper = copy.deepcopy(self._wrapper, memo)
         model, arguments = unwrapped(wrapper), self.captures.arguments
-        return CompiledModule(model, arguments, None, None, wrapper=wrapper, in_place=self.in_place)
+        copied = CompiledModule(model, arguments, None, None, wrapper=wrapper, in_place=self.in_place)
+        copied.captures.copied = self.captures.first is not None
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

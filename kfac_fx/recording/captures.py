@@ -266,6 +266,7 @@ class CaptureCache:
         stale: those among them, by parameters, that no capture has since parameters were unfrozen.
         trained: the parameters that were trained at any time.
         refusal: the error of torch.fx, if it could not trace the whole model.
+        copied: whether the model is that of a copy, whose original was captured with inputs.
         recorders: by kind of call, the least recently used first.
     """
 
@@ -281,6 +282,7 @@ class CaptureCache:
         self.reached: set[str] = set()  # those of them that had a gradient
         self.looks = LOOKS  # training forwards in which another path is looked for, while parameters wait
         self.refusal = ""
+        self.copied = False
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self.outdated = False  # parameters were unfrozen since the first capture
 
@@ -296,7 +298,7 @@ class CaptureCache:
             with CAPTURING:
                 traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
         except UntraceableError as error:
-            self.refusal = str(error)
+            self.refusal = str(error).removesuffix(f"\n{error.advice}")  # example inputs are the advice
             return
         self.take(traced)
 
@@ -371,6 +373,12 @@ class CaptureCache:
 
     @property
     def program(self) -> Program:
+        if self.first is None and self.copied:
+            raise UntraceableError(
+                f"this copy of {class_of(self.model).__name__} has no capture, because captures are not copied: call "
+                "it once in training mode, as in copy(x) for a batch x, before its report is read or an optimizer is "
+                "made of it"
+            )
         if self.first is None:
             raise UntraceableError(
                 f"{class_of(self.model).__name__} is captured at its first training forward, because torch.fx alone "

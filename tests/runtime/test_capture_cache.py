@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -146,12 +147,26 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
         "model may stay as it is. The error of torch.fx is:"
     )
     assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
+    assert lines[-1].startswith("  ") and len(lines) == 4  # a line of the model and torch's error, and no other advice
     x = torch.randn(6, 2, 4)
     with torch.no_grad():
         net(x)
     assert count(net) == 0
     assert torch.equal(net(x), net.model(x))
     assert [len(registration.uses) for registration in net.registrations] == [2]
+
+
+def test_a_copy_of_what_torch_fx_cannot_see_says_that_it_has_no_capture() -> None:
+    x = torch.randn(6, 2, 4)
+    net = copy.deepcopy(compile(Steps(), (x,), loss="normal"))
+    with pytest.raises(UntraceableError) as failure:
+        _ = net.report
+    assert str(failure.value) == (
+        "this copy of Steps has no capture, because captures are not copied: call it once in training mode, as in "
+        "copy(x) for a batch x, before its report is read or an optimizer is made of it"
+    )
+    net(x)
+    assert len(net.registrations) == 1
 
 
 def test_of_too_many_captures_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
