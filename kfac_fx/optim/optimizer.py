@@ -569,7 +569,11 @@ class KFAC(Optimizer, Joinable):
             "about its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr "
             f"than {self.options.first_order_rule.lr:g}"
         )
-        return [*of_steps, *[reason] * bool(outside)]
+        in_blocks = {name for registration in self._registrations for name in registration.owners}
+        names = self._step_state.vectors.names
+        left_out = fold(sorted(in_blocks.difference(names[p] for group in self.param_groups for p in group["params"])))
+        unmoved = f"{left_out}: in no parameter group, so KFAC does not move it"
+        return [*of_steps, *[reason] * bool(outside), *[unmoved] * bool(left_out)]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".

@@ -185,3 +185,19 @@ def test_groups_without_parameters_are_refused() -> None:
     net.detach()
     with pytest.raises(ValueError, match="params has groups without parameters alone: leave params out"):
         KFAC(net, lr=0.1, damping=0.1, params=[{"params": []}])
+
+
+def test_parameters_in_no_group_do_not_move_and_are_in_the_report() -> None:
+    torch.manual_seed(0)
+    net = compile(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), loss="categorical")
+    opt, x, y = KFAC(net, params=net.model[0].parameters()), torch.randn(8, 4), torch.randint(3, (8,))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    for _ in range(2):
+        opt.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        opt.step()
+    moved = [not torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
+    assert moved == [True, True, False, False]
+    assert "2.{bias, weight}: in no parameter group, so KFAC does not move it" in " ".join(str(net.report).split())
+    opt.add_param_group({"params": net.model[2].parameters()})
+    assert "in no parameter group" not in str(net.report)
