@@ -13,16 +13,16 @@ hypothesis.settings.register_profile("kfac_fx", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("kfac_fx")
 
 
-def pytest_collectstart() -> None:
-    gc.disable()
-
-
 def pytest_collection_finish() -> None:
     """The garbage collector runs less often and passes over the imports: it took 7 % of the time of the tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
+
+
+def pytest_pycollect_makemodule() -> None:
+    gc.disable()  # until all tests are collected
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
