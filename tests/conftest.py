@@ -25,6 +25,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
+
+
+def pytest_pycollect_makemodule() -> None:
+    gc.disable()  # until all tests are collected
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

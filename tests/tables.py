@@ -26,7 +26,7 @@ def pairs(*tables: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
     named = [
         [(str(key), value) for key, value in rows.items()]
         if isinstance(rows, dict)
-        else [(getattr(row, "__name__", str(row)), row) for row in rows]
+        else [(text_of(row, number), row) for number, row in enumerate(rows)]
         for _, rows in tables
     ]
     quick = {
@@ -42,6 +42,12 @@ def pairs(*tables: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
         marks = () if places in quick else pytest.mark.slow
         params.append(pytest.param(*values, id="-".join(name for name, _ in chosen), marks=marks))
     return pytest.mark.parametrize(", ".join(names for names, _ in tables), params)
+
+
+def text_of(row: Any, number: int) -> str:
+    """The name of a row: its number where its text has the address of a function."""
+    text = getattr(row, "__name__", str(row))
+    return str(number) if " at 0x" in text else text
 
 
 ParameterSet = type(pytest.param())

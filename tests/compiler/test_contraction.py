@@ -13,6 +13,7 @@ from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.layers import linear as forms
 from kfac_fx.passes.layers.linear import Contraction, contraction
 from kfac_fx.passes.matrix import Layout, Shape
+from tests.tables import pairs
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,7 @@ SEVERAL: dict[str, tuple[str, tuple[Any, ...], list[Shape]]] = {
 }
 
 
-@pytest.mark.parametrize(("equation", "operands", "shapes"), SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("exported", [True, False])
+@pairs(("equation, operands, shapes", SEVERAL), ("exported", [True, False]))
 def test_an_einsum_of_several_operands_is_layers(
     equation: str, operands: tuple[Any, ...], shapes: list[Shape], exported: bool
 ) -> None:

@@ -281,8 +281,16 @@ def bias_column(use: Use, layer: str, values: Mapping[str, Any], last: Tensor) -
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("every_turn", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
-@pytest.mark.parametrize(("layer", "form", "example"), list(without_bias()))
+@pytest.mark.parametrize(
+    ("layer", "form", "example", "exported"),
+    [
+        *(
+            pytest.param(*case.values, False, id=f"{case.id}-symbolic", marks=case.marks)
+            for case in every(4, without_bias())
+        ),
+        *(pytest.param(*case.values, True, id=f"{case.id}-exported", marks=case.marks) for case in without_bias()),
+    ],
+)
 def test_a_form_and_its_bias_are_one_block_and_other_sums_are_not(
     layer: str, form: Form, example: Example, exported: bool, every_turn: bool
 ) -> None:

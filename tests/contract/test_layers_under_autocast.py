@@ -47,7 +47,7 @@ def graph_of(model: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
-@pytest.mark.parametrize("example", every(4, examples()))
+@pytest.mark.parametrize("example", every(8, examples()))
 def test_the_graph_of_an_example_computes_in_the_precision_of_the_example(example: Example) -> None:
     torch.manual_seed(0)
     module, x = example()

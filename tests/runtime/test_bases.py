@@ -21,6 +21,7 @@ from kfac_fx.fisher.means import in_new_basis, means_of
 from kfac_fx.linalg import matrices
 from kfac_fx.linalg.matrices import blocks_of
 from kfac_fx.optim.rules import EigenMoments
+from tests.tables import pairs
 
 WIDTH = 3  # of a block, at most
 
@@ -284,8 +285,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("rule", ["eigen_moments", "own rule"])
-@pytest.mark.parametrize("saved", KINDS)
+@pairs(("rule", ["eigen_moments", "own rule"]), ("saved", list(KINDS)))
 def test_a_state_of_another_kind_of_device_goes_on_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, saved: str, rule: str
 ) -> None:

@@ -16,6 +16,7 @@ from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_pr
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.passes.tracing.random_streams import RandomState
+from tests.tables import pairs
 
 CASES = 6
 X = torch.randn(CASES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -81,8 +82,7 @@ def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], 
     return BatchLoss(net, forwards, JacobianProducts(), loss_scale, False, Replicas(), (), None)
 
 
-@pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
-@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pairs(("distribution, loss", TRAINED), ("loss_scale", [1.0, 128.0]))
 def test_a_change_of_the_loss_is_that_of_the_users_loss_whose_targets_are_unknown(
     distribution: Any, loss: Callable[[Tensor], Tensor], loss_scale: float
 ) -> None:

@@ -18,6 +18,7 @@ from kfac_fx.optim import checks
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.tracing.random_streams import RandomState
+from tests.tables import pairs
 
 CASES, PART, POSITIONS = 20, 3, 5
 X = torch.randn(CASES, POSITIONS, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -84,8 +85,7 @@ def measures(batch: BatchLoss, net: Any) -> list[Tensor]:
     return [*numbers, *batch.along(here, direction)[:2]]
 
 
-@pytest.mark.parametrize(("model", "distribution", "loss"), TRAINED.values(), ids=TRAINED)
-@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pairs(("model, distribution, loss", TRAINED), ("loss_scale", [1.0, 128.0]))
 def test_the_numbers_of_a_part_are_those_of_a_batch_of_its_examples(
     model: Callable[[], nn.Module], distribution: str, loss: Callable[[Any], Tensor], loss_scale: float
 ) -> None:

@@ -19,6 +19,7 @@ from kfac_fx.optim.checks import Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.tracing.signature import autocast
+from tests.tables import pairs
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.randint(4, (64,), generator=torch.Generator().manual_seed(1))
@@ -176,8 +177,7 @@ def test_the_settings_of_the_user_are_as_they_were_after_a_check(forward: Any, s
         assert settings() == before == found[0]
 
 
-@pytest.mark.parametrize("forward", [half, nullcontext])
-@pytest.mark.parametrize("step", [half, nullcontext])
+@pairs(("forward", [half, nullcontext]), ("step", [half, nullcontext]))
 def test_a_graph_that_was_captured_under_autocast_is_checked_under_it(forward: Any, step: Any) -> None:
     """Its casts are to half precision, which meets the parameters only in autocast. <δ, F δ> has the rounding errors of
     its layers."""

@@ -17,6 +17,7 @@ from kfac_fx.optim.checks import tolerated
 from kfac_fx.optim.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import step, theta
+from tests.tables import pairs
 
 KINDS = ("adaptive", "eigen_moments")
 
@@ -70,8 +71,7 @@ def test_a_loss_that_has_risen_since_the_last_check_is_undone(kind: str) -> None
     assert theta(net).isfinite().all() and not torch.equal(theta(net), checkpoint)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("loss_there", "factor", "undone"), [(0.03, 4, 0), (0.03, 12, 1), (0.3, 4, 1), (3.0, 1.6, 1)])
+@pairs(("kind", KINDS), ("loss_there, factor, undone", [(0.03, 4, 0), (0.03, 12, 1), (0.3, 4, 1), (3.0, 1.6, 1)]))
 def test_a_rise_of_the_loss_of_the_same_batch_is_undone_from_a_half_or_ninefold(
     kind: str, loss_there: float, factor: float, undone: int
 ) -> None:

@@ -22,6 +22,7 @@ from kfac_fx.optim.rules.eigen_moments import RATE, next_divisor
 from tests.runtime.multiplier import Multiplier
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import Curved, fisher, step, theta
+from tests.tables import pairs
 
 
 def made(**options: Any) -> tuple[Any, KFAC]:
@@ -54,8 +55,7 @@ class Lengths:
         self.limits = norm >= 0.75 * self.ratio
 
 
-@pytest.mark.parametrize("bound", [1e-6, 0.003])
-@pytest.mark.parametrize("options", [{}, {"lr": 0.3}, {"weight_decay": 0.1}], ids=str)
+@pairs(("bound", [1e-6, 0.003]), ("options", [{}, {"lr": 0.3}, {"weight_decay": 0.1}]))
 def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, Any], bound: float) -> None:
     """Compared with an optimizer whose bound is too large to be felt, which sees the same gradients at the same
     parameters. Its steps give the direction, and m and r of both are those of the formulas."""
@@ -128,8 +128,7 @@ def first_checks(net: Any, opt: KFAC, x: Tensor) -> list[tuple[Check, tuple[Tens
     return found
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-23), (torch.float64, 2**-52)])
-@pytest.mark.parametrize("lr", [1.0, 1e-5, 0.0])
+@pairs(("dtype, rounding", [(torch.float32, 2**-23), (torch.float64, 2**-52)]), ("lr", [1.0, 1e-5, 0.0]))
 @pytest.mark.filterwarnings("ignore:lr=1e-05 is of the size of Adam's")
 def test_a_check_knows_the_exact_fisher_along_a_step_without_a_derivative(
     dtype: torch.dtype, rounding: float, lr: float

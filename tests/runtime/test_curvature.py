@@ -21,6 +21,7 @@ from kfac_fx.compiled.jacobian_products import (
 )
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.passes.errors import LossError
+from tests.tables import pairs
 
 Losses = Callable[[tuple[Tensor, ...]], list[tuple[float, LossFunction]]]
 LOSSES: dict[str, Losses] = {
@@ -88,8 +89,7 @@ def x() -> Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pairs(("losses", LOSSES), ("count", [1, 2, 3]))
 def test_inner_products_equal_the_dense_ones(net: Net, x: Tensor, losses: Losses, count: int) -> None:
     vectors = directions(net, count)
     parameters = dict(net.named_parameters())
@@ -159,8 +159,7 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pairs(("count", [1, 2]), ("odd", ODD))
 def test_operations_without_forward_mode_are_handled(x: Tensor, odd: Callable[[Tensor], Tensor], count: int) -> None:
     torch.manual_seed(0)
     net = Odd(odd).double()

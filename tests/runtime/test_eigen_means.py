@@ -16,6 +16,7 @@ from kfac_fx.fisher.means import Means, in_new_basis, means_of
 from kfac_fx.optim.rules import EigenMoments
 from kfac_fx.optim.rules.eigen_moments import step_in_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients
+from tests.tables import pairs
 
 Gradients = dict[str, Tensor]
 
@@ -164,8 +165,7 @@ def test_groups_of_two_precisions_have_steps_of_their_own() -> None:
     torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5])
-@pytest.mark.parametrize("part", [1, 7, 1 << 16])
+@pairs(("exponent", [0.0, 0.5]), ("part", [1, 7, 1 << 16]))
 def test_a_step_that_takes_the_numbers_part_by_part_is_the_same(
     monkeypatch: pytest.MonkeyPatch, exponent: float, part: int
 ) -> None:

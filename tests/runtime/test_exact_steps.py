@@ -20,6 +20,7 @@ from kfac_fx.optim.rules import exact_steps
 from kfac_fx.optim.rules.exact_steps import LEAST_REACH, MOST_REACH, OMEGA, PROBES, ExactMove
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import fisher, theta
+from tests.tables import pairs
 
 FULL = (batch(0, cases=24)[0], batch(0, cases=24)[0].argmax(1))
 Batch = tuple[Tensor, Tensor]
@@ -254,12 +255,17 @@ def with_last_layer(weight: float, bias: float) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: with_last_layer(0.0, 0.0), lambda: with_last_layer(0.0, 0.3), lambda: Normalized(*mlp())],
-    ids=["zero", "constant", "normalized"],
+@pairs(
+    (
+        "make",
+        {
+            "zero": lambda: with_last_layer(0.0, 0.0),
+            "constant": lambda: with_last_layer(0.0, 0.3),
+            "normalized": lambda: Normalized(*mlp()),
+        },
+    ),
+    ("loss", ["categorical", "mse"]),
 )
-@pytest.mark.parametrize("loss", ["categorical", "mse"])
 def test_outputs_that_are_alike_on_all_batches_do_not_make_them_one(make: Callable[[], nn.Module], loss: str) -> None:
     torch.manual_seed(0)
     net = compile(make(), loss=loss)

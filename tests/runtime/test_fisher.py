@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from tests.runtime.fake_net import EXACT, FakeNet, Mean, Scale, batch, deep, exact, mixed, noise
+from tests.tables import pairs
 
 # --- the oracle -----------------------------------------------------------------------------------------------------
 
@@ -44,8 +45,7 @@ def test_kronecker_blocks_of_many_cases_are_an_approximation(loss: str) -> None:
     assert not torch.allclose(est.blocks["0.weight", "0.bias"].full_fisher_block(), net.fisher(x)["0.weight", "0.bias"])
 
 
-@pytest.mark.parametrize("loss", ["squared error", "categorical"])
-@pytest.mark.parametrize("positions", [False, True], ids=["vectors", "sequences"])
+@pairs(("loss", ["squared error", "categorical"]), ("positions", {"vectors": False, "sequences": True}))
 def test_diagonal_blocks_are_exact(loss: str, positions: bool) -> None:
     layers: list[nn.Module] = [nn.Linear(3, 4), nn.Tanh(), Scale(4), nn.Linear(4, 2)]
     x = torch.randn(7, 5, 3, dtype=torch.float64) if positions else batch(7)
@@ -58,8 +58,7 @@ def test_diagonal_blocks_are_exact(loss: str, positions: bool) -> None:
         torch.testing.assert_close(est.blocks[key].full_fisher_block(), torch.diag(block.diagonal()))
 
 
-@pytest.mark.parametrize("loss", ["squared error", "categorical"])
-@pytest.mark.parametrize("positions", [False, True], ids=["vectors", "sequences"])
+@pairs(("loss", ["squared error", "categorical"]), ("positions", {"vectors": False, "sequences": True}))
 def test_full_blocks_are_exact(loss: str, positions: bool) -> None:
     layers: list[nn.Module] = [Scale(3), nn.Tanh(), nn.Linear(3, 2)]
     x = torch.randn(7, 5, 3, dtype=torch.float64) if positions else batch(7)

@@ -15,6 +15,7 @@ import kfac_fx
 from kfac_fx import KFAC, StalledWarning
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.errors import FactorNotReady
+from tests.tables import pairs
 
 WITHOUT_GRADIENT = (
     "3 steps in a row changed nothing, because no parameter had a gradient when step() was called. Usual causes are a "
@@ -75,8 +76,7 @@ def no_graph(net: CompiledModule, opt: KFAC) -> None:
     opt.step()
 
 
-@pytest.mark.parametrize("options", RULES)
-@pytest.mark.parametrize("run", [step_first, zero_late, no_backward, no_graph])
+@pairs(("options", RULES), ("run", [step_first, zero_late, no_backward, no_graph]))
 def test_steps_without_a_gradient_are_told_once(run: Callable[..., None], options: dict[str, Any]) -> None:
     net, opt = made(**options)
     assert said(lambda: run(net, opt)) == [(StalledWarning, WITHOUT_GRADIENT)]
@@ -107,8 +107,7 @@ def add_up(net: CompiledModule, opt: KFAC) -> None:
     opt.step()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("options", RULES)
+@pairs(("in_place", [False, True]), ("options", RULES))
 def test_gradients_that_nobody_zeroes_are_told_once(options: dict[str, Any], in_place: bool) -> None:
     net, opt = made(in_place, **options)
     told = said(lambda: add_up(net.model if in_place else net, opt), 6)
@@ -149,8 +148,7 @@ def by_zero(net: CompiledModule, opt: KFAC) -> None:
             parameter.grad.zero_()
 
 
-@pytest.mark.parametrize("zero", [by_optimizer, by_filling, by_model, by_none, by_zero])
-@pytest.mark.parametrize("parts", [1, 3])
+@pairs(("zero", [by_optimizer, by_filling, by_model, by_none, by_zero]), ("parts", [1, 3]))
 def test_gradients_that_are_zeroed_in_any_way_are_not_told(zero: Callable[..., None], parts: int) -> None:
     net, opt = made()
 
@@ -176,8 +174,7 @@ def test_gradients_that_are_given_anew_are_not_told() -> None:
     assert said(run) == []
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("zero", [by_optimizer, by_model, by_none, by_zero])
+@pairs(("in_place", [False, True]), ("zero", [by_optimizer, by_model, by_none, by_zero]))
 def test_a_discriminator_that_is_zeroed_behind_its_forward_is_not_told(
     zero: Callable[..., None], in_place: bool
 ) -> None:

@@ -21,6 +21,7 @@ from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.statistics import Moments
 from tests.runtime.options_of import options_of
 from tests.runtime.slow_kfac import batch, loss_of, mlp
+from tests.tables import pairs
 
 
 def setup(**options: Any) -> tuple[CompiledModule, KFAC]:
@@ -43,8 +44,7 @@ class Training:
         return loss
 
 
-@pytest.mark.parametrize("zero_first", [False, True])
-@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+@pairs(("zero_first", [False, True]), ("momentum_type", ["regular", "qmodel"]))
 def test_a_closure_that_does_everything_trains_as_a_loop_does(momentum_type: str, zero_first: bool) -> None:
     options: dict[str, Any] = {"adapt_damping": True, "damping_adaptation_interval": 2, "momentum_type": momentum_type}
     options |= {"momentum": None, "lr": None} if momentum_type == "qmodel" else {}
@@ -71,8 +71,7 @@ def test_a_closure_that_does_everything_trains_as_a_loop_does(momentum_type: str
     assert torch.equal(opt.damping, loop.damping)
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("options", [{}, {"adapt_damping": True, "damping_adaptation_interval": 1}], ids=str)
+@pairs(("set_to_none", [False, True]), ("options", [{}, {"adapt_damping": True, "damping_adaptation_interval": 1}]))
 def test_a_closure_is_called_though_gradients_are_there(options: dict[str, Any], set_to_none: bool) -> None:
     """It zeroes them: the forward before it was one to look at, and is a micro-batch of the statistics alone."""
     net, opt = setup(**options)
@@ -109,8 +108,7 @@ def test_micro_batches_before_the_closure_are_those_of_the_step(mode: str) -> No
     assert all(map(torch.equal, opt.estimator.state_dict().values(), loop.estimator.state_dict().values()))
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["alone", "after a micro-batch"])
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pairs(("earlier", {"alone": False, "after a micro-batch": True}), ("mode", ["gradients", "empirical"]))
 def test_a_step_whose_closure_failed_is_tried_again_as_if_it_had_not_been(mode: str, earlier: bool) -> None:
     """A trainer that ran out of memory tries the step again, in smaller parts."""
 

@@ -19,6 +19,7 @@ from kfac_fx.passes.approximations import STATISTICS
 from kfac_fx.recording import gathering, statistics
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Rows, behind_each_other, in_groups
+from tests.tables import pairs
 from tests.zoo.recurrent import Last
 
 Sums = dict[tuple[str, ...], dict[str, Tensor]]
@@ -78,8 +79,7 @@ def test_a_recurrent_weight_has_one_product_for_all_its_steps(products: list[int
     assert Counter(products) == {5 * 7: 4, 5: 2}  # A and G of both weights; of the head
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pairs(("bias", [True, False]), ("dtype", [torch.float32, torch.float64, torch.bfloat16]))
 def test_sums_are_those_of_dense_rows(bias: bool, dtype: torch.dtype) -> None:
     """Against a loop with autograd that knows nothing of taps."""
     torch.manual_seed(0)

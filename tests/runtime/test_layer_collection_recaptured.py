@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from tests.tables import pairs
 
 
 class BatchIndependent(nn.Module):
@@ -60,8 +60,7 @@ class Interpolated(nn.Module):
         return self.body(x)[:, None] + F.interpolate(self.table, size=6, mode="linear")
 
 
-@pytest.mark.parametrize("make", [BatchIndependent, Gathered, Branches, Interpolated])
-@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.eval])
+@pairs(("make", [BatchIndependent, Gathered, Branches, Interpolated]), ("change", [nn.Module.double, nn.Module.eval]))
 def test_values_that_uses_need_are_those_of_the_new_capture(
     make: Callable[[], nn.Module], change: Callable[[nn.Module], nn.Module]
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator
+from tests.tables import pairs
 from tests.whole.divided import Branching
 
 
@@ -62,9 +63,7 @@ def told(net: kfac_fx.CompiledModule, mode: str, *batches: tuple[Any, ...]) -> l
     return [str(warning.message) for warning in seen]
 
 
-@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact"])
-@pytest.mark.parametrize("shape", [(12,), (12, 5)])
-@pytest.mark.parametrize("build", [Net, Branching])
+@pairs(("build", [Net, Branching]), ("shape", [(12,), (12, 5)]), ("mode", ["gradients", "empirical", "exact"]))
 def test_targets_from_outside_leave_rows_in_input_factors(
     build: Callable[[], nn.Module], shape: tuple[int, ...], mode: str
 ) -> None:
@@ -83,8 +82,7 @@ def test_targets_from_outside_leave_rows_in_input_factors(
     assert "Leave cases without a target out of the batch; if they are positions, name them with compile(" in message
 
 
-@pytest.mark.parametrize("build", [Net, Branching])
-@pytest.mark.parametrize("shape", [(12,), (12, 5)])
+@pairs(("build", [Net, Branching]), ("shape", [(12,), (12, 5)]))
 def test_losses_in_forward_leave_rows_in_where_no_mask_fits(
     shape: tuple[int, ...], build: Callable[[], nn.Module]
 ) -> None:

@@ -35,6 +35,7 @@ from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.losses import Categorical, Normal, OnehotCategorical
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses, loss_from
 from kfac_fx.passes import results
+from tests.tables import pairs
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.tensor([0, 3, 1, 1, 2, 0])
@@ -160,10 +161,12 @@ def test_a_squared_error_s_factor_is_told_by_its_value_if_people_write_it(factor
     assert factors_of_squares([still], value) is None and factors_of_squares([], value) is None
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    ("factors", "told"),
-    [((1, 1), True), ((1, 10), True), ((100, 1), True), ((5, 5), True), ((0.37, 1), False), ((1.7, 11.3), False)],
+@pairs(
+    ("parts", [1, 3]),
+    (
+        "factors, told",
+        [((1, 1), True), ((1, 10), True), ((100, 1), True), ((5, 5), True), ((0.37, 1), False), ((1.7, 11.3), False)],
+    ),
 )
 def test_one_value_tells_the_factor_of_one_of_several_squared_errors(
     factors: tuple[float, float], told: bool, parts: int

@@ -249,8 +249,7 @@ def test_gradients_of_single_examples_are_those_of_autograd_whatever_is_padding(
             torch.testing.assert_close(gathered[name][n].squeeze(0), wanted, **TOLERANCE)
 
 
-@pytest.mark.parametrize("measured", [False, True])
-@pytest.mark.parametrize("name", ["a contrastive loss", "pairs", "nowhere"])
+@pairs(("measured", [False, True]), ("name", ["a contrastive loss", "pairs", "nowhere"]))
 def test_gradients_of_single_examples_are_apart_where_cases_meet(name: str, measured: bool) -> None:
     build, logits_of, meet = MODELS[name]
     model, x, y = build(), torch.randn(6, 4), torch.randint(3, (6,))

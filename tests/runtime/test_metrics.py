@@ -21,6 +21,7 @@ from kfac_fx.optim.metrics import Metrics
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.state import PHASES
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, train, values
+from tests.tables import pairs
 
 
 def euclidean(tensors: Mapping[str, Tensor]) -> float:
@@ -60,9 +61,7 @@ def test_the_values_are_the_optimizers_own(options: dict[str, Any]) -> None:
     assert all(type(value) is float for value in got.values())
 
 
-@pytest.mark.parametrize("adapt_damping", [False, True])
-@pytest.mark.parametrize("form", ["update", "gradient"])
-@pytest.mark.parametrize("momentum_type", ["regular", "adam"])
+@pairs(("adapt_damping", [False, True]), ("form", ["update", "gradient"]), ("momentum_type", ["regular", "adam"]))
 def test_kappa_is_the_ratio_of_a_step_to_the_one_without_the_constraint(
     momentum_type: str, form: str, adapt_damping: bool
 ) -> None:

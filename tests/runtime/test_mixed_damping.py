@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from tests.runtime.single_cases import of_examples
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 DAMPING: dict[str, Any] = {"*.bias": 0.3, "*": 2.0}
@@ -73,8 +74,7 @@ def dense(spectrum: kfac_fx.Spectrum, scale: float) -> tuple[Tensor, Tensor]:
     return flat(columns, 1).mT, flat(d)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("corrected", [False, True], ids=["factors", "corrected"])
+@pairs(("kind", list(KINDS)), ("corrected", {"factors": False, "corrected": True}))
 def test_everything_is_that_of_the_dense_matrix(kind: str, corrected: bool) -> None:
     model, x, y, plain = made(kind, "row" if corrected else None)
     fisher, d = dense(plain, 5.0)

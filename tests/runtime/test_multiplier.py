@@ -17,6 +17,7 @@ from kfac_fx.optim.rules.eigen_moments import RATE, most_momentum
 from tests.runtime.multiplier import Multiplier
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import Curved, fisher, step, theta
+from tests.tables import pairs
 
 EARLY = (0, 1, 2, 5, 10)  # the steps of checks, up to the interval
 OF_STATE = ("kfac/multiplier", "kfac/peak_lr", "last_update", "kfac/steps")
@@ -95,8 +96,7 @@ def test_a_schedule_changes_exponents_alone() -> None:
     assert lr == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("bound", "least", "most"), [(1e30, 10.0, 10.0), (0.003, 1.2, 9.0), (1e-6, 1.0, 1.0)])
-@pytest.mark.parametrize("lr", [1.0, 0.25])
+@pairs(("bound, least, most", [(1e30, 10.0, 10.0), (0.003, 1.2, 9.0), (1e-6, 1.0, 1.0)]), ("lr", [1.0, 0.25]))
 def test_the_first_check_goes_half_as_far_as_the_bound_allows(
     bound: float, least: float, most: float, lr: float
 ) -> None:
@@ -139,8 +139,7 @@ def test_the_bounds_are_a_tenth_and_thirty() -> None:
         assert least <= multiplier(opt) <= most
 
 
-@pytest.mark.parametrize("sign", [1, -1], ids=["grows", "shrinks"])
-@pytest.mark.parametrize("steps", [50, 99, 399])
+@pairs(("sign", {"grows": 1, "shrinks": -1}), ("steps", [50, 99, 399]))
 def test_it_grows_more_slowly_after_a_hundred_steps_and_shrinks_as_fast(steps: int, sign: int) -> None:
     net, opt = made()
     for number in range(4):
@@ -157,8 +156,7 @@ def test_it_grows_more_slowly_after_a_hundred_steps_and_shrinks_as_fast(steps: i
     assert multiplier(opt) == pytest.approx(2 * math.exp(sign * weight)) and opt.scalars["steps"] == steps + 1
 
 
-@pytest.mark.parametrize("before", [3.0, 1.0, 0.5])
-@pytest.mark.parametrize("lr", [1.0, 0.9], ids=["at its peak", "falling"])
+@pairs(("before", [3.0, 1.0, 0.5]), ("lr", {"at its peak": 1.0, "falling": 0.9}))
 def test_it_does_not_fall_below_one_while_a_schedule_shortens_steps(lr: float, before: float) -> None:
     net, opt = made(lr=1.0)
     for number in range(4):
@@ -231,8 +229,7 @@ def test_steps_that_a_later_check_undoes_are_forgotten() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")  # of the step that changes nothing
-@pytest.mark.parametrize("number", [8, 9], ids=["a check", "no check"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
+@pairs(("number", {"a check": 8, "no check": 9}), ("value", [math.nan, math.inf, 1e200]))
 def test_a_gradient_that_is_not_finite_leaves_it_as_it_was(number: int, value: float) -> None:
     net, opt = made(damping_adaptation_interval=4)
     for earlier in range(number):

@@ -164,8 +164,7 @@ def spare_loss(net: CompiledModule, number: int) -> Tensor:
     return F.cross_entropy(net(x), y) + net.get_parameter("spare").sin().sum()
 
 
-@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
-@pytest.mark.parametrize("adapt_damping", [False, True])
+@pairs(("momentum_type", ["regular", "qmodel"]), ("adapt_damping", [False, True]))
 def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: bool) -> None:
     torch.manual_seed(0)
     kind: dict[str, Any] = QUADRATIC if momentum_type == "qmodel" else {}

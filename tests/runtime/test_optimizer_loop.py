@@ -17,12 +17,12 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, made, train, values
+from tests.tables import pairs
 
 # --- what a loop does with an optimizer -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
-@pytest.mark.parametrize("estimation_mode", ["gradients", "empirical"])
+@pairs(("momentum_type", ["regular", "qmodel"]), ("estimation_mode", ["gradients", "empirical"]))
 def test_a_grad_scaler_changes_nothing_but_the_scale(momentum_type: str, estimation_mode: str) -> None:
     options: dict[str, Any] = {"estimation_mode": estimation_mode, **(QUADRATIC if momentum_type == "qmodel" else {})}
     plain, opt = made(**options)
@@ -98,8 +98,7 @@ def test_a_grad_scaler_hands_a_closure_on(options: dict[str, Any]) -> None:
     torch.testing.assert_close(scaled.damping, opt.damping)
 
 
-@pytest.mark.parametrize("zeroed_by", ["optimizer", "net", "model"])
-@pytest.mark.parametrize("approximations", [None, {"*": "generic"}], ids=["layers", "generic"])
+@pairs(("zeroed_by", ["optimizer", "net", "model"]), ("approximations", {"layers": None, "generic": {"*": "generic"}}))
 def test_a_step_that_is_left_out_leaves_no_statistics_of_the_backward(
     zeroed_by: str, approximations: dict[str, str] | None
 ) -> None:

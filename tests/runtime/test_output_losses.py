@@ -18,6 +18,7 @@ from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.recording.output_losses import OutputLosses
 from tests.runtime.collections_of_toys import towers
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
+from tests.tables import pairs
 
 
 class LossInside(nn.Module):
@@ -42,8 +43,7 @@ def targets_for(kind: str, x: Tensor) -> Tensor:
 CASES_INSIDE = {"class": (6, 6), "sequence": (6 * 5, 6 * 5), "square": (6, 6 * 3), "binary": (6, 6 * 3)}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", CASES_INSIDE)
+@pairs(("reduction", ["mean", "sum"]), ("kind", list(CASES_INSIDE)))
 def test_a_loss_in_forward_has_its_own_targets_and_scale(kind: str, reduction: str) -> None:
     """The Fisher is that of `cases` times the mean: its mean over cases is that of the loss as it is written."""
     x = torch.randn(6, 5, 4) if kind == "sequence" else torch.randn(6, 4)

@@ -20,6 +20,7 @@ from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.proof import Verdict, prove
 from kfac_fx.recording.recorder import Recorder
+from tests.tables import pairs
 
 X = torch.randn(5, 3)
 
@@ -278,8 +279,7 @@ MEETING: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("approximation", ["full", "diagonal", None])
-@pytest.mark.parametrize(("build", "meeting", "apart"), MEETING.values(), ids=MEETING)
+@pairs(("approximation", ["full", "diagonal", None]), ("build, meeting, apart", MEETING))
 def test_cases_that_meet_are_told_where_blocks_of_their_gradients_were_asked_for(
     build: Callable[[], nn.Module], meeting: str, apart: str, approximation: str | None
 ) -> None:

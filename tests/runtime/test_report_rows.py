@@ -28,6 +28,7 @@ from kfac_fx.compiled.text import fold, memory_text
 from kfac_fx.passes.ir import Bound, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from tests.runtime.toy_reports import registration_of, small_program, traced
+from tests.tables import pairs
 
 
 @pytest.fixture
@@ -56,18 +57,20 @@ class Rounded(nn.Module):
         return self.a(x) + F.linear(x.to(weight.dtype), weight).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    "cast, dtype",
-    [
-        (lambda w: w.float(), "float32"),
-        (lambda w: w.half(), "float16"),
-        (lambda w: w.bfloat16(), "bfloat16"),
-        (lambda w: w.to(torch.float32), "float32"),
-        (lambda w: w.to(dtype=torch.bfloat16), "bfloat16"),
-        (lambda w: w.type(torch.float32), "float32"),
-    ],
+@pairs(
+    (
+        "cast, dtype",
+        [
+            (lambda w: w.float(), "float32"),
+            (lambda w: w.half(), "float16"),
+            (lambda w: w.bfloat16(), "bfloat16"),
+            (lambda w: w.to(torch.float32), "float32"),
+            (lambda w: w.to(dtype=torch.bfloat16), "bfloat16"),
+            (lambda w: w.type(torch.float32), "float32"),
+        ],
+    ),
+    ("inputs", {"fx": None, "export": (torch.ones(2, 4, dtype=torch.float64),)}),
 )
-@pytest.mark.parametrize("inputs", [None, (torch.ones(2, 4, dtype=torch.float64),)], ids=["fx", "export"])
 def test_casts_to_a_coarser_precision_are_told(
     cast: Callable[[Tensor], Tensor], dtype: str, inputs: tuple[Tensor] | None
 ) -> None:

@@ -16,6 +16,7 @@ from kfac_fx import KFAC, StalledWarning
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.optim.groups import FlatParameters, longest_squared
 from kfac_fx.optim.standstill import StandstillWatch, largest
+from tests.tables import pairs
 
 
 def made(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[CompiledModule, KFAC, Tensor, Tensor]:
@@ -89,8 +90,7 @@ def test_a_gradient_that_is_not_finite_is_told_in_the_first_step() -> None:
         step(net, opt, x * math.nan, y)
 
 
-@pytest.mark.parametrize("rule", ["regular", "eigen_moments", "adaptive", "qmodel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairs(("rule", ["regular", "eigen_moments", "adaptive", "qmodel"]), ("dtype", [torch.float32, torch.bfloat16]))
 @pytest.mark.filterwarnings("ignore:lr=1e-30 is of the size of Adam's")
 def test_parameters_that_stand_still_are_told(rule: str, dtype: torch.dtype) -> None:
     options = {"qmodel": {"lr": None, "qmodel_update_rescale": 1e-30}, "eigen_moments": {"damping": None, "lr": 1e-30}}

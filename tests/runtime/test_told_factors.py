@@ -17,6 +17,7 @@ from kfac_fx import KFAC, LossScaleWarning
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.loss_scale import WHY
 from kfac_fx.losses import Categorical, MultiBernoulli, Normal
+from tests.tables import pairs
 
 
 class Residuals(nn.Module):
@@ -133,8 +134,10 @@ def classifier(head: float, dtype: torch.dtype) -> tuple[CompiledModule, Tensor,
         return kfac_fx.compile(model, (x,), loss="categorical"), x, torch.arange(24) % 6
 
 
-@pytest.mark.parametrize(("head", "dtype"), [(0.0, torch.float32), (0.3, torch.bfloat16), (1.0, torch.float32)])
-@pytest.mark.parametrize("smoothing", [0.05, 0.1, 0.2])
+@pairs(
+    ("head, dtype", [(0.0, torch.float32), (0.3, torch.bfloat16), (1.0, torch.float32)]),
+    ("smoothing", [0.05, 0.1, 0.2]),
+)
 def test_label_smoothing_is_no_factor(head: float, dtype: torch.dtype, smoothing: float) -> None:
     net, x, y = classifier(head, dtype)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from tests.tables import pairs
 
 IDS = torch.randint(20, (8, 6), generator=torch.Generator().manual_seed(0))
 BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
@@ -91,8 +92,7 @@ def training(wrap: Callable[[nn.Module], None] | None, late: bool = False, **opt
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())], net
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before compile", "after compile"])
-@pytest.mark.parametrize("wrap", [as_trainers_do, twice])
+@pairs(("late", {"before compile": False, "after compile": True}), ("wrap", [as_trainers_do, twice]))
 def test_autocast_inside_of_forward_trains_as_autocast_around_it(wrap: Callable[[nn.Module], None], late: bool) -> None:
     around, _ = training(None)
     inside, net = training(wrap, late)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.recording.statistics import Moments
 from tests.models import ZOO
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -43,8 +44,7 @@ def dense_fisher(model: nn.Module, x: Tensor, names: tuple[str, ...]) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("exported", [True, False], ids=["exported", "symbolic"])
-@pytest.mark.parametrize("names", FREE)
+@pairs(("exported", {"exported": True, "symbolic": False}), ("names", FREE))
 def test_one_row_that_all_cases_share_is_exact(names: tuple[str, ...], exported: bool) -> None:
     """F = E[r rᵀ] ⊗ E[d dᵀ] if there is one r; the sources of the exact mode are single cases then."""
     torch.manual_seed(0)

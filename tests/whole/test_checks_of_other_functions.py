@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
+from tests.tables import pairs
 
 STEPS, CASES, EXAMPLES = 60, 64, 1024
 WORSE = 1.3  # times the loss of the training without the disturbance
@@ -233,15 +234,15 @@ QUICK: list[tuple[str, Callable[[Step], None], str]] = [
     ("plain", autocast, "plain"),
     ("plain", in_high_precision, "plain"),
     ("dropout", PARTS[4], "dropout"),
-    ("drop path", PARTS[4], "drop path"),
-    ("noise", PARTS[4], "noise"),
     ("batch norm", PARTS[4], "batch norm"),
-    ("batch norm", forward_before, "batch norm"),
     ("batch norm", forward_behind, "batch norm"),
     ("checkpointed", PARTS[4], "dropout"),
 ]
 SLOW = [
     ("plain", forward_behind, "plain"),
+    ("drop path", PARTS[4], "drop path"),
+    ("noise", PARTS[4], "noise"),
+    ("batch norm", forward_before, "batch norm"),
     ("checkpointed", UNDISTURBED, "dropout"),
     *((middle, PARTS[parts], middle) for middle in ("dropout", "drop path", "noise", "batch norm") for parts in (2, 8)),
     *((middle, sam, middle) for middle in ("dropout", "drop path", "noise", "batch norm")),
@@ -269,8 +270,7 @@ def test_a_training_is_about_as_good_as_without_the_disturbance(
     assert loss < WORSE * expected < 0.6  # of about 1.1 at first
 
 
-@pytest.mark.parametrize("middle", ["plain", "batch norm"])
-@pytest.mark.parametrize("run", [evaluated_behind, average_by_copy, average_by_data], ids=described)
+@pairs(("middle", ["plain", "batch norm"]), ("run", [evaluated_behind, average_by_copy, average_by_data]))
 def test_an_evaluation_between_backward_and_step_changes_nothing(middle: str, run: Callable[[Step], None]) -> None:
     """The parameters are again what they were in the forward."""
     loss, undone = trained(middle, run)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from tests.tables import every, pairs
 
 
 class Classifier(nn.Module):
@@ -79,22 +80,17 @@ def trained(
     return torch.cat([p.detach().flatten() for p in model.parameters()]), texts, optimizer.fallbacks()
 
 
-@pytest.mark.parametrize(
-    ("kind", "parts", "returned"),
-    [
-        pytest.param(kind, *how, marks=pytest.mark.slow if kind == "a backend" and how == (1, True) else ())
-        for how in ((1, True), (2, True), (2, False))
-        for kind in KINDS
-        if kind != "eager"
-    ],
-)
+COMPILED = [kind for kind in KINDS if kind != "eager"]
+
+
+@pairs(("kind", COMPILED), ("parts, returned", [(1, True), (2, True), (2, False)]))
 def test_a_compiled_forward_trains_as_in_eager_mode(kind: str, parts: int, returned: bool) -> None:
     parameters, texts, fallbacks = trained(kind, parts, 1.0, returned)
     torch.testing.assert_close(parameters, trained("eager", parts, 1.0, returned)[0])
     assert texts == [] and fallbacks == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eager"])
+@pytest.mark.parametrize("kind", every(3, COMPILED, first=1))
 def test_a_term_of_the_outputs_next_to_the_loss_of_a_compiled_forward_trains_as_in_eager_mode(kind: str) -> None:
     """Gradients arrive at the loss and at the outputs, and each is a part of the whole."""
     parameters, texts, fallbacks = trained(kind, 2, 1.0, True, penalty=0.3)
@@ -103,7 +99,7 @@ def test_a_term_of_the_outputs_next_to_the_loss_of_a_compiled_forward_trains_as_
     assert texts == of_eager and fallbacks == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(3, KINDS))
 def test_a_factor_of_the_loss_of_a_compiled_forward_is_told(kind: str) -> None:
     _, texts, _ = trained(kind, 2, 3.0, True)
     assert [text.split(";")[0] for text in texts] == [

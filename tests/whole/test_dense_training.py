@@ -332,7 +332,7 @@ def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")  # of gradients that are infinite
 @pytest.mark.parametrize(
     "chosen",
-    [pytest.param(chosen, marks=pytest.mark.slow if n >= 16 else ()) for n, chosen in enumerate(covering())],
+    [pytest.param(chosen, marks=pytest.mark.slow if n >= 11 else ()) for n, chosen in enumerate(covering())],
     ids=lambda c: "-".join(getattr(v, "__name__", str(v)) for v in c.values()),
 )
 def test_training_is_that_of_the_formulas(chosen: dict[str, Any]) -> None:

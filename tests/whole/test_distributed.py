@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.linalg import processes
 from kfac_fx.linalg.processes import Replicas
+from tests.processes import started
 
 STEPS, CASES, WORLD = 3, 6, 2
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,8 +114,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder, threads = tmp_path_factory.mktemp("processes"), torch.get_num_threads()
-    other = mp.get_context("spawn").Process(target=work, args=(1, str(folder)), daemon=True)
-    other.start()
+    (other,) = started(work, [1], str(folder))
     work(0, str(folder))  # this process is one of them: it has torch imported already
     torch.set_num_threads(threads)
     other.join(60)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import ModelChangedError, RegistrationError
+from tests.tables import pairs
 
 
 class Encoder(nn.Module):
@@ -81,8 +82,7 @@ def recorded(net: Any, inputs: Any) -> Any:
     return net.record(inputs, {}, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("mask", ["mask", lambda ids, mask: mask != 0], ids=["argument", "function"])
+@pairs(("told", [True, False]), ("mask", {"argument": "mask", "function": lambda ids, mask: mask != 0}))
 def test_statistics_are_those_of_the_whole_graph(told: bool, mask: Any) -> None:
     model, whole = Tagger(told=told), Tagger(branching=False, told=told)
     whole.load_state_dict(model.state_dict())

@@ -33,8 +33,9 @@ def run_blocks(text: str, name: str) -> int:
 
 
 # Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are. The pages of many devices and of
-# sharded models are of several processes, which test_devices_page.py and test_fsdp.py start.
-ELSEWHERE = ("trainers.md", "devices.md", "sharded.md")
+# sharded models are of several processes, which test_devices_page.py and test_fsdp.py start. The blocks of the readme
+# run alone, below.
+ELSEWHERE = ("trainers.md", "devices.md", "sharded.md", "README.md")
 OF_PROCESSES = "\n## Several processes\n"  # the section of spectra.md that test_statistics_of_processes.py runs
 
 

@@ -191,7 +191,7 @@ def test_monte_carlo_modes_agree_with_exact_in_factors_of_every_kind(mode: str, 
 def hold_to_its_own_variance(mode: str, exact: Any, x: Tensor) -> None:
     """The mean over rounds is held to five of its own standard errors, in the norm of every factor."""
     exact.update_covariances(x)
-    net, generator, rounds = exact.net, torch.Generator().manual_seed(0), 150
+    net, generator, rounds = exact.net, torch.Generator().manual_seed(0), 100
     samples: dict[Any, list[Tensor]] = {}
     for _ in range(rounds):
         est = kfac_fx.FisherEstimator(net, estimation_mode=mode)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from tests.tables import pairs
 
 
 class Beside(nn.Module):
@@ -46,10 +47,10 @@ class Training:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"adapt_damping": True, "damping_adaptation_interval": 1}], ids=["", "adapting"]
+@pairs(
+    ("options", {"": {}, "adapting": {"adapt_damping": True, "damping_adaptation_interval": 1}}),
+    ("factor", [1e25, math.inf, math.nan]),
 )
-@pytest.mark.parametrize("factor", [1e25, math.inf, math.nan])
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_a_gradient_that_is_too_large_to_be_squared_freezes_nothing(factor: float, options: dict[str, Any]) -> None:
     clean, hit = Training(**options), Training(**options)

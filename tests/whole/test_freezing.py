@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.passes.errors import ModelChangedError
+from tests.tables import pairs
 
 FIRST, SECOND, LAST = ("0.weight", "0.bias"), ("2.weight", "2.bias"), ("4.weight", "4.bias")
 MODES = ["gradients", "empirical"]
@@ -77,8 +78,7 @@ def still(model: nn.Sequential, layer: int) -> list[dict[str, Any]]:
 # --- freezing -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer", [0, 2])
+@pairs(("mode", MODES), ("layer", [0, 2]))
 def test_layers_that_are_not_frozen_train_as_beside_one_that_is_not_moved(layer: int, mode: str) -> None:
     key = (f"{layer}.weight", f"{layer}.bias")
     model, other = mlp(), mlp()
@@ -513,8 +513,10 @@ def test_a_training_that_froze_a_layer_goes_on_if_it_is_frozen_after_the_state_i
     assert equal(again.model.state_dict(), training.model.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": None, "damping": None, "momentum": None}], ids=["regular", "default"])
-@pytest.mark.parametrize("frozen", [["0.weight", "0.bias"], ["0.bias"]], ids=["a layer", "a bias"])
+@pairs(
+    ("options", {"regular": {}, "default": {"lr": None, "damping": None, "momentum": None}}),
+    ("frozen", {"a layer": ["0.weight", "0.bias"], "a bias": ["0.bias"]}),
+)
 def test_a_training_that_unfroze_a_layer_goes_on_if_it_is_unfrozen_after_the_state_is_loaded(
     options: dict[str, Any], frozen: list[str]
 ) -> None:

@@ -17,7 +17,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -32,6 +31,7 @@ from kfac_fx.linalg.processes import shard as shard_of
 from kfac_fx.optim.coverage import check_coverage
 from kfac_fx.optim.schedule import LayerFlops
 from tests.errors.test_floors import ROOT
+from tests.processes import started
 from tests.whole.test_docs import run_blocks
 
 pytest.importorskip("torch.distributed.fsdp")
@@ -53,6 +53,7 @@ RESTARTED: dict[str, dict[str, Any]] = {
     "diagonals, adaptive": {"placement": "owners", **ADAPTIVE},
     "diagonals, eigen_moments": {"placement": "owners", **EIGEN_MOMENTS},
 }
+QUICK_RESTARTED = ("adaptive", "diagonals, eigen_moments")
 OWNED = (
     "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the parameters "
     "are: generic(steps)"
@@ -204,12 +205,16 @@ RUNS: dict[str, dict[str, Any]] = {
         "number": 4,
     },
 }
-# For few steps in every run of the tests: a step of sharded processes waits for some 80 messages.
-QUICK = (
-    *("adaptive, in place", "adaptive, checkpointed", "eigen_moments, owners", "divided, empirical"),
-    *("in reverse mode", "diagonals, eigen_moments", "diagonals, relative damping"),
-)
-SHORT = {name: {**RUNS[name], "number": 4} for name in QUICK}
+# With their few steps in every run of the tests: a step of sharded processes waits for some 80 messages.
+QUICK = {
+    "adaptive, in place": 2,
+    "adaptive, checkpointed": 2,
+    "eigen_moments, owners": 4,
+    "divided, empirical": 3,
+    "in reverse mode": 2,
+    "diagonals, relative damping": 3,
+}
+SHORT = {name: {**RUNS[name], "number": number} for name, number in QUICK.items()}
 Results = list[dict[str, Any]]  # of every process
 
 
@@ -241,6 +246,7 @@ def trained(rank: int, number: int, runs: Mapping[str, dict[str, Any]]) -> dict[
     for name, run in runs.items() if rank < number else ():
         parameters, damping, opt = train(part=part, shard=shard, **run)
         results[f"{name} {number}"] = parameters, damping, list(opt.net.report.fallbacks())
+        results[f"state of {name} {number}"] = kinds_of_tensors(opt)
     return results
 
 
@@ -248,12 +254,11 @@ def work(rank: int, folder: str, port: int) -> None:
     start(rank, folder)
     results = trained(rank, WORLD, SHORT)
     shard, part = fully_sharded(range(WORLD)), slice(rank * CASES // WORLD, (rank + 1) * CASES // WORLD)
-    results["state"] = states(shard, part)
     results["memory"] = memory(shard, part)
     results["estimated"] = estimated(part, slice(rank + 1), shard)
     results["messages"] = messages(shard, part)
     results["parts"] = parts_together(shard, part, rank)
-    results["checkpoint"] = {name: saved_and_continued(rank, name, f"{folder}/{name}") for name in RESTARTED}
+    results["checkpoint"] = {name: saved_and_continued(rank, name, f"{folder}/{name}") for name in QUICK_RESTARTED}
     dist.destroy_process_group()
     environment = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in environment.items()}
@@ -263,7 +268,9 @@ def work(rank: int, folder: str, port: int) -> None:
 
 def work_long(rank: int, folder: str, _: int) -> None:
     start(rank, folder)
-    torch.save(trained(rank, 2, RUNS) | trained(rank, WORLD, RUNS), f"{folder}/{rank}.pt")
+    results = trained(rank, 2, RUNS) | trained(rank, WORLD, RUNS)
+    results["checkpoint"] = {name: saved_and_continued(rank, name, f"{folder}/{name}") for name in RESTARTED}
+    torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -314,9 +321,8 @@ def saved_and_continued(rank: int, name: str, folder: str) -> list[Tensor]:
     return [*results, continued(*training_of(name, three), part, folder)]
 
 
-def states(shard: Shard, part: slice) -> list[str]:
-    """The kinds of the tensors of the rule that moves the parameters, which tools save."""
-    _, _, opt = train(ADAPTIVE, part, shard, number=2)
+def kinds_of_tensors(opt: kfac_fx.KFAC) -> list[str]:
+    """Those of the rule that moves the parameters, which tools save."""
     of_rule = [tensor for state in opt.state.values() for name, tensor in state.items() if "/" not in name]
     return sorted({type(tensor).__name__ for tensor in of_rule})
 
@@ -451,12 +457,7 @@ def processes(target: Callable[[int, str, int], None], folder: Path, here: bool)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    others = [
-        mp.get_context("spawn").Process(target=target, args=(n, str(folder), port), daemon=True)
-        for n in range(int(here), WORLD)
-    ]
-    for other in others:
-        other.start()
+    others = started(target, range(int(here), WORLD), str(folder), port)
     if here:
         target(0, str(folder), port)
         torch.set_num_threads(threads)
@@ -474,8 +475,13 @@ def results(folder: Path) -> Iterator[Results]:
 
 
 @pytest.fixture(scope="module")
-def long_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    yield from processes(work_long, tmp_path_factory.mktemp("long"), here=False)
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("long")
+
+
+@pytest.fixture(scope="module")
+def long_results(long_folder: Path) -> Iterator[Results]:
+    yield from processes(work_long, long_folder, here=False)
 
 
 SLOWER_CHECKS = ("in reverse mode", "divided, eigen_moments")  # the report says why
@@ -518,7 +524,7 @@ def test_the_parts_of_a_block_are_judged_together(results: Results) -> None:
 
 
 def test_the_state_of_sharded_parameters_is_sharded(results: Results) -> None:
-    assert all(result["state"] == ["DTensor"] for result in results)
+    assert all(result[f"state of adaptive, in place {WORLD}"] == ["DTensor"] for result in results)
 
 
 def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(results: Results) -> None:
@@ -539,13 +545,26 @@ def test_an_estimator_of_sharded_processes_is_that_of_one(results: Results) -> N
             torch.testing.assert_close(tensors, whole[name], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
-@pytest.mark.parametrize("name", RESTARTED)
-def test_a_checkpoint_of_two_sharded_processes_continues_in_one_and_in_three(
-    results: Results, folder: Path, name: str
-) -> None:
+def assert_continues_in_one_and_in_three(results: Results, folder: Path, name: str) -> None:
     saved, *others = [tensor for result in results for tensor in result["checkpoint"][name]]
     alone = continued(*training_of(name), slice(None), str(folder / name), no_dist=True)
     assert len(others) == 4
     for parameters in (alone, *others):
         torch.testing.assert_close(parameters, saved, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
+@pytest.mark.parametrize("name", QUICK_RESTARTED)
+def test_a_checkpoint_of_two_sharded_processes_continues_in_one_and_in_three(
+    results: Results, folder: Path, name: str
+) -> None:
+    assert_continues_in_one_and_in_three(results, folder, name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
+@pytest.mark.parametrize("name", RESTARTED)
+def test_every_checkpoint_of_two_sharded_processes_continues_in_one_and_in_three(
+    long_results: Results, long_folder: Path, name: str
+) -> None:
+    assert_continues_in_one_and_in_three(long_results, long_folder, name)

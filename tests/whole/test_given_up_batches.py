@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
+from tests.tables import pairs
 
+MODES = ("exact", "empirical")
 RULES: dict[str, dict[str, Any]] = {
     "eigen_moments": {"cov_update_every": 1},
     "eigen_moments, checked": {"damping_adaptation_interval": 1},
@@ -135,8 +137,7 @@ def first_difference(rule: str, mode: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("mode", ["exact", "empirical"])
-@pytest.mark.parametrize("rule", RULES)
+@pairs(("rule", list(RULES)), ("mode", MODES))
 def test_a_batch_that_is_given_up_leaves_no_trace(rule: str, mode: str) -> None:
     assert first_difference(rule, mode) is None
 
@@ -169,9 +170,7 @@ ZEROS: dict[str, Callable[[Training], Any]] = {
 }
 
 
-@pytest.mark.parametrize("zero", ZEROS)
-@pytest.mark.parametrize("rule", ["regular", "qmodel", "eigen_moments, checked"])
-@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pairs(("zero", list(ZEROS)), ("rule", ["regular", "qmodel", "eigen_moments, checked"]), ("mode", MODES))
 def test_gradients_may_be_zeroed_between_forward_and_backward(rule: str, mode: str, zero: str) -> None:
     """Those of the batch that was given up are still there in the next forward."""
     training = Training(rule, mode)
@@ -185,8 +184,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward(rule: str, mode: s
     assert torch.equal(training.parameters, plain(rule, mode)[STEPS - 1])
 
 
-@pytest.mark.parametrize("mode", ["exact", "empirical"])
-@pytest.mark.parametrize("rule", ["regular", "qmodel", "eigen_moments, checked"])
+@pairs(("rule", ["regular", "qmodel", "eigen_moments, checked"]), ("mode", MODES))
 def test_one_of_several_micro_batches_is_given_up(rule: str, mode: str) -> None:
     results = []
     for gives_up in (False, True):
@@ -324,8 +322,7 @@ def sums_of(training: Training) -> weakref.ref[Tensor]:
     return weakref.ref(sums.sums[KEY]["A"])
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("rule", ["regular", "qmodel"])
+@pairs(("backward", [False, True]), ("rule", ["regular", "qmodel"]))
 def test_what_is_given_up_is_freed(rule: str, backward: bool) -> None:
     training = Training(rule)
     training.step(0)

@@ -20,6 +20,7 @@ from kfac_fx.linalg.matrices import pi_correction
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.recording.taps import fewer_rows
 from tests.runtime.collections_of_toys import collection
+from tests.tables import pairs
 
 Function = Callable[..., Any]
 
@@ -98,8 +99,7 @@ def test_a_batch_that_enters_an_identity_with_a_half(batch: Any, expected: Any) 
     torch.testing.assert_close(stack.value[0], t(*expected))
 
 
-@pytest.mark.parametrize("form", ["list", "folded", "with a dimension of time"])
-@pytest.mark.parametrize("bias", [False, True])
+@pairs(("form", ["list", "folded", "with a dimension of time"]), ("bias", [False, True]))
 def test_input_factors_of_several_uses_in_every_format(form: str, bias: bool) -> None:
     """The same rows as two uses of one case: [1, 2], then [3, 4]."""
     x = X.unsqueeze(1) if form != "folded" else X

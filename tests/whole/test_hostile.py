@@ -15,7 +15,7 @@ from benchmarks.hostile.numbers import DTYPES, RULES, SITUATIONS, grade
 from kfac_fx.passes.users_code import warn_user
 
 ALL = [(rule, situation, dtype) for rule in RULES for situation in SITUATIONS for dtype in DTYPES]
-DRAWN = random.Random(3).sample(ALL, 10)
+DRAWN = random.Random(3).sample(ALL, 5)
 
 
 def check(rule: str, situation: str, dtype: str) -> None:
@@ -61,8 +61,8 @@ def test_the_page_is_that_of_the_results() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_that_were_drawn_have_the_grades_of_the_results(kind: str) -> None:
     grades = {row["name"]: row["grade"] for row in read(OUT)["inputs"]}
-    drawn = random.Random(kind).sample(list(inputs([kind])), 2)
-    assert {given.name: graded(given.run)[0] for given in drawn} == {given.name: grades[given.name] for given in drawn}
+    drawn = random.Random(kind).choice(list(inputs([kind])))
+    assert graded(drawn.run)[0] == grades[drawn.name]
 
 
 def test_the_grades_tell_errors_apart() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 N, C = 8, 4
@@ -59,8 +60,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["exact", "empirical"])
-@pytest.mark.parametrize("name", LOSSES)
+@pairs(("mode", ["exact", "empirical"]), ("name", list(LOSSES)))
 def test_ignored_targets_are_no_cases(name: str, mode: str) -> None:
     model, x = Trained(LOSSES[name]), torch.randn(N, 3)
     found = estimator(model, x, Y, mode).blocks["head.weight", "head.bias"].full_fisher_block()
@@ -88,8 +88,7 @@ def declared(kind: str, linear: nn.Linear) -> tuple[nn.Module, kfac_fx.CompiledM
     return model, kfac_fx.compile(collection)
 
 
-@pytest.mark.parametrize("mode", ["exact", "empirical"])
-@pytest.mark.parametrize("kind", ["categorical", "cross_entropy", "collection"])
+@pairs(("mode", ["exact", "empirical"]), ("kind", ["categorical", "cross_entropy", "collection"]))
 def test_targets_that_are_handed_over_and_ignored_are_no_cases(kind: str, mode: str) -> None:
     """The mean of `F.cross_entropy` outside of the model has no cases with a target of -100."""
     trained, x = Trained(lambda z, y: z), torch.randn(N, 3)
@@ -139,8 +138,7 @@ def test_the_training_backward_records_the_same_as_a_pass_of_its_own() -> None:
 
 
 @pytest.mark.filterwarnings(TOLD)
-@pytest.mark.parametrize("options", [{"lr": 0.1}, {"momentum": None, "momentum_type": "qmodel"}])
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pairs(("options", [{"lr": 0.1}, {"momentum": None, "momentum_type": "qmodel"}]), ("mode", ["gradients", "empirical"]))
 def test_a_model_that_ignores_targets_trains_without_a_warning_of_its_loss(
     options: Mapping[str, Any], mode: str
 ) -> None:
@@ -307,8 +305,7 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.layer(self.words(ids)))).flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("approximations", [None, {"*": "kron_out_diag"}])
+@pairs(("tied", [False, True]), ("approximations", [None, {"*": "kron_out_diag"}]))
 def test_ignored_targets_are_as_padding_that_is_named(tied: bool, approximations: Mapping[str, str] | None) -> None:
     torch.manual_seed(0)
     ids, y = torch.randint(1, 7, (N, 6)), torch.randint(7, (N, 6))

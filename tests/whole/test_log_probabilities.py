@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.losses import Categorical, LossFunction, Normal
 from kfac_fx.losses.distributions import axis_of_log_probabilities
+from tests.tables import pairs
 
 Head = Callable[[Tensor, int], Any]
 HEADS: dict[str, Head] = {
@@ -78,10 +79,9 @@ def trained(
     return numbers, [str(warning.message) for warning in told]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize(
-    ("pixels", "loss"),
-    [(False, "categorical"), (False, "cross_entropy"), (False, Categorical), (True, "cross_entropy")],
+@pairs(
+    ("parts", [1, 2]),
+    ("pixels, loss", [(False, "categorical"), (False, "cross_entropy"), (False, Categorical), (True, "cross_entropy")]),
 )
 def test_they_train_as_logits_do(pixels: bool, loss: Any, parts: int) -> None:
     """The gradient of `nll_loss` at its inputs is another one, which is equal in front of the log_softmax."""

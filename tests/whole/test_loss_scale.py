@@ -20,6 +20,7 @@ from kfac_fx.compiled import loss_scale
 from kfac_fx.compiled.loss_scale import LossFactor, factor_of_step
 from kfac_fx.optim.coverage import LISTED_PARAMETERS, check_coverage
 from tests.runtime.collections_of_toys import towers
+from tests.tables import pairs
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
@@ -570,14 +571,23 @@ def test_the_factor_of_a_loss_in_forward_is_told_if_cases_have_no_target(loss: A
 
 
 @pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
-@pytest.mark.parametrize(("name", "divisor", "told"), [
-    ("a sum by the labels of the step", 1, ""),
-    ("a sum by the labels of the step", 0.1, "the trained loss is 8.421 times"),
-    ("a mask", 1, ""),
-    ("a mean", 3, ""),
-    ("a mean", 1, "the trained loss is 3 times the mean of the registered Categorical loss over its 32 cases; the"),
-])  # fmt: skip
+@pairs(
+    ("mode", ["gradients", "empirical"]),
+    (
+        "name, divisor, told",
+        [
+            ("a sum by the labels of the step", 1, ""),
+            ("a sum by the labels of the step", 0.1, "the trained loss is 8.421 times"),
+            ("a mask", 1, ""),
+            ("a mean", 3, ""),
+            (
+                "a mean",
+                1,
+                "the trained loss is 3 times the mean of the registered Categorical loss over its 32 cases; the",
+            ),
+        ],
+    ),
+)
 def test_a_sum_is_divided_by_the_targets_of_all_micro_batches(name: str, divisor: float, told: str, mode: str) -> None:
     args = IDS, LABELS, torch.tensor(38)
     torch.manual_seed(0)
@@ -876,8 +886,7 @@ INSIDE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")  # of A, in which the masked cases are
-@pytest.mark.parametrize(("loss", "text"), INSIDE.values(), ids=INSIDE)
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pairs(("loss, text", INSIDE), ("mode", ["gradients", "empirical"]))
 def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode: str) -> None:
     """The empirical factors are of the trained gradient itself, so they lack nothing."""
     torch.manual_seed(0)
@@ -907,8 +916,7 @@ SILENT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [1, 2], ids=["one batch", "the same batch twice"])
-@pytest.mark.parametrize("name", SILENT)
+@pairs(("steps", {"one batch": 1, "the same batch twice": 2}), ("name", list(SILENT)))
 def test_a_loss_next_to_squared_errors_is_not_told_a_factor(name: str, steps: int) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss="mse")
@@ -1059,19 +1067,21 @@ def test_an_inverse_of_fewer_than_the_cases_is_a_weight_of_a_sum(weighted: Any, 
     torch.testing.assert_close(g(weighted), weight * g(lambda s: s))
 
 
-@pytest.mark.parametrize(
-    ("weighted", "cases", "factor", "told"),
-    [
-        (lambda s: 0.05 * s, 4, 1.0, "0.2 times"),
-        (lambda s: s / 32, 4, 1.0, "0.125 times"),
-        (lambda s: s / 8, 4, 2.0, ""),
-        (lambda s: s / 8, 8, 1.0, ""),
-        (lambda s: s / 8, 8, 3.0, "3 times"),
-        (lambda s: s, 8, 1 / 8, ""),
-        (lambda s: s, 8, 1.0, "8 times"),
-    ],
+@pairs(
+    (
+        "weighted, cases, factor, told",
+        [
+            (lambda s: 0.05 * s, 4, 1.0, "0.2 times"),
+            (lambda s: s / 32, 4, 1.0, "0.125 times"),
+            (lambda s: s / 8, 4, 2.0, ""),
+            (lambda s: s / 8, 8, 1.0, ""),
+            (lambda s: s / 8, 8, 3.0, "3 times"),
+            (lambda s: s, 8, 1 / 8, ""),
+            (lambda s: s, 8, 1.0, "8 times"),
+        ],
+    ),
+    ("python, beside", [(False, False), (True, False), (False, True)]),
 )
-@pytest.mark.parametrize(("python", "beside"), [(False, False), (True, False), (False, True)])
 def test_the_factor_of_a_loss_in_forward_that_fits_no_targets_is_told(
     weighted: Any, cases: int, factor: float, told: str, python: bool, beside: bool
 ) -> None:

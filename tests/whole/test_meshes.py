@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import kfac_fx
 from kfac_fx.estimator import early_sums, estimator
+from tests.processes import started
 from tests.whole.test_fsdp import (
     ADAPTIVE,
     EIGEN_MOMENTS,
@@ -277,13 +277,7 @@ def refusal_of_outputs(local: bool) -> str:
 
 
 def processes(world: int, folder: Path, runs: Mapping[str, tuple[str, dict[str, Any]]]) -> Results:
-    others = [
-        mp.get_context("spawn").Process(target=work, args=(n, world, str(folder), runs), daemon=True)
-        for n in range(world)
-    ]
-    for other in others:
-        other.start()
-    for other in others:
+    for other in started(work, range(world), world, str(folder), runs):
         other.join(600)
         assert other.exitcode == 0
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]

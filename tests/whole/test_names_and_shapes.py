@@ -17,6 +17,7 @@ import kfac_fx
 from benchmarks.hostile.settings import Of
 from kfac_fx.passes.rewrite import names_of_modules
 from kfac_fx.recording.model_checks import repeats_elements
+from tests.tables import pairs
 
 KINDS = ("child", "norm", "parameter", "buffer")
 PLAIN = nn.Module()
@@ -74,8 +75,7 @@ OF_COMPILED = sorted(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_place", [False, True])
+@pairs(("kind", KINDS), ("in_place", [False, True]))
 def test_names_of_attributes_of_the_compiled_module(kind: str, in_place: bool) -> None:
     assert {"report", "losses", "registrations", "record", "captures"} <= {*OF_COMPILED}
     torch.manual_seed(0)
@@ -106,9 +106,9 @@ def test_the_names_are_what_the_tests_are_of() -> None:
     assert names_of_modules() >= {*OF_GRAPHS} and not any(hasattr(PLAIN, name) for name in OF_GRAPHS)
 
 
-@pytest.mark.parametrize(("kind", "inputs"), [*((kind, False) for kind in KINDS), ("child", True), ("buffer", True)])
-@pytest.mark.parametrize(
-    "names", [TWINS, PUNCTUATION, OF_GRAPHS, OF_CODE], ids=["twins", "punctuation", "graphs", "code"]
+@pairs(
+    ("names", {"twins": TWINS, "punctuation": PUNCTUATION, "graphs": OF_GRAPHS, "code": OF_CODE}),
+    ("kind, inputs", [*((kind, False) for kind in KINDS), ("child", True), ("buffer", True)]),
 )
 def test_names_that_code_cannot_have(names: Sequence[str], kind: str, inputs: bool) -> None:
     torch.manual_seed(0)
@@ -149,8 +149,10 @@ def test_names_that_are_those_of_the_state_are_refused(kind: str, name: str) -> 
     trained(Named("child", ["kfac"]), torch.randn(6, 3), inputs=False)
 
 
-@pytest.mark.parametrize("name", ["self", "torch", "probes", "taps", "output", "input_1", "targets", "overwritten"])
-@pytest.mark.parametrize("inputs", [False, True], ids=["fx", "export"])
+@pairs(
+    ("name", ["self", "torch", "probes", "taps", "output", "input_1", "targets", "overwritten"]),
+    ("inputs", {"fx": False, "export": True}),
+)
 def test_names_of_arguments_that_the_code_has(name: str, inputs: bool) -> None:
     space: dict[str, Any] = {"nn": nn}
     exec(f"class M(nn.Module):\n  def forward(this, x, {name}):\n    return this.lin(x * {name})\n", space)
@@ -215,8 +217,7 @@ WORKING: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("inputs", [False, True], ids=["fx", "export"])
-@pytest.mark.parametrize("name", WORKING)
+@pairs(("name", list(WORKING)), ("inputs", {"fx": False, "export": True}))
 def test_shapes_and_dtypes_that_train(name: str, inputs: bool) -> None:
     torch.manual_seed(0)
     model, x = WORKING[name](), torch.randn(6, 4)

@@ -17,6 +17,7 @@ import kfac_fx
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.torch_private import NESTED
 from kfac_fx.passes.tracing.nested import attention, nested
+from tests.tables import pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype.*:UserWarning")
 LENGTHS, OTHERS = (5, 9, 1), (3, 7, 2, 8)
@@ -195,8 +196,7 @@ HOW: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"estimation_mode": "empirical"}, {"estimation_mode": "exact"}], ids=str)
-@pytest.mark.parametrize("how", HOW)
+@pairs(("options", [{}, {"estimation_mode": "empirical"}, {"estimation_mode": "exact"}]), ("how", list(HOW)))
 def test_nested_arguments_and_outputs_train(how: str, options: dict[str, Any]) -> None:
     """The user's loss is of the nested outputs. The gradients are those of the plain model."""
     torch.manual_seed(0)

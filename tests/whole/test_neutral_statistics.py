@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
 from kfac_fx.passes.torch_private import parameters_of, submodules_of
+from tests.tables import every
 from tests.whole.test_neutral_changes import CLASSES, MODELS, Kind
 
 CASES, DRAWS_OF_SLOW = 6, 20
@@ -186,7 +187,7 @@ def check(change: str, seed: int) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-8, msg=lambda m, text=text: f"{text}: {m}")
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", every(2, CHANGES))
 def test_a_neutral_change_changes_no_statistic(change: str) -> None:
     check(change, 3 * list(CHANGES).index(change) % 4)
 

@@ -17,6 +17,7 @@ import kfac_fx
 from kfac_fx import LossError
 from kfac_fx.passes import results
 from kfac_fx.passes.torch_private import pytree
+from tests.tables import pairs
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = X[:, :3].argmax(1)
@@ -120,8 +121,7 @@ def wanted() -> Any:
     return [net.record((X,), {}, mode=mode, targets=Y).statistics for mode in MODES]
 
 
-@pytest.mark.parametrize("branches", [False, True], ids=["one graph", "parts"])
-@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+@pairs(("branches", {"one graph": False, "parts": True}), ("make", OUTPUTS))
 def test_the_statistics_are_those_of_a_model_that_returns_a_tensor(make: Make, branches: bool, wanted: Any) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(Model(make, branches), (X,), loss=loss)
@@ -130,8 +130,10 @@ def test_the_statistics_are_those_of_a_model_that_returns_a_tensor(make: Make, b
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
-@pytest.mark.parametrize("make", [OUTPUTS["object"], OUTPUTS["subclass of dict"], OUTPUTS["frozen dataclass"]])
+@pairs(
+    ("mode", ["gradients", "empirical"]),
+    ("make", [OUTPUTS["object"], OUTPUTS["subclass of dict"], OUTPUTS["frozen dataclass"]]),
+)
 def test_training_returns_the_object_and_trains(make: Make, mode: str) -> None:
     torch.manual_seed(0)
     model = Model(make)

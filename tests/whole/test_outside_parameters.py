@@ -17,6 +17,7 @@ from torch.nn.utils import stateless
 import kfac_fx
 from kfac_fx import ModelChangedError
 from kfac_fx.compiled.compiled_module import CompiledModule, ForwardListener
+from tests.tables import pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own use of it
 
@@ -144,8 +145,7 @@ def listened(in_place: bool) -> tuple[CompiledModule, nn.Module, Listening]:
     return net, model if in_place else net, listener
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+@pairs(("in_place", [False, True]), ("call", OTHERS))
 def test_other_tensors_compute_what_the_model_computes_and_record_nothing(
     call: Callable[[nn.Module], Any], in_place: bool
 ) -> None:

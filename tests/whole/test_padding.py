@@ -16,6 +16,7 @@ from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical
 from kfac_fx.optim.micro_batches import MicroBatch
+from tests.tables import pairs
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 
 Sums = dict[tuple[tuple[str, ...], str], Tensor]
@@ -58,8 +59,7 @@ def same(found: Sums, expected: Sums) -> None:
         )
 
 
-@pytest.mark.parametrize("mode", ["empirical", "exact"])
-@pytest.mark.parametrize("kind", [Translator, Judge])
+@pairs(("mode", ["empirical", "exact"]), ("kind", [Translator, Judge]))
 def test_a_padded_batch_is_its_sequences_one_by_one(kind: type[Translator], mode: str) -> None:
     """Rows, gradient rows, how many there are, the bias column, gradients of single cases, and the number of cases."""
     (net, plain), (ids, kwargs) = nets(kind), batch()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 import kfac_fx
+from tests.processes import started
 
 pytestmark = pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")  # of batches that are not finite
 WORLD, CASES, PATIENCE = 2, 12, timedelta(seconds=5)
@@ -159,8 +159,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder, threads = tmp_path_factory.mktemp("processes"), torch.get_num_threads()
-    other = mp.get_context("spawn").Process(target=work, args=(1, str(folder)), daemon=True)
-    other.start()
+    (other,) = started(work, [1], str(folder))
     try:
         work(0, str(folder))  # this process is one of them: it has torch imported already
     finally:

@@ -16,6 +16,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.unroll import CELLS
 from kfac_fx.recording import captures
+from tests.tables import pairs
 from tests.whole.training import apart, step
 from tests.zoo.recurrent import Last
 
@@ -356,8 +357,7 @@ class Distilled(nn.Module):
         return self.student(x).sum(0) + taught  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTMCell"])
+@pairs(("autocast", [False, True]), ("kind", ["LSTM", "GRU", "LSTMCell"]))
 def test_a_recurrent_layer_that_runs_without_gradients_is_computed(kind: str, autocast: bool) -> None:
     """torch.export keeps such a region as a graph of its own, in which nothing was written out."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from torch.func import functional_call, jacrev
 
 import kfac_fx
 from kfac_fx import Batch, FisherEstimator, LossError
+from tests.tables import pairs
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -244,8 +245,7 @@ def test_the_fisher_of_a_weighted_likelihood_has_its_weights(kind: str, divided:
     torch.testing.assert_close(estimator.spectrum(damping=0.0).diagonal()["body.b.weight"], wanted)
 
 
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pairs(("divided", [False, True]), ("mode", ["exact", "empirical"]))
 def test_a_sum_that_is_divided_by_the_cases_of_a_step_has_the_factors_of_their_mean(mode: str, divided: bool) -> None:
     x, y, mask = batch()
     diagonals = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from tests.tables import pairs
 
 IDS, CLASSES = torch.tensor([0, 1, 4, 1, 6]), torch.tensor([0, 1, 2, 1, 0])
 
@@ -44,8 +44,7 @@ def assert_same(one: Words, other: Words) -> None:
         torch.testing.assert_close(other.get_parameter(name), parameter, msg=name)
 
 
-@pytest.mark.parametrize("approximation", [None, "diagonal", "generic"])
-@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact"])
+@pairs(("approximation", [None, "diagonal", "generic"]), ("mode", ["gradients", "empirical", "exact"]))
 def test_steps_are_those_of_dense_gradients(mode: str, approximation: str | None) -> None:
     assert_same(trained(True, mode, approximation), trained(False, mode, approximation))
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from tests.tables import pairs
 from tests.whole import stale_library
 
 NUMBER = 1.0
@@ -282,8 +283,7 @@ BRANCHES: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("first", [False, True])
+@pairs(("branch", list(BRANCHES)), ("first", [False, True]))
 def test_branches_on_layout_and_trainability_of_an_input_are_taken(branch: str, first: bool) -> None:
     taken, make = BRANCHES[branch]
     special = make()

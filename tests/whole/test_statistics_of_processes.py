@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import kfac_fx
+from tests.processes import started
 from tests.whole.test_docs import ROOT, run_blocks
 
 WORLD, CUT, CASES = 2, 5, 8
@@ -171,11 +171,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=work, args=(n, str(folder), port), daemon=True) for n in range(WORLD)]
-    for process in processes:
-        process.start()
-    for process in processes:
+    for process in started(work, range(WORLD), str(folder), port):
         process.join(120)
         assert process.exitcode == 0
     yield folder, [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
+from tests.tables import pairs
 from tests.whole.training import differences, step
 
 Function = Callable[[Tensor], Tensor]
@@ -172,8 +173,7 @@ MIDDLES: list[Function] = [
 ]
 
 
-@pytest.mark.parametrize("inputs", [True, False], ids=["exported", "traced"])
-@pytest.mark.parametrize("middle", MIDDLES, ids=lambda f: getattr(f, "__name__", type(f).__name__))
+@pairs(("inputs", {"exported": True, "traced": False}), ("middle", MIDDLES))
 def test_the_rewritten_model_is_the_original(middle: Function, inputs: bool) -> None:
     model = Between(copy.deepcopy(middle))
     twin = copy.deepcopy(model)

@@ -62,8 +62,7 @@ def kept(net: Any, optimizer: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*net.parameters(), *factors)]
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("model", [Model, Divided])
+@pairs(("kind", list(OPTIONS)), ("model", [Model, Divided]))
 def test_a_change_is_an_error_and_nothing_of_the_batch_is_used(kind: str, model: type[Model]) -> None:
     net = kfac_fx.compile(model(), (X,), loss="categorical")
     optimizer = kfac_fx.KFAC(net, damping=0.1, seed=0, **OPTIONS[kind])

@@ -119,8 +119,7 @@ def test_standard_models_are_structured_to_the_last_element(name: str) -> None:
     assert "100 %" not in str(once(name).report).splitlines()[0]  # said only where something is generic
 
 
-@pytest.mark.parametrize("way", ["quiet", "recording", "in training"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pairs(("way", ["quiet", "recording", "in training"]), ("case", CASES))
 def test_a_training_step_is_the_original_bit_for_bit(case: Case, way: str) -> None:
     """Twice in a row: without recording, with one before each step, with the emitted module in the model's place."""
     net = once(case.name)
