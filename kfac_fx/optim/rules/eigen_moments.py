@@ -254,7 +254,8 @@ class EigenMoments(CheckedRule):
     def described(self, scalars: Mapping[str, Tensor]) -> list[str]:
         lines = [f"the rate of steps is {RATE} lr m, and their multiplier m is {float(scalars['multiplier']):.2g}"]
         if number := int(scalars["exact_steps"]):
-            lines.append(f"{plural(number, 'step')} minimized the exact quadratic model of a batch that repeats, at a cost of their own")
+            steps = plural(number, "step")
+            lines.append(f"{steps} minimized the exact quadratic model of a batch that repeats, at a cost of their own")
         return lines
 
     # --- state --------------------------------------------------------------------------------------------------------
