@@ -259,6 +259,77 @@ def test_a_model_that_changed_an_attribute_is_asked_anew() -> None:
         assert bool(net.recorder((x,), {}).meeting) is model.meet
 
 
+@pytest.mark.parametrize("what", ["outputs", "exact", "loss", "measurement"])
+def test_no_batch_is_asked_where_the_graph_tells_that_cases_stay_apart(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[frozenset[Key]] = []
+
+    def noted(*args: Any) -> frozenset[Key] | None:
+        asked.append(frozenset(args[5]))
+        return keys_that_meet(*args)
+
+    for module in ("recorder", "case_gradients"):
+        monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    net = kfac_fx.compile(embedding(), (x,), loss="categorical")
+    measured = {"measurement": lambda z, y: nn.functional.cross_entropy(z, y, reduction="none")}
+    for _ in range(2):
+        if what == "outputs":
+            net.record_outputs((x,), {}, lambda *_: None, only=[key.parameters for key in net.registrations])
+        elif what == "exact":
+            net.record((x,), {}, mode="exact")
+        else:
+            net.record_cases((x,), {}, lambda *_: None, targets=y, **(measured if what == "measurement" else {}))
+    assert len(asked) == (what == "measurement")  # a function of the user's, of which no graph tells
+
+
+@pytest.mark.parametrize("loss", [lambda z: Categorical(z @ z.mT), lambda z: Categorical(z.flip(0))])
+def test_a_loss_in_which_cases_meet_or_change_places_is_asked_for_a_batch(loss: Any) -> None:
+    x, y = torch.randn(3, 4), torch.randint(3, (3,))
+    net = kfac_fx.compile(embedding(), (x,), loss=loss)
+    assert not net.recorder((x,), {}).rows_are_outputs
+    net.record_cases((x,), {}, lambda *_: None, targets=y)
+    assert "cases meet or change places between it and the loss" in " ".join(str(net.report).split())
+
+
+def test_a_model_that_changed_its_mode_is_asked_anew() -> None:
+    x = torch.randn(6, 4)
+    net = kfac_fx.compile(normalized().eval(), (x,), loss="categorical")
+    net.record((x,), {}, mode="exact")
+    assert net.recorder((x,), {}).rows_are_outputs and not net.recorder((x,), {}).meeting
+    net.train()
+    net.record((x,), {}, mode="exact")
+    assert net.recorder((x,), {}).meeting == {("0.weight", "0.bias")}
+
+
+class Switched(nn.Module):
+    """An attribute decides whether cases meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.meet = nn.Linear(4, 5), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        logits: Tensor = self.head(hidden - hidden.mean(0) if self.meet else hidden)
+        return logits
+
+
+def test_a_model_that_changed_an_attribute_is_asked_anew() -> None:
+    torch.manual_seed(0)
+    model, x, y = Switched(), torch.randn(6, 4), torch.randint(3, (6,))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    identity = kfac_fx.fit_spectrum(net, [(x, y)], mode="empirical").at(scale=0.0, damping=1.0)
+    for model.meet in (False, True):
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        each = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        expected = torch.stack([torch.cat([part.flatten() for part in parts]).square().sum() for parts in each])
+        torch.testing.assert_close(identity.self_scores((x, y)), expected)
+        net.record((x,), {}, mode="exact")
+        assert bool(net.recorder((x,), {}).meeting) is model.meet
+
+
 class WithFirst(nn.Module):
     """All logits depend on the first case."""
 
