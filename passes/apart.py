@@ -3,10 +3,10 @@
     x [N, 4] -> linear -> [N, 5] -> relu -> linear -> [N, 3]            row n of the result depends on row n alone
     x [N, 4] -> linear -> [N, 5] -> batch_norm in training -> [N, 5]    row n depends on all rows
 
-The first dimension counts the cases, in the use, in the outputs and in all between them. Of the operations below it is
-known that row n of the result depends on row n of every operand that follows a use, and on no other row. Where all
-operations between a use and the outputs are such, no batch can let its cases meet or change places. Of all other
-registrations nothing is told here, and a batch decides (`kfac_fx.recording.meeting_cases`).
+The first dimension counts the cases, in the use, in the outputs and in all between them. The operations below are those
+whose row n depends on row n of every operand that follows a use, and on no other row. Where all operations between a
+use and the outputs are such, no batch can let its cases meet or change places. This module tells nothing of the other
+registrations: a batch decides (`kfac_fx.recording.meeting_cases`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def keeps_rows(node: fx.Node, operands: Sequence[fx.Node], cases: str) -> bool:
         return len(dims) == 1 and along_others(node, len(sizes) if name == "stack" else dims.pop())
     if name in POINTWISE or name == "scaled_dot_product_attention":
         return dims == {len(sizes)} and (name in POINTWISE or len(sizes) > 2)
-    if name in PRODUCTS:
-        return PRODUCTS[name](node, operands)
+    if name in OF_MATRICES:
+        return OF_MATRICES[name](node, operands)
     return operands == [node.args[0]] and of_first(node, name, dims.pop())
 
 
@@ -143,7 +143,7 @@ def product_of_letters(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
 
 
 SEVERAL = {"unbind", "chunk", "split", "split_with_sizes"} | {name for name in OF_FIRST if "max_pool" in name}
-PRODUCTS: dict[str, Callable[[fx.Node, Sequence[fx.Node]], bool]] = {
+OF_MATRICES: dict[str, Callable[[fx.Node, Sequence[fx.Node]], bool]] = {
     "matmul": product_of_matrices,
     "einsum": product_of_letters,
 }

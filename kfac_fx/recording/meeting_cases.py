@@ -9,7 +9,7 @@ those of others.
 
 Three ask for the registrations of which this is true: an exact recording and a recording of single examples, for cases
 that meet before the loss, and the proof, for cases that meet before the outputs. The operations of the graph tell of
-most registrations that their cases stay apart (`apart_by_graph`). Of the others a batch tells it (`keys_that_meet`).
+most registrations that their cases stay apart (`apart_by_graph`). A batch tells it of the others (`keys_that_meet`).
 """
 
 from __future__ import annotations
