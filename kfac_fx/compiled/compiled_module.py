@@ -444,17 +444,21 @@ class CompiledModule(nn.Module):
         return FisherProduct(self.model, losses, ggn=ggn)
 
     @runs_the_model
-    def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def differs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `recording.equivalence`.
 
-        Two forwards that leave no trace. The recordings of a sharded model are compared with the user's forwards
-        instead, because its units gather and drop parameters.
+        recorded: a sample of the outputs of a recording that was just made, see `sampled_elements`.
+
+        Two forwards that leave no trace; one, if there is a recording. The recordings of a sharded model are compared
+        with the user's forwards instead, because its units gather and drop parameters.
         """
         self.captures.structure.check()
         if self.captures.structure.sharded:
             return torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device)
         return self.captures.run(
-            args, kwargs, lambda recorder, values: differs_from_model(recorder, args, kwargs, values)
+            args, kwargs, lambda recorder, values: differs_from_model(recorder, args, kwargs, values, recorded)
         )
 
     def rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

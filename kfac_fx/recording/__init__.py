@@ -26,7 +26,8 @@ so the emitted module stays a function of its inputs.
 (`equivalence`). There is no such forward where the graph replaces it ("empirical"), where a part of the batch is
 recorded, where a compiler, cuDNN or TF32 computes in another way, where data parallelism sends buffers around before a
 forward, in a quadratic model between recordings, and for a `FisherEstimator`. There `OutputWatch.due` chooses
-recordings, and two more forwards that leave no trace are compared. A step whose recordings differ changes nothing, as a
+recordings, and two more forwards that leave no trace are compared; for a `FisherEstimator` one more with the recording
+itself, where both have the same kernels. A step whose recordings differ changes nothing, as a
 step that is not finite. Several processes add their results up, so that none goes on alone.
 
 **Precision.** Products of factors are in float32 whatever the user allowed. In a compiled training step they follow the

@@ -225,6 +225,7 @@ class Capturing:
             recorder = recorder.with_program(verdict.program)
         recorder.proven = verdict is None or verdict.conclusive
         recorder.misfits = [] if verdict is None else [*verdict.misfits]
+        recorder.rows_are_outputs = verdict is not None and verdict.rows_are_outputs
         for misfit in recorder.misfits:
             warn_user(UserWarning(misfit))
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)

@@ -53,6 +53,7 @@ from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
     LossRows,
+    apart_by_graph,
     by_example,
     cases_reached,
     collected,
@@ -437,7 +438,8 @@ class CaseRecorder:
             returned = losses_of.returned(output) if follows else []
             if grouped is None:
                 kind = "loss" if measurement is None else "measurement"
-                self.set_meeting_apart(values, rows_of_cases, kind, backward.registrations)
+                nodes = self.nodes_of_outputs if measurement is None else ()
+                self.set_meeting_apart(values, rows_of_cases, kind, run, nodes)
             if measurement is not None:
                 backward.outputs, source = measured(output)
                 sources, rows = iter([source]), examples
@@ -603,16 +605,31 @@ class CaseRecorder:
             self.complete = all(bool((a - b).norm() <= COMPLETE * a.norm()) for a, b in pairs)
         return self.complete
 
-    def set_meeting_apart(
-        self, values: Any, loss_rows: Callable[..., LossRows], kind: str, registrations: Iterable[Registration]
-    ) -> None:
-        """Let those of the registrations whose cases meet or change places be apart, as the first batch of several
-        examples without NaN tells; of a model that sorts, every batch.
+    @property
+    def nodes_of_outputs(self) -> Sequence[fx.Node]:
+        """The nodes of the Fisher's outputs and of the other nodes of the cut; () if no single graph is the model."""
+        program = self.recorder.program
+        return program.outputs if self.recorder.whole else ()
 
-        kind: of the source: "loss", "measurement" or "outputs"."""
-        unknown = {registration.parameters for registration in registrations} - self.compared.setdefault(kind, set())
+    def set_meeting_apart(
+        self, values: Any, loss_rows: Callable[..., LossRows], kind: str, run: CaseRun, nodes: Sequence[fx.Node]
+    ) -> None:
+        """Let those of the registrations whose cases meet or change places be apart, if the graph does not tell that
+        they stay apart: as the first batch of several examples without NaN tells; of a model that sorts, every batch.
+
+        kind: of the source: "loss", "measurement" or "outputs". nodes: of the leaves of `loss_rows`; (): not known.
+        """
+        compared = self.compared.setdefault(kind, set())
+        unknown = {registration.parameters for registration in run.backward.registrations} - compared
         examples = self.recorder.emitted.examples(values)
         if not unknown or examples < 2:
+            return
+        if nodes:
+            rows = loss_rows(run.output, (*run.fisher, *run.others))
+            apart = apart_by_graph(self.recorder.program, rows, nodes, examples)
+            compared |= unknown & apart
+            unknown -= apart
+        if not unknown:
             return
         parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
         meeting: frozenset[Key] | None = frozenset(unknown)

@@ -403,22 +403,29 @@ def differ(outputs: Sequence[Tensor], others: Sequence[Tensor], rounding: float)
     return result.to(device)
 
 
-def differs_from_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Any) -> Tensor:
+def differs_from_model(
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    values: Any,
+    recorded: Sequence[Tensor] | None = None,
+) -> Tensor:
     """Whether the graph and the model compute different outputs now, in forwards that leave no trace.
 
-    values: the inputs, as `capture.flatten` returns them.
+    values: the inputs, as `capture.flatten` returns them. recorded: a sample of the outputs of a recording with the
+        kernels of the model's own forward (`CompiledModule.repeats_recordings`); None: the graph runs.
     """
     model = recorder.model
     copied_args, copied_kwargs = copies(args, kwargs)
     outside = ForwardSettings(model, recorder.capture.outside)
-    with full_precision(everything=True), as_unrolled(recorder.program):
+    with full_precision(everything=recorded is None), as_unrolled(recorder.program):
         with objects_kept({"": (args, kwargs)}), model_kept(recorder):
             of_model = sampled_elements(detached(results.tree_leaves(model(*copied_args, **copied_kwargs))))
         outside.put_back()
-        output, _ = recorder.outputs({}, values)
-    return differ(
-        sampled_elements(detached(results.tree_leaves(output))), of_model, coarsest_rounding(recorder, values)
-    )
+        if recorded is None:
+            output, _ = recorder.outputs({}, values)
+            recorded = sampled_elements(detached(results.tree_leaves(output)))
+    return differ(recorded, of_model, coarsest_rounding(recorder, values))
 
 
 class OutputWatch:

@@ -57,7 +57,8 @@ class SavedBytes:
 
 
 class Pullback:
-    """Vector-Jacobian products of `outputs` with respect to `leaves`, for [k, ...] cotangents at once.
+    """Vector-Jacobian products of `outputs` with respect to `leaves`, for [k, ...] cotangents at once; a single one
+    goes back without vmap.
 
     loop_reason: why cotangents go one by one, once vmap has failed; None before that. An error that is not vmap's own
         is raised again when they go one by one.
@@ -86,7 +87,7 @@ class Pullback:
         def grad(*vectors: Tensor) -> tuple[Tensor, ...]:
             return tuple(dense_or_zero(pulled(outputs, vectors, self.leaves, keep=True), self.leaves))
 
-        if self.loop_reason is None:
+        if self.loop_reason is None and len(batched[0]) > 1:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="There is a performance drop because")
@@ -133,6 +134,7 @@ class ExactPass:
         examples: the number of examples of the batch.
         meeting: the registrations whose cases meet; see `keys_that_meet`.
         verify, loop_reason: see `Pullback`.
+        together: whether cotangents went back together.
     """
 
     mode: str
@@ -148,6 +150,7 @@ class ExactPass:
     meeting: frozenset[Key] = frozenset()
     verify: bool = False
     loop_reason: str | None = None
+    together: bool = False
 
     @property
     def rows_reason(self) -> str | None:
@@ -190,12 +193,13 @@ class ExactPass:
             if not has_whole_gradients(registration, self.meeting)
             and any(use.batch_independent for use in registration.uses) is free
         ]
-        leaves = [probe for _, probes in structured for probe in probes.values()]
-        inputs = self.of_inputs(leaves)
+        named_leaves = [(name, probe) for _, probes in structured for name, probe in probes.items()]
+        inputs = self.of_inputs([probe for name, probe in named_leaves if named(name).power == 0])
+        leaves = [probe for name, probe in named_leaves if named(name).power > 0]
         for grads in or_none(self.sources(leaves, by_case=free), leaves):
             each, once = iter(grads), iter(inputs)
             for registration, probes in structured:
-                chunk = {name: (next(each), next(once)) for name in probes}
+                chunk = {name: next(each if named(name).power > 0 else once) for name in probes}
                 sums = chunk_sums(registration.structure, chunk, registration.parameters not in total)
                 add_chunk(total, registration.parameters, sums)
 
@@ -209,10 +213,12 @@ class ExactPass:
 
     def of_inputs(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """One source through all losses: statistics of inputs are recorded wherever any loss reaches."""
+        if not leaves:
+            return []
         inputs = [loss.inputs for _, loss in self.losses]
         cotangents = pulled(inputs, [torch.ones_like(value) for value in inputs], self.leaves, keep=True)
         batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
-        return [grad[0] for grad in self.pullback(leaves)(batched)] if leaves else []
+        return [grad[0] for grad in self.pullback(leaves)(batched)]
 
     def pullback(self, leaves: Sequence[Tensor]) -> Pullback:
         return Pullback(self.outputs, leaves, self.verify, self.loop_reason)
@@ -229,6 +235,7 @@ class ExactPass:
         chunks = exact_sources(self.mode, self.losses, self.leaves, chunk, by_case)
         for cotangents in tracked(chunks, total, f"{self.mode}: {total} backward passes"):
             yield pullback(cotangents)
+            self.together = self.together or chunk > 1
             self.loop_reason = self.loop_reason or pullback.loop_reason
 
 
@@ -261,16 +268,16 @@ def or_none(chunks: Iterable[list[Tensor]], leaves: Sequence[Tensor]) -> Iterato
         yield [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
 
 
-def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]], first: bool) -> Statistics:
-    """Sums over a chunk of sources. Statistics of inputs come from `of_inputs`, once, in the first chunk; squares are
-    summed over sources, gradients stay side by side.
+def chunk_sums(approximation: Approximation, chunk: Mapping[str, Tensor], first: bool) -> Statistics:
+    """Sums over a chunk of sources. Statistics of inputs count once, in the first chunk; squares are summed over
+    sources, gradients stay side by side.
 
-    chunk: by statistic ([k, ...], the same of `of_inputs`).
+    chunk: by statistic [k, ...]; of inputs the sum of `of_inputs`.
     """
     sums: Statistics = {}
-    for name, (by_vector, once) in chunk.items():
-        of_inputs = once if first else torch.zeros_like(once)
-        sums[name] = {0: of_inputs, 1: by_vector, 2: by_vector.sum(0)}[named(name).power]
+    for name, value in chunk.items():
+        power = named(name).power
+        sums[name] = value.sum(0) if power == 2 else value if power or first else torch.zeros_like(value)
     return additive(approximation, without_twins(sums))
 
 

@@ -7,8 +7,9 @@ that are sorted by their lengths: a row then has the gradient of another case th
 sent back at once, the exact modes would keep products of two cases, and the gradient of a single example would contain
 those of others.
 
-Three ask `keys_that_meet` for the registrations of which this is true: an exact recording and a recording of single
-examples, for cases that meet before the loss, and the proof, for cases that meet before the outputs.
+Three ask for the registrations of which this is true: an exact recording and a recording of single examples, for cases
+that meet before the loss, and the proof, for cases that meet before the outputs. The operations of the graph tell of
+most registrations that their cases stay apart (`apart_by_graph`). A batch tells it of the others (`keys_that_meet`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import pulled, with_gradient
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.losses.sources import Cotangents
+from kfac_fx.passes.apart import kept_apart
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.cases import without_mask
-from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.statistics import Key, Rows
 from kfac_fx.recording.taps import ROWS, CollectingTap, Tap
@@ -67,6 +69,47 @@ class LossRows:
             vector = torch.zeros_like(tensor)
             vector[:1] = torch.randn(tensor[:1].shape, generator=generator, dtype=torch.float32).to(tensor)
             yield pulled([tensor], [vector], self.leaves, keep=True)
+
+
+VIEWS = {  # names of the backwards of views in torch's graph
+    "AliasBackward0", "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
+    "TransposeBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
+}  # fmt: skip
+
+
+def leaf_with_rows_of(tensor: Tensor, leaves: Sequence[Tensor], examples: int) -> int | None:
+    """The number of the leaf whose row n is row n of the tensor, for every example: of the tensor itself, of one that
+    it is a view of, or of one some of whose numbers are constants in it. None if there is none."""
+    node, one_place = tensor.grad_fn, True
+    if node is not None and node.name() == "WhereBackward0":
+        chosen = [before for before, _ in node.next_functions if before is not None]
+        node, one_place = (chosen[0], False) if len(chosen) == 1 else (node, True)
+    while one_place and node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    source = tensor if tensor.grad_fn is None else getattr(node, "variable", None)
+    for number, leaf in enumerate(leaves):
+        if leaf is source and tensor.shape[:1] == leaf.shape[:1] == (examples,):
+            return number if (in_one_order(tensor, leaf) if one_place else tensor.shape == leaf.shape) else None
+    return None
+
+
+def in_one_order(view: Tensor, tensor: Tensor) -> bool:
+    """Whether both have the same numbers of one memory, row by row."""
+    if view is tensor:
+        return True
+    whole = view.data_ptr() == tensor.data_ptr() and view.numel() == tensor.numel()
+    return whole and view.is_contiguous() and tensor.is_contiguous()
+
+
+def apart_by_graph(program: Program, rows: LossRows, nodes: Sequence[fx.Node], examples: int) -> frozenset[Key]:
+    """The registrations whose cases stay apart up to the rows of the loss in every batch, as the graph tells.
+
+    nodes: of the leaves.
+    """
+    places = [leaf_with_rows_of(tensor, rows.leaves, examples) for tensor in rows.tensors if tensor.dim()]
+    if not nodes or any(place is None for place in places):
+        return frozenset()
+    return kept_apart(program, [nodes[place] for place in places if place is not None])
 
 
 def collecting(emitted: EmittedModel) -> EmittedModel:

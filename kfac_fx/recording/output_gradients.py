@@ -96,7 +96,10 @@ def record_outputs(
 
         leaves, constants, chosen = by_example(run.output)
         if grouped is None:
-            of.set_meeting_apart(values, rows_of_cases, "outputs", run.backward.registrations)
+            leaves_of_graph = results.tree_leaves(of.recorder.program.returned) if of.recorder.whole else []
+            pairs = zip(leaves_of_graph, results.tree_leaves(run.output), strict=of.recorder.whole)
+            nodes = [node for node, leaf in pairs if is_differentiable(leaf)]
+            of.set_meeting_apart(values, rows_of_cases, "outputs", run, nodes)
         every = torch.eye(chosen.shape[1], dtype=chosen.dtype, device=chosen.device)  # one row for each output
 
         def cotangents(example: int | None = None) -> Cotangents:
@@ -167,6 +170,9 @@ class SpreadRows:
     def of(call: TappedCall, gradients: Tensor, run: CaseRun) -> SpreadRows | None:
         """gradients: of what came out of the layer, [C, *output]. None if its rows are of no single examples."""
         first = call.rows(gradients[0])
+        if len(gradients) == 1:
+            alone = run.backward.of_examples(first, call.tap.use)
+            return None if alone is None else SpreadRows(alone, None, 1)
         d = spread(torch.vmap(lambda gradient: call.rows(gradient).d)(gradients))
         rows = run.backward.of_examples(replace(first, d=d), call.tap.use)
         if rows is None:

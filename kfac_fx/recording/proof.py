@@ -37,7 +37,13 @@ from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents
-from kfac_fx.recording.meeting_cases import collecting, keys_that_meet_in_outputs, revealing, with_all_rows
+from kfac_fx.recording.meeting_cases import (
+    collecting,
+    keys_that_meet_in_outputs,
+    leaf_with_rows_of,
+    revealing,
+    with_all_rows,
+)
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Key, sum_of
 from kfac_fx.recording.taps import BothRows, Tap, check_row_shapes, moment_and_grad_rows
@@ -129,12 +135,14 @@ class Verdict:
         failed: the reasons, by registration.
         conclusive: False if the batch has no cases, or no finite gradients to compare with.
         misfits: see `OutputLosses.misfits`.
+        rows_are_outputs: see `Recorder`.
     """
 
     program: Program
     failed: Mapping[Key, str]
     conclusive: bool = True
     misfits: Sequence[str] = ()
+    rows_are_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,7 @@ class Gradients:
         missed: the parameters that are registered as unused and have a gradient.
         misfits: see `OutputLosses.misfits`.
         unreached: the Fisher's outputs that no loss depends on, by number.
+        rows_are_outputs: see `Recorder`.
     """
 
     pairs: Iterator[tuple[Registration, Tensor, Tensor, Tensor]]
@@ -155,6 +164,7 @@ class Gradients:
     missed: list[str]
     misfits: list[str]
     unreached: frozenset[int]
+    rows_are_outputs: bool
 
 
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
@@ -203,7 +213,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
     program = demoted(recorder.program, failed, changed, gradients.missed)
-    return Verdict(program, failed, misfits=gradients.misfits)
+    return Verdict(program, failed, misfits=gradients.misfits, rows_are_outputs=gradients.rows_are_outputs)
 
 
 def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound: float) -> str | None:
@@ -279,6 +289,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         misfits = prover.losses.misfits(output, fisher, values) if prover.emitted.examples(values) else []
         outputs = [out for out in fisher if out.requires_grad]
         unreached = unreached_outputs(prover, output, fisher) if prover.emitted.examples(values) else frozenset()
+        rows_are_outputs = loss_rows_are_outputs(prover, output, fisher, values)
         if registrations and fisher and not outputs:
             name = class_of(prover.model).__name__
             raise UntraceableError(f"the graph of {name} has uses of parameters, and its outputs have no gradient")
@@ -311,7 +322,16 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             yield registration, registration.matrix.pack(split(by_name, [registration])), computed, bound
 
     missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
-    return Gradients(pairs(), fisher, missed, misfits, unreached)
+    return Gradients(pairs(), fisher, missed, misfits, unreached, rows_are_outputs)
+
+
+def loss_rows_are_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...], values: Any) -> bool:
+    """See `Recorder.rows_are_outputs`. A batch of one example does not tell it."""
+    examples = prover.emitted.examples(values)
+    if examples < 2 or not prover.whole or not prover.losses.are_known:
+        return False
+    leaves, losses = prover.losses.of_constants(output, fisher, values, "exact", None)
+    return all(leaf_with_rows_of(loss.inputs, leaves, examples) == place for place, (_, loss) in enumerate(losses))
 
 
 def unreached_outputs(prover: Recorder, output: Any, fisher: tuple[Tensor, ...]) -> frozenset[int]:

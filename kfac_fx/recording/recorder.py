@@ -25,6 +25,7 @@ from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, Weight
 from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
 from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
 from kfac_fx.passes import results
+from kfac_fx.passes.apart import kept_apart
 from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs.labels import ancestors
@@ -82,6 +83,7 @@ class Recorder:
             no loss.
         mean_reason: why that is a guess; None: it is none.
         division: how the number is read that forward divides a sum by; None: no batch has told it.
+        rows_are_outputs: whether the rows of the losses are those of the Fisher's outputs, as the proof has seen.
     """
 
     emitted: EmittedModel
@@ -109,6 +111,7 @@ class Recorder:
     is_mean: bool | None = None
     mean_reason: str | None = None
     division: Division | None = None
+    rows_are_outputs: bool = False
 
     @property
     def capture(self) -> Capture:
@@ -411,7 +414,8 @@ class Recorder:
                     loop_reason=self.loop_reason,
                 )
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
-                self.loop_reason, self.exact_verified, self.rows_reason = exact.loop_reason, True, exact.rows_reason
+                self.loop_reason, self.rows_reason = exact.loop_reason, exact.rows_reason
+                self.exact_verified = self.exact_verified or exact.together
                 return Moments(statistics, cases, gradients, self.frozen, used=self.used)
             sent_from: Sequence[Tensor] = returned or fisher
             if returned:
@@ -437,14 +441,19 @@ class Recorder:
         return mode == "empirical" and targets is None and not self.losses.are_likelihoods
 
     def meeting_cases(self, values: Any, targets: Any, only: Collection[str] | None = None) -> frozenset[Key]:
-        """The registrations whose cases meet; looked for in the first batch of several examples without NaN. Blocks of
-        the gradients of cases are among them, if the loss has another number of rows than the batch has examples.
+        """The registrations whose cases meet; looked for in the first batch of several examples without NaN, if the
+        graph does not tell that they stay apart. Blocks of the gradients of cases are among them, if the loss has
+        another number of rows than the batch has examples.
 
         only: the names of the parameters whose registrations are wanted; None: all.
         """
         examples = self.emitted.examples(values)
         unknown = {r.parameters: r for r in self.registrations if is_among(r, only)}
         unknown = {key: registration for key, registration in unknown.items() if key not in self.looked_at}
+        if unknown and examples > 1 and self.rows_are_outputs:
+            apart = kept_apart(self.program, self.program.outputs)
+            self.looked_at |= unknown.keys() & apart
+            unknown = {key: registration for key, registration in unknown.items() if key not in apart}
         if unknown and examples > 1:
             emitted = collecting(self.emitted)
             losses_of = replace(self.losses, emitted=emitted)

@@ -55,6 +55,17 @@ def test_a_wrong_rule_of_vmap_is_found_on_the_first_batch(memory: int | None) ->
         assert "vmap gives other gradients than cotangents one by one" in " ".join(str(net.report).split())
 
 
+@pytest.mark.usefixtures("float64")
+def test_a_wrong_rule_of_vmap_is_found_after_a_batch_whose_cotangents_went_back_alone() -> None:
+    net = kfac_fx.compile(Prototypes(), (torch.randn(3, 3),), loss="categorical", approximations={"*": "full"})
+    x, found = torch.randn(5, 3), []
+    for memory in (1, 1 << 30, 1):
+        found.append(net.record((x,), {}, mode="exact", memory=memory).statistics["prototypes",])
+        assert (net.recorder((x,), {}).loop_reason is None) is (len(found) == 1)
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
 def test_right_rules_of_vmap_are_compared_once() -> None:
     net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), loss="categorical")
     calls: list[Any] = []

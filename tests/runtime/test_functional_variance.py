@@ -97,6 +97,7 @@ GRAPH = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], dict[str, Any]]] = {
     "mlp": (mlp, lambda: (torch.randn(6, 4),), {}),
     "full blocks": (mlp, lambda: (torch.randn(6, 4),), {"approximations": {"*": "full"}}),
+    "full blocks of many rows": (mlp, lambda: (torch.randn(40, 4),), {"approximations": {"*": "full"}}),
     "diagonal blocks": (mlp, lambda: (torch.randn(6, 4),), {"approximations": {"*": "diagonal"}}),
     "convolution": (convolution, lambda: (torch.randn(5, 1, 4, 4),), {}),
     "words": (words, lambda: (torch.randint(6, (5, 2)),), {}),
@@ -175,6 +176,28 @@ def test_a_last_layer_of_many_classes_makes_no_gradients_of_its_matrix(monkeypat
     found = last.functional_variance(x, diagonal=True)
     torch.testing.assert_close(found[:, [0, 7, 299]], expected)
     torch.testing.assert_close(last.functional_variance(x).diagonal(dim1=1, dim2=2), found)
+
+
+@pytest.mark.parametrize("damping", [0.3, {"*.bias": 0.1, "*": 0.5}])
+def test_a_full_last_layer_makes_no_gradient_of_its_matrix_for_every_example(damping: Any) -> None:
+    spectrum, model, args = fitted("full blocks of many rows")
+    last = spectrum.at(damping=damping).part(["2.weight", "2.bias"])
+    made: list[int] = []
+    gradients = case_gradients.Cases.gradients
+
+    def counted(cases: case_gradients.Cases) -> Tensor:
+        made.append(len(cases))
+        return gradients(cases)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case_gradients.Cases, "gradients", counted)
+        found = last.functional_variance(args[0])
+        inputs, outputs = 6, 3
+        assert max(made) == inputs * outputs < len(args[0]) * outputs
+    expected = dense(last, model, args, 40)
+    torch.testing.assert_close(found, expected)
+    variances = last.functional_variance(args[0], diagonal=True)
+    torch.testing.assert_close(variances, expected.diagonal(dim1=1, dim2=2))
 
 
 def test_it_is_differentiable_in_the_damping() -> None:

@@ -13,7 +13,7 @@ import kfac_fx
 from kfac_fx.losses import Categorical
 from kfac_fx.passes.layers import conv
 from kfac_fx.recording import case_gradients
-from kfac_fx.recording.meeting_cases import keys_that_meet
+from kfac_fx.recording.meeting_cases import keys_that_meet, leaf_with_rows_of
 from kfac_fx.recording.statistics import Key
 from tests.tables import pairs
 
@@ -45,6 +45,13 @@ class Paired(nn.Module):
         y = self.first(x).tanh()
         logits: Tensor = self.head(y + y.roll(len(x) // 2, 0))
         return logits
+
+
+class Rolled(nn.Module):
+    """The identity, of which the graph does not tell that it keeps the cases apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(0, 0)
 
 
 def normalized() -> nn.Module:
@@ -149,7 +156,7 @@ def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, mo
     for module in ("recorder", "case_gradients"):
         monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3), Rolled()).eval()
     net = kfac_fx.compile(model, (x,), loss="categorical")
     first, norm, last = (key.parameters for key in net.registrations)
     sums: dict[Key, Tensor] = {}
@@ -169,7 +176,7 @@ def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, mo
 
 def test_no_patches_are_made_to_see_that_cases_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 2, 5, 5)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3), Rolled())
     net = kfac_fx.compile(model, (x,), loss="categorical")
     net.recorder((x,), {})
     made: list[int] = []
@@ -179,6 +186,77 @@ def test_no_patches_are_made_to_see_that_cases_do_not_meet(monkeypatch: pytest.M
     assert not made
     net.record_cases((x,), {}, lambda key, cases: None, targets=torch.randint(3, (6,)))
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("what", ["outputs", "exact", "loss", "measurement"])
+def test_no_batch_is_asked_where_the_graph_tells_that_cases_stay_apart(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[frozenset[Key]] = []
+
+    def noted(*args: Any) -> frozenset[Key] | None:
+        asked.append(frozenset(args[5]))
+        return keys_that_meet(*args)
+
+    for module in ("recorder", "case_gradients"):
+        monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    net = kfac_fx.compile(embedding(), (x,), loss="categorical")
+    measured = {"measurement": lambda z, y: nn.functional.cross_entropy(z, y, reduction="none")}
+    for _ in range(2):
+        if what == "outputs":
+            net.record_outputs((x,), {}, lambda *_: None, only=[key.parameters for key in net.registrations])
+        elif what == "exact":
+            net.record((x,), {}, mode="exact")
+        else:
+            net.record_cases((x,), {}, lambda *_: None, targets=y, **(measured if what == "measurement" else {}))
+    assert len(asked) == (what == "measurement")  # a function of the user's, of which no graph tells
+
+
+@pytest.mark.parametrize("loss", [lambda z: Categorical(z @ z.mT), lambda z: Categorical(z.flip(0))])
+def test_a_loss_in_which_cases_meet_or_change_places_is_asked_for_a_batch(loss: Any) -> None:
+    x, y = torch.randn(3, 4), torch.randint(3, (3,))
+    net = kfac_fx.compile(embedding(), (x,), loss=loss)
+    assert not net.recorder((x,), {}).rows_are_outputs
+    net.record_cases((x,), {}, lambda *_: None, targets=y)
+    assert "cases meet or change places between it and the loss" in " ".join(str(net.report).split())
+
+
+def test_a_model_that_changed_its_mode_is_asked_anew() -> None:
+    x = torch.randn(6, 4)
+    net = kfac_fx.compile(normalized().eval(), (x,), loss="categorical")
+    net.record((x,), {}, mode="exact")
+    assert net.recorder((x,), {}).rows_are_outputs and not net.recorder((x,), {}).meeting
+    net.train()
+    net.record((x,), {}, mode="exact")
+    assert net.recorder((x,), {}).meeting == {("0.weight", "0.bias")}
+
+
+class Switched(nn.Module):
+    """An attribute decides whether cases meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.meet = nn.Linear(4, 5), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        logits: Tensor = self.head(hidden - hidden.mean(0) if self.meet else hidden)
+        return logits
+
+
+def test_a_model_that_changed_an_attribute_is_asked_anew() -> None:
+    torch.manual_seed(0)
+    model, x, y = Switched(), torch.randn(6, 4), torch.randint(3, (6,))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    identity = kfac_fx.fit_spectrum(net, [(x, y)], mode="empirical").at(scale=0.0, damping=1.0)
+    for model.meet in (False, True):
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        each = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        expected = torch.stack([torch.cat([part.flatten() for part in parts]).square().sum() for parts in each])
+        torch.testing.assert_close(identity.self_scores((x, y)), expected)
+        net.record((x,), {}, mode="exact")
+        assert bool(net.recorder((x,), {}).meeting) is model.meet
 
 
 class WithFirst(nn.Module):
@@ -364,3 +442,41 @@ def test_places_are_looked_for_in_every_batch_if_cases_are_sorted(how: str, monk
         gradients = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in each])
         torch.testing.assert_close(identity.self_scores(kfac_fx.Batch(x, key, targets=y)), gradients.square().sum(1))
     assert len(searches) == (1 if how == "features" else 2)
+
+
+@pytest.mark.parametrize(
+    ("of_leaf", "expected"),
+    [
+        (lambda z: z, 1),
+        (lambda z: z.flatten(1), 1),
+        (lambda z: z.unsqueeze(0).squeeze(0), 1),
+        (lambda z: torch.where(torch.arange(4).view(4, 1, 1) > 1, z, 0.0), 1),
+        (lambda z: z.flatten(0, 1), None),
+        (lambda z: z[:2], None),
+        (lambda z: z.transpose(0, 1), None),
+        (lambda z: z.transpose(0, 2).transpose(0, 1), None),
+        (lambda z: z.flip(0), None),
+        (lambda z: z.clone(), None),
+        (lambda z: z.detach(), None),
+        (lambda z: torch.where(torch.arange(4).view(4, 1, 1) > 1, z, z.flip(0)), None),
+        (lambda z: torch.where(torch.arange(4).view(4, 1, 1) > 1, z[:1], 0.0), None),
+        (lambda z: torch.where(torch.arange(4).view(4, 1, 1) > 1, z.transpose(0, 1), 0.0), None),
+        (lambda z: Backwards.apply(z), None),
+    ],
+)
+def test_which_leaf_has_the_rows_of_a_tensor(of_leaf: Logits, expected: int | None) -> None:
+    leaves = [torch.randn(4, 4, 2, requires_grad=True) for _ in range(3)]
+    assert leaf_with_rows_of(of_leaf(leaves[1]), leaves, 4) == expected
+    assert leaf_with_rows_of(of_leaf(leaves[1]), leaves, 2) is None
+
+
+class Backwards(torch.autograd.Function):
+    """The identity with a backward that sends gradients to other cases."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.flip(0)

@@ -87,6 +87,35 @@ def test_every_example_runs_and_is_shown(name: str, tmp_path: Path, capsys: pyte
     assert "relative distances in float64" in capsys.readouterr().out
 
 
+def test_an_example_that_is_measured_again_leaves_the_others_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_examples, "PEERS", dict.fromkeys(PEERS, "json"))
+    monkeypatch.setattr(peer_examples.metadata, "version", lambda name: "1")
+    seconds = [2.0, 1.0]
+    spent = {"prepare": {"peer": 1.0, "ours": 1.0}}
+    monkeypatch.setattr(
+        peer_examples,
+        "measure",
+        lambda *_: {
+            "agreement": {"scores": {"peer from ours": 1.0}},
+            "seconds": spent | {"fit": {"peer": 3.0, "ours": seconds.pop()}},
+        },
+    )
+    out = tmp_path / "found.json"
+    for name in ("dattri, noisy labels, cg", "dattri, MLP without biases"):
+        peer_examples.main(["--examples", name, "--out", str(out)])
+    found = json.loads(out.read_text(encoding="utf-8"))["results"]
+    assert [example["seconds"]["fit"]["ours"] for example in found.values()] == [1.0, 2.0]
+    assert peer_examples.days(found) == ""
+    found["dattri, noisy labels, cg"]["day"] = "2026-01-02"
+    assert "2026-01-02: *dattri, noisy labels, cg*" in peer_examples.days(found)
+    monkeypatch.setattr(peer_examples.metadata, "version", lambda name: "2")
+    seconds.append(4.0)
+    peer_examples.main(["--examples", "dattri, noisy labels, cg", "--out", str(out)])
+    assert list(json.loads(out.read_text(encoding="utf-8"))["results"]) == ["dattri, noisy labels, cg"]
+
+
 def test_an_example_without_its_library_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

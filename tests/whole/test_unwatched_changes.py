@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.recording.recorder import Recorder
 from tests.tables import pairs
 
 HIDDEN = (ctypes.c_double * 1)(1.0)  # memory of C, which Python's objects do not tell about
@@ -92,6 +93,35 @@ def test_an_estimator_compares_its_first_batches() -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     HIDDEN[0] = 1.0
     estimator.update_covariances(X)
+
+
+@pytest.mark.parametrize("options", [{}, {"estimation_mode": "exact"}, {"fraction": 0.5}], ids=str)
+def test_an_estimator_finds_a_change_since_it_was_compiled(options: dict[str, Any]) -> None:
+    net = kfac_fx.compile(Model().eval(), (X,), loss="categorical")
+    net.recorder((X,), {})  # the proof of the same batch
+    HIDDEN[0] = 3.0
+    estimator = kfac_fx.FisherEstimator(net, damping=0.1, **options)
+    with pytest.raises(ModelChangedError, match="Nothing of this batch was used"):
+        estimator.update_covariances(X)
+
+
+@pytest.mark.parametrize(("fraction", "graphs"), [(1.0, 0), (0.5, 1)])
+def test_a_recording_of_an_estimator_is_compared_itself(
+    fraction: float, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one forward of the model, and one more of the graph for a part of a batch."""
+    forwards: list[bool] = []
+    outputs = Recorder.outputs
+    net = kfac_fx.compile(Model(), (X,), loss="categorical")
+    net.recorder((X,), {})
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(True)
+        return outputs(*args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "outputs", counted)
+    kfac_fx.FisherEstimator(net, damping=0.1, fraction=fraction).update_covariances(X)
+    assert len(forwards) == graphs
 
 
 # --- no false alarm ---------------------------------------------------------------------------------------------------
@@ -182,6 +212,17 @@ def test_a_model_that_does_not_change_is_not_told_so(architecture: str, mode: st
             F.cross_entropy(outputs, Y).backward()
         optimizer.step()
     assert optimizer.estimator.outputs.pending is None and optimizer.counter == 4
+
+
+@pytest.mark.parametrize("mode", ["gradients", "exact"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_estimator_does_not_say_so_either(architecture: str, mode: str) -> None:
+    several = architecture == "several outputs"
+    loss = (lambda outputs: [kfac_fx.losses.Categorical(outputs["logits"])]) if several else None
+    net = kfac_fx.compile(ARCHITECTURES[architecture](), (X.clone(),), loss=loss or "categorical")
+    estimator = kfac_fx.FisherEstimator(net, damping=0.1, estimation_mode=mode)
+    for _ in range(2):
+        estimator.update_covariances(torch.randn(8, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
