@@ -27,7 +27,7 @@ OUT = Path(__file__).parent / "results" / "zoo_compile.json"
 
 
 def seconds(entry: Entry) -> float:
-    """Of one compile, after a forward of the model."""
+    """The CPU time of one compile, after a forward of the model."""
     torch.manual_seed(0)
     model, (args, kwargs) = entry.build().train(), entry.call(CAPTURED)
     model(*args, **kwargs)

@@ -712,7 +712,7 @@ def key_of_tensor(outputs: Any) -> Any:
 
 
 def structure(outputs: Any) -> str:
-    """What a model returned, for messages: its kind, and the shapes in it by key."""
+    """The kind of what a model returned, and the shapes in it by key, for messages."""
     kind = type(outputs).__name__
     if isinstance(outputs, Tensor):
         return f"a {kind} {list(outputs.shape)}"

@@ -337,8 +337,8 @@ class BatchLoss:
     @OWN_PRECISION.entered()
     def unit(self, at: Sequence[Values]) -> Tensor:
         """The square of the unit that losses without a name are measured in, [], because <d, F d> of their empirical
-        Fisher is a squared change of the loss: the mean over cases of |N g_n|². Of a number that is the loss itself,
-        its square."""
+        Fisher is a squared change of the loss: the mean over cases of |N g_n|². A number that is the loss itself
+        has its square."""
         total, squared = self.cases(values.cases for values in at), self.zero(at)
         for values in at:
             for _, loss in values.losses:
