@@ -128,7 +128,7 @@ class Verdict:
         program: with failed registrations generic.
         failed: the reasons, by registration.
         conclusive: False if the batch has no cases, or no finite gradients to compare with.
-        misfits: see `OutputLosses.misfits`.
+        misfits: see `OutputLosses.misfits`; and what hooks of parameters change.
     """
 
     program: Program
@@ -168,7 +168,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     differs: dict[Key, str | None] = {}  # why autograd's gradient and the rows' differ
     conclusive = examples > 0
     with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
-        check_equivalence(prover, args, kwargs)
+        of_hooks = check_equivalence(prover, args, kwargs)
         refuse_guess(prover, values)
         recorder.emitted.capture = prover.capture
         rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
@@ -203,7 +203,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
     program = demoted(recorder.program, failed, changed, gradients.missed)
-    return Verdict(program, failed, misfits=gradients.misfits)
+    return Verdict(program, failed, misfits=[*of_hooks, *gradients.misfits])
 
 
 def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound: float) -> str | None:
