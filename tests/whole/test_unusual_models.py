@@ -474,3 +474,31 @@ def test_ranges_of_a_fake_quantization_follow_once_in_a_forward(width: int, bloc
         for (name, buffer), same in zip(net.named_buffers(), plain.buffers(), strict=True):
             assert torch.equal(buffer, same), name
         optimizer.step()  # raises ModelChangedError if a recording has other outputs than the model
+
+
+class Listening(Layers):
+    """Hooks on an activation, which torch takes only where there is a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layers[0](x))
+        if self.training:
+            h.register_hook(lambda gradient: -gradient)
+            h.retain_grad()
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+def test_hooks_on_activations_stay_out_of_forwards_without_gradients() -> None:
+    torch.manual_seed(0)
+    model, inputs = Listening(), x(16)
+    plain = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (inputs,), loss="mse")
+    assert net.program.submodules, "gradients that the hook turns around are in no graph of the whole model"
+    optimizer = kfac_fx.KFAC(net)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        if step == 0:
+            plain(inputs).square().mean().backward()
+            for parameter, of_plain in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, of_plain.grad)
+        optimizer.step()
