@@ -61,9 +61,10 @@ COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those wi
 MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
 EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
 HOOKED = (
-    "hooks of parameters change the gradients of {}, which are right without them: the Fisher is that of the model, and "
-    "a step is made of the gradients behind the hooks. A step of a Kronecker block mixes the elements of a gradient, so "
-    "elements whose gradient a hook sets to zero move, too; those of a diagonal block stay: approximations={}"
+    "hooks of parameters change the gradients of {}, which are right without them: the Fisher is that of the model, "
+    "and a step is made of the gradients behind the hooks. A step of a Kronecker block mixes the elements of a "
+    "gradient, so elements whose gradient a hook sets to zero move, too; those of a diagonal block stay: "
+    "approximations={}"
 )
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
 
@@ -124,8 +125,8 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     if wrong:
         raise UntraceableError(
             f"{name} has other gradients than its graph, in {', '.join(wrong)}.\n"
-            "A capture does not include hooks of modules and activations that change gradients, nor custom backward functions. Use ordinary "
-            "operations, or torch.library.custom_op with register_autograd."
+            "A capture does not include hooks of modules and activations that change gradients, nor custom backward "
+            "functions. Use ordinary operations, or torch.library.custom_op with register_autograd."
         )
     effects += [
         f"updates the buffer {key}" for key, value in buffers.items()

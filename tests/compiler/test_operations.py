@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfac_fx.passes.graphs.operations import REQUIRED, SPELLED_OUT, aten_order, is_random, op_name, returns_view, writes_elsewhere
+from kfac_fx.passes.graphs.operations import (
+    REQUIRED,
+    SPELLED_OUT,
+    aten_order,
+    is_random,
+    op_name,
+    returns_view,
+    writes_elsewhere,
+)
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy
 

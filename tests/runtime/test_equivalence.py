@@ -63,7 +63,9 @@ def test_a_hook_of_a_parameter_changes_training_and_not_the_fisher() -> None:
 
     hooked, frozen_rows = network(), torch.tensor([[0.0], [1.0], [1.0], [1.0]])
     hooked[0].weight.register_hook(lambda gradient: gradient * frozen_rows)
-    with pytest.warns(UserWarning, match=r"hooks of parameters change the gradients of 0\.weight, which are right") as told:
+    with pytest.warns(
+        UserWarning, match=r"hooks of parameters change the gradients of 0\.weight, which are right"
+    ) as told:
         net = kfac_fx.compile(hooked, (X,), loss="normal", approximations={"0.weight": "diagonal"})
     assert str(told[0].message) in " ".join(str(net.report).split()) and not net.report.rows[0].generic
     statistics = kfac_fx.compile(network(), (X,), loss="normal", approximations={"0.weight": "diagonal"})
