@@ -252,16 +252,13 @@ def look_up_rows(graph: fx.Graph, parameters: Iterable[str]) -> None:
         here, n = range(value.dim()), index.dim()
         first = (dim, *(other for other in here if other != dim))
         back = (*range(n, n + dim), *range(n), *range(n + dim, n + value.dim() - 1))
-        written: Any = table
         with graph.inserting_before(node):
-            for function, argument in (
-                (torch.permute, first),
-                (torch.ops.aten.index.Tensor, [ids]),
-                (torch.permute, back),
-            ):
-                before, written = written, graph.call_function(function, (written, argument))
-                indices = [index] if argument == [ids] else argument
-                written.meta = {**node.meta, "val": function(before.meta["val"], indices)}
+            turned = graph.call_function(torch.permute, (table, first))
+            rows = graph.call_function(torch.ops.aten.index.Tensor, (turned, [ids]))
+            written = graph.call_function(torch.permute, (rows, back))
+        turned.meta = {**node.meta, "val": value.permute(first)}
+        rows.meta = {**node.meta, "val": turned.meta["val"][index]}
+        written.meta = dict(node.meta)
         node.replace_all_uses_with(written)
         graph.erase_node(node)
 
@@ -278,10 +275,10 @@ def looked_up(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
         dim, ids = places[0], indices[places[0]]
     else:
         return None
-    values = [operand.meta.get("val") if isinstance(operand, fx.Node) else None for operand in (table, ids)]
-    if not all(isinstance(value, Tensor) for value in values) or values[1].dtype is torch.bool:
+    value, index = (operand.meta.get("val") if isinstance(operand, fx.Node) else None for operand in (table, ids))
+    if not isinstance(value, Tensor) or not isinstance(index, Tensor) or index.dtype is torch.bool:
         return None
-    dim = dim % values[0].dim() if isinstance(dim, int) and values[0].dim() else 0
+    dim = dim % value.dim() if isinstance(dim, int) and value.dim() else 0
     return (table, dim, ids) if dim else None
 
 

@@ -66,6 +66,12 @@ HOOKED = (
     "gradient, so elements whose gradient a hook sets to zero move, too; those of a diagonal block stay: "
     "approximations={}"
 )
+WITHOUT_INPUTS = "Give kfac_fx.compile example inputs, so that torch.export captures it."
+REVERSIBLE = (
+    "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs modules "
+    "again, as those of reversible layers do, finds the parameters in them. Say what the Function computes: "
+    "kfac_fx.plain_function(MyFunction, lambda *arguments: ...)."
+)
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
 
 
@@ -93,7 +99,7 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
             raise
         raise UntraceableError(
             f"the graph of {name} does not run on these inputs: {first_line(error)}\n"
-            "Give kfac_fx.compile example inputs, so that torch.export captures it."
+            f"{REVERSIBLE if is_exported(recorder) else WITHOUT_INPUTS}"
         ) from error
     except AttributeError as error:
         refuse_attribute_of_parameter(recorder, error)
@@ -136,6 +142,11 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
         every = dict.fromkeys((*recorder.capture.effects, *effects))
         recorder.emitted.capture = dataclasses.replace(recorder.capture, effects=tuple(every))
     return [HOOKED.format(", ".join(hooked), f"{{{hooked[0]!r}: 'diagonal'}}")] if hooked else []
+
+
+def is_exported(recorder: Recorder) -> bool:
+    """Whether example inputs were given: torch.export knows the inputs of its graphs."""
+    return not recorder.whole or any("val" in node.meta for node in recorder.program.inputs)
 
 
 def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
