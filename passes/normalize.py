@@ -243,7 +243,7 @@ def of_two(term: str, other: str, rest: Iterable[str]) -> str:
 
 def look_up_rows(graph: fx.Graph, parameters: Iterable[str]) -> None:
     """Look up the rows of a permuted table where data index another dimension of it than the first."""
-    lookups = [(node, *lookup) for node in graph.nodes if (lookup := looked_up(node)) is not None]
+    lookups = [(node, *lookup) for node in graph.nodes if (lookup := lookup_of(node)) is not None]
     label = labels(graph, parameters) if lookups else {}
     for node, table, dim, ids in lookups:
         value, index = table.meta["val"], ids.meta["val"]
@@ -263,7 +263,7 @@ def look_up_rows(graph: fx.Graph, parameters: Iterable[str]) -> None:
         graph.erase_node(node)
 
 
-def looked_up(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
+def lookup_of(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     """(the table, the dimension, the indices) of a node that looks up along one dimension that is not the first."""
     if op_name(node) == "index_select" and len(node.args) == 3:
         table, dim, ids = cast(Any, node.args)

@@ -38,7 +38,7 @@ from ..parametrization import (
     view_steps,
 )
 from ..pieces import Piece
-from .functions import DERIVATIVES, Constant, Derivative, Diagonal, Elementwise, constants, multiplied, placed
+from .functions import DERIVATIVES, Constant, Derivative, Diagonal, Elementwise, multiplied, placed, without_history
 from .normalized import Scaled
 
 MEAN_SQUARES = "its elements have derivatives of their own: with the mean squares of these by output and input"
@@ -79,7 +79,7 @@ class ElementDerivative(nn.Module):
         self.operation, self.number = operation, number
 
     def forward(self, *arguments: Tensor) -> Tensor:
-        fixed = constants(self.operation, arguments)
+        fixed = without_history(self.operation, arguments)
         at = fixed[self.number]
 
         def value(changed: Tensor) -> Any:

@@ -421,7 +421,7 @@ def function_of(node: fx.Node) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
-def constants(function: nn.Module, arguments: Iterable[Tensor]) -> list[Tensor]:
+def without_history(function: nn.Module, arguments: Iterable[Tensor]) -> list[Tensor]:
     """The arguments without their history; copies for a function that writes into them, which the graph does, too."""
     assert isinstance(function, fx.GraphModule), "bug in kfac_fx: a function without a graph"
     writes = any(writes_elsewhere(op_name(node)) for node in function.graph.nodes)
@@ -437,7 +437,7 @@ class Jacobian(nn.Module):
         self.function, self.number = function, number
 
     def forward(self, *leaves: Tensor) -> Tensor:
-        fixed = constants(self.function, leaves)
+        fixed = without_history(self.function, leaves)
         at = fixed[self.number]
 
         def value(changed: Tensor) -> Any:
