@@ -13,6 +13,7 @@ Before                                   After
     F.nll_loss(x.log_softmax(1), y)          F.cross_entropy(x.log_softmax(1), y): the logarithms are logits, too
     einsum("bi,ir,or->bo", x, v, w)          einsum("br,or->bo", einsum("bi,ir->br", x, v), w)
     y, s = broadcast_tensors(x, g)           y, s = x, g.expand_as(x)
+    w[:, ids]                                w.permute(1, 0)[ids].permute(1, 0): rows are looked up, as in an embedding
 
 Every parameter is read once, under its canonical name.
 """
@@ -70,6 +71,7 @@ def normalize(program: Program) -> Program:
     expand_masks(graph, program.parameters)
     spell_losses(graph)
     in_pairs(graph, program.parameters)
+    look_up_rows(graph, program.parameters)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)
     losses = tuple(copies.get(node, node) for node in program.outputs)
@@ -234,6 +236,50 @@ def of_two(term: str, other: str, rest: Iterable[str]) -> str:
     """The indices of a product of two operands, of which the rest of the equation needs some."""
     both, needed = term + other, set().union(*rest) - {"."}
     return "..." * ("..." in both) + "".join(dict.fromkeys(index for index in both if index in needed))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def look_up_rows(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Look up the rows of a permuted table where data index another dimension of it than the first."""
+    lookups = [(node, *lookup) for node in graph.nodes if (lookup := lookup_of(node)) is not None]
+    label = labels(graph, parameters) if lookups else {}
+    for node, table, dim, ids in lookups:
+        value, index = table.meta["val"], ids.meta["val"]
+        if label[table] is not Label.PURE or label[ids] is not Label.ACT:
+            continue
+        here, n = range(value.dim()), index.dim()
+        first = (dim, *(other for other in here if other != dim))
+        back = (*range(n, n + dim), *range(n), *range(n + dim, n + value.dim() - 1))
+        with graph.inserting_before(node):
+            turned = graph.call_function(torch.permute, (table, first))
+            rows = graph.call_function(torch.ops.aten.index.Tensor, (turned, [ids]))
+            written = graph.call_function(torch.permute, (rows, back))
+        turned.meta = {**node.meta, "val": value.permute(first)}
+        rows.meta = {**node.meta, "val": turned.meta["val"][index]}
+        written.meta = dict(node.meta)
+        node.replace_all_uses_with(written)
+        graph.erase_node(node)
+
+
+def lookup_of(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
+    """(the table, the dimension, the indices) of a node that looks up along one dimension that is not the first."""
+    if op_name(node) == "index_select" and len(node.args) == 3:
+        table, dim, ids = cast(Any, node.args)
+    elif op_name(node) == "index" and isinstance(node.args[1], (list, tuple)):
+        table, indices = cast(Any, node.args)
+        places = [place for place, index in enumerate(indices) if index is not None]
+        if len(places) != 1:
+            return None
+        dim, ids = places[0], indices[places[0]]
+    else:
+        return None
+    value, index = (operand.meta.get("val") if isinstance(operand, fx.Node) else None for operand in (table, ids))
+    if not isinstance(value, Tensor) or not isinstance(index, Tensor) or index.dtype is torch.bool:
+        return None
+    dim = dim % value.dim() if isinstance(dim, int) and value.dim() else 0
+    return (table, dim, ids) if dim else None
 
 
 # --- tables that layers are applied to --------------------------------------------------------------------------------

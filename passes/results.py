@@ -6,8 +6,9 @@
         ...
 
 An object is a branch if there is no tensor next to it: a dataclass, a subclass of dict, or anything with attributes.
-Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. A nested tensor stands for its
-values. The functions have the names of those of torch's pytree.
+Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. A distribution of torch is a
+branch next to tensors, too: policies return one with a value. A nested tensor stands for its values. The functions
+have the names of those of torch's pytree.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.distributions import Distribution
 from torch.nested import nested_tensor_from_jagged
 
 from .torch_private import pytree
@@ -53,12 +55,14 @@ def tree_flatten(tree: Any, plain: bool = True) -> tuple[list[Any], TreeSpec]:
     """plain: give the values of nested tensors instead of them."""
     leaves, spec = pytree.tree_flatten(tree)
     leaves = [leaf.values() if plain and isinstance(leaf, Tensor) and leaf.is_nested else leaf for leaf in leaves]
-    if any(map(is_value, leaves)) or not any(map(holds_value, leaves)):
+    among_tensors = any(map(is_value, leaves))
+    branches = [holds_value(leaf) and (not among_tensors or isinstance(leaf, Distribution)) for leaf in leaves]
+    if not any(branches):
         return leaves, TreeSpec(spec)
     objects: list[ObjectSpec | None] = []
     inside: list[Any] = []
-    for leaf in leaves:
-        branch, values = branch_of(leaf, plain) if holds_value(leaf) else (None, [leaf])
+    for leaf, is_branch in zip(leaves, branches, strict=True):
+        branch, values = branch_of(leaf, plain) if is_branch else (None, [leaf])
         objects.append(branch)
         inside += values
     return inside, TreeSpec(spec, tuple(objects))

@@ -10,8 +10,8 @@ Before                                          After
 A tap returns its first argument unchanged. The caller passes the module, which decides what happens in the backward.
 The second output holds the Fisher's outputs, in the order of `program.outputs`.
 
-The module has Python code, with names of the user's in it. Names that the code or the module has for itself, and names
-that Python reads as others, are replaced; `renamed` tells which.
+The module has Python code, with names of the user's in it. Names that the code or the module has for itself, keywords,
+and names that Python reads as others, are replaced; `renamed` tells which.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -212,7 +213,8 @@ def written_names(names: Iterable[str]) -> dict[str, str]:
 
 def is_written(name: str) -> bool:
     """Whether the code of a module may have this name. Python takes some letters for others, as "ﬁ" for "fi"."""
-    return name.split(".")[0] not in names_of_modules() and as_python_reads(name) == name
+    parts = name.split(".")
+    return parts[0] not in names_of_modules() and as_python_reads(name) == name and not any(map(iskeyword, parts))
 
 
 def as_python_reads(name: str) -> str:
@@ -296,13 +298,16 @@ def tap_name(registration: Registration) -> str:
 
 
 class Numbered(dict[str, nn.Module]):
-    """Modules by names of their own: "fc", "fc_1", "fc_2"."""
+    """Modules by names of their own: "fc", "fc_1", "fc_2". None is a keyword of Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tried: Counter[str] = Counter()
 
     def fresh(self, name: str) -> str:
-        while (free := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self or hasattr(MODULE, free):
+        def taken(free: str) -> bool:
+            return free in self or hasattr(MODULE, free) or iskeyword(free)
+
+        while taken(free := f"{name}_{self.tried[name]}" if self.tried[name] else name):
             self.tried[name] += 1
         return free

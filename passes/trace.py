@@ -63,7 +63,7 @@ from .torch_private import (
     make_fx,
     pytree,
 )
-from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_trace
+from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_backward_hooks, without_trace
 from .tracing.effects import cumulative_averages, untouched
 from .tracing.functions import own_backwards
 from .tracing.kernels import compute
@@ -390,8 +390,12 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
         averages = cumulative_averages(model)
         with untouched(model) as assigned:
             try:
-                with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
+                with (
+                    torch.enable_grad(),
+                    no_random_numbers(),
+                    python_random() as drawn,
+                    without_backward_hooks(model),  # `effects` names them
+                ):
                     tracer = _Tracer()
                     with observer.observing():
                         graph = tracer.trace(model, concrete_args=defaults)

@@ -886,6 +886,101 @@ class LagrangianNetwork(nn.Module):
         return out
 
 
+class HMM(nn.Module):
+    """Rabiner 1989, trained by gradients: the logarithm of the probability of a sequence, by the forward algorithm."""
+
+    def __init__(self, states: int = 5) -> None:
+        super().__init__()
+        self.start, self.transitions = nn.Parameter(torch.zeros(states)), nn.Parameter(torch.randn(states, states))
+        self.emissions = nn.Parameter(torch.randn(states, VOCABULARY))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        transitions, emissions = self.transitions.log_softmax(1), self.emissions.log_softmax(1)
+        alpha = self.start.log_softmax(0) + emissions[:, ids[:, 0]].T
+        for t in range(1, ids.shape[1]):
+            alpha = torch.logsumexp(alpha[:, :, None] + transitions, 1) + emissions[:, ids[:, t]].T
+        return torch.logsumexp(alpha, 1, keepdim=True)
+
+
+class HashGrid(nn.Module):
+    """Instant NGP, Müller et al. 2022, in the plane: features at hashed corners of grids, interpolated."""
+
+    def __init__(self, levels: int = 3, size: int = 64) -> None:
+        super().__init__()
+        self.tables, self.size = nn.ModuleList(nn.Embedding(size, 2) for _ in range(levels)), size
+        self.register_buffer("corners", torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]))
+        self.net = nn.Sequential(nn.Linear(2 * levels, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = []
+        for level, table in enumerate(self.tables):
+            place = torch.sigmoid(x) * 4 * 2**level
+            low = place.floor().long()
+            corners = low[:, None] + self.corners
+            found = table((corners[..., 0] ^ (corners[..., 1] * 2654435761)) % self.size)
+            inside = (place - low)[:, None]
+            weights = torch.where(self.corners.bool(), inside, 1 - inside).prod(-1, keepdim=True)
+            features.append((found * weights).sum(1))
+        out: Tensor = self.net(torch.cat(features, 1))
+        return out
+
+
+class DeformableConv(nn.Module):
+    """Zhu et al. 2019, by sampling: a convolution whose places have learned offsets and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets, self.gates = nn.Conv2d(3, 18, 3, padding=1), nn.Conv2d(3, 9, 3, padding=1)
+        self.weight, self.head = nn.Parameter(torch.randn(WIDTH, 3, 3, 3) / 5), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cases, channels, height, width = x.shape
+        offsets, gates = self.offsets(x).view(cases, 9, 2, height, width), torch.sigmoid(self.gates(x))
+        y, x_of = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+        grid, columns = torch.stack([x_of, y], -1), []
+        for k in range(9):
+            place = grid + 2 / width * (torch.tensor([k % 3 - 1.0, k // 3 - 1.0]) + offsets[:, k].permute(0, 2, 3, 1))
+            columns.append(F.grid_sample(x, place, align_corners=True) * gates[:, k : k + 1])
+        patches = torch.stack(columns, 2).view(cases, channels * 9, height * width)
+        out: Tensor = self.head(F.relu(self.weight.view(WIDTH, -1) @ patches).mean(2))
+        return out
+
+
+class SetAttention(nn.Module):
+    """Set Transformer, Lee et al. 2019: induced points that attend to a set, and that the set attends to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points, self.seed = nn.Parameter(torch.randn(1, 3, WIDTH)), nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.embed, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(3))
+        self.outputs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def attend(self, number: int, query: Tensor, keys: Tensor) -> Tensor:
+        h = query + self.blocks[number](query, keys, keys, need_weights=False)[0]
+        return h + F.relu(self.outputs[number](h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        induced = self.attend(0, self.points.repeat(len(x), 1, 1), h)
+        h = self.attend(1, h, induced)
+        out: Tensor = self.head(self.attend(2, self.seed.repeat(len(x), 1, 1), h)[:, 0])
+        return out
+
+
+class ActorCritic(nn.Module):
+    """Proximal policy optimization, Schulman et al. 2017: a policy, which is a distribution, and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 16), nn.Tanh())
+        self.actor, self.critic = nn.Linear(16, 3), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> tuple[torch.distributions.Categorical, Tensor]:
+        h = self.body(x)
+        return torch.distributions.Categorical(logits=self.actor(h)), self.critic(h)
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -919,6 +1014,10 @@ def distribution_of_log_softmax(outputs: Tensor) -> Any:
     return kfac_fx.losses.Categorical(outputs)
 
 
+def policy_and_value(outputs: tuple[torch.distributions.Categorical, Tensor]) -> Any:
+    return [kfac_fx.losses.Categorical(outputs[0].logits), kfac_fx.losses.Normal(outputs[1])]
+
+
 def all_exits(outputs: list[Tensor]) -> Any:
     return [kfac_fx.losses.Categorical(logits) for logits in outputs]
 
@@ -926,12 +1025,14 @@ def all_exits(outputs: list[Tensor]) -> Any:
 Build = Callable[[], nn.Module]
 # name: (model, inputs, loss or None)
 MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
+    "actor_critic": (ActorCritic, images(5), policy_and_value),
     "branchynet": (BranchyNet, images(3, 16, 16), all_exits),
     "capsnet": (CapsNet, images(1, 12, 12), None),
     "centernet": (CenterNet, images(3, 16, 16), None),
     "crf": (CRF, keywords(ids=tokens(6), tags=classes(4, 6)), None),
     "dcgan": (DCGAN, keywords(z=floats(WIDTH), real=floats(3, 16, 16)), None),
     "deeponet": (DeepONet, functions_at_places, None),
+    "deformable_conv": (DeformableConv, images(3, 8, 8), "categorical"),
     "deq": (DEQ, images(5), "categorical"),
     "deq_implicit": (ImplicitDEQ, images(5), "categorical"),
     "detr": (DETR, images(3, 16, 16), None),
@@ -944,6 +1045,8 @@ MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "gcnn": (GCNN, images(2, 9, 9), "categorical"),
     "gin": (GIN, gin, "categorical"),
     "glow": (Glow, images(4, 6, 6), None),
+    "hash_grid": (HashGrid, images(2), None),
+    "hmm": (HMM, keywords(ids=tokens(5)), None),
     "houlsby_adapters": (HoulsbyAdapters, keywords(ids=tokens()), "categorical"),
     "hyena": (Hyena, keywords(ids=tokens(LENGTH)), "categorical"),
     "hypernetwork": (HyperNetwork, images(3, 8, 8), "categorical"),
@@ -959,6 +1062,7 @@ MODELS: dict[str, tuple[Build, Callable[[int], Call], Any]] = {
     "pointnet": (PointNet, images(3, 20), "categorical"),
     "realnvp": (RealNVP, images(4), None),
     "schnet": (SchNet, keywords(z=classes(10, 4), pos=floats(4, 3)), None),
+    "set_transformer": (SetAttention, images(6, 5), "categorical"),
     "stylegan2": (StyleGAN2, images(WIDTH), None),
     "vqvae": (VQVAE, images(3, 8, 8), None),
 }  # fmt: skip

@@ -14,7 +14,6 @@ import copy
 import functools
 import gc
 import inspect
-import keyword
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
@@ -964,19 +963,13 @@ def refuse_unfit_names(model: nn.Module) -> None:
 
     Quotes in a name would be executed as code.
     """
-    names = dict.fromkeys(name for name, _ in (*model.named_modules(), *model.named_parameters()))
-    quoted = names | dict.fromkeys(name for name, _ in model.named_buffers())
-    unfit = [
-        name
-        for name in quoted
-        if any(c in UNFIT or c in HALVES_OF_LETTERS for c in name)
-        or (name in names and any(map(keyword.iskeyword, name.split("."))))
-    ]
+    named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    names = dict.fromkeys(name for name, _ in named)
+    unfit = [name for name in names if any(c in UNFIT or c in HALVES_OF_LETTERS for c in name)]
     if unfit:
         raise UntraceableError(
             f"torch cannot write these names into the code of a graph: {', '.join(map(ascii, unfit))}.\n"
-            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks, surrogates and "
-            "keywords of Python."
+            "Rename the modules, parameters and buffers, without quotes, backslashes, line breaks and surrogates."
         )
     if taken := [name for name, _ in model.named_parameters() if f"{name}/".startswith(OF_STATE)]:
         raise UntraceableError(

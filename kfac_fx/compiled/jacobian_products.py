@@ -29,6 +29,7 @@ from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.recording.evaluation import BAGS, BagsByLookups
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
+LENGTHS = (1.0, 1 / 4, 1 / 16)  # of differences, as parts of the usual length: a shorter one for a function that bends
 COTANGENTS = 4  # of a check: one alone fits a wrong backward by chance, for one batch in sixty of a small model
 Total = Callable[[Tensor], Tensor]  # a sum over processes
 
@@ -136,12 +137,14 @@ class JacobianProducts:
     Attributes:
         reason: the operation, in torch's words; None as long as forward mode works.
         reason_of_differences: why reverse mode, twice, does not work either; None as long as it does.
+        length: the part of the usual length that differences have; the longest of `LENGTHS` that was right.
     """
 
     def __init__(self, total: Total = local) -> None:
         """total: the sum over processes; they check reverse mode together."""
         self.reason: str | None = None
         self.reason_of_differences: str | None = None
+        self.length = LENGTHS[0]
         self.dual = True  # until an operation refuses dual numbers
         self.has_bags = False  # of embeddings, which have no forward-mode derivative
         self.total = total
@@ -168,7 +171,7 @@ class JacobianProducts:
         # Only the plain formula of attention can be differentiated in forward mode, or twice.
         with sdpa_kernel(SDPBackend.MATH), BagsByLookups() if self.has_bags else nullcontext():
             if self.reason_of_differences is not None:
-                return by_differences(function, point, tangents, self.total)
+                return by_differences(function, point, tangents, self.total, self.length)
             if self.reason is not None:
                 return in_reverse_mode_twice(function, point, tangents)
             if self.dual and tangents[0].shape[0] == 1:
@@ -206,20 +209,23 @@ class JacobianProducts:
         forward: str,
         reverse: str,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Raises RuntimeError if the differences are not those of the backward. forward, reverse: why these modes do
-        not work."""
-        try:
-            result = by_differences(function, point, tangents, self.total, check=True)
-        except RuntimeError as error:
-            if fatal(error):
-                raise
-            raise RuntimeError(
-                "the exact quadratic model needs products with the Jacobian, and torch has none for this "
-                f"model.\n  in forward mode: {forward}\n  in reverse mode, twice: {reverse}\n"
-                f"  by differences: {first_line(error)}\nmomentum_type='regular' and 'adam' need none."
-            ) from error
-        self.reason_of_differences = reverse
-        return result
+        """Raises RuntimeError if no differences are those of the backward. forward, reverse: why these modes do not
+        work."""
+        for length in LENGTHS:
+            try:
+                result = by_differences(function, point, tangents, self.total, length, check=True)
+            except RuntimeError as error:
+                if fatal(error):
+                    raise
+                said = first_line(error)
+                continue
+            self.reason_of_differences, self.length = reverse, length
+            return result
+        raise RuntimeError(
+            "the exact quadratic model needs products with the Jacobian, and torch has none for this "
+            f"model.\n  in forward mode: {forward}\n  in reverse mode, twice: {reverse}\n"
+            f"  by differences: {said}\nmomentum_type='regular' and 'adam' need none."
+        )
 
 
 def by_dual_numbers(
@@ -290,24 +296,27 @@ def by_differences(
     point: tuple[Tensor, ...],
     tangents: tuple[Tensor, ...],
     total: Total = local,
+    length: float = 1.0,
     *,
     check: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """(f(p + h d) - f(p - h d)) / 2h, of forwards with the same noise.
 
-    |h d| is the third root of ε times 1 + |p|, where the error of the formula is about that of rounding.
+    |h d| is the third root of ε times 1 + |p|, where the error of the formula is about that of rounding if third
+    derivatives are about as large as values.
 
     Args:
         total: the sum over processes, which must agree on h.
+        length: a factor of h.
         check: compare the differences with the backward; the host waits for it.
     """
     devices, eps = accelerators(point), max(torch.finfo(value.dtype).eps for value in point)
     directions = [[tangent[n] for tangent in tangents] for n in range(tangents[0].shape[0])]
-    length, *lengths = total(torch.stack([squared_length(vector) for vector in (point, *directions)])).sqrt()
+    of_point, *lengths = total(torch.stack([squared_length(vector) for vector in (point, *directions)])).sqrt()
     pushed = []
     with torch.enable_grad():  # forward may differentiate
         for direction, of_direction in zip(directions, lengths, strict=True):
-            h = eps ** (1 / 3) * (1 + length) / torch.where(of_direction == 0, 1, of_direction)
+            h = length * eps ** (1 / 3) * (1 + of_point) / torch.where(of_direction == 0, 1, of_direction)
             ends = []
             for step in (h, -h):
                 moved = [value + step.to(value) * d for value, d in zip(point, direction, strict=True)]

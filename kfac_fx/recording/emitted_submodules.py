@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.processes import averaged_unsharded, unsharded
@@ -337,6 +338,16 @@ class TangentsCut(TorchFunctionMode):
         return map_tensors(Tensor.detach, result)
 
 
+class HooksOfConstants(TorchFunctionMode):
+    """Hooks of activations without a gradient are never called. torch refuses them, and a forward that registers one
+    runs here without gradients, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.register_hook, Tensor.retain_grad) and not args[0].requires_grad:
+            return RemovableHandle(OrderedDict())
+        return func(*args, **(kwargs or {}))
+
+
 def writable(output: Tensor) -> Tensor:
     """A tensor into which Python may write, as it may into what a submodule returns."""
     return output.clone() if is_tapped(output) else output
@@ -547,7 +558,7 @@ class EmittedSubmodules(EmittedModel):
         }
         seen = self.as_in_model({**parameters, **python})
         frames = self.frames(parameters, buffers, seen, values, probes, compiled=compiled)
-        with untouched(self.model):  # forward may write into its inputs, too
+        with untouched(self.model), HooksOfConstants():  # forward may write into its inputs, too
             copies = map_tensors(Tensor.clone, values)
             output, fisher = self.forward(frames, {**seen, **buffers}, copies)
         refuse_read(self.model, python, fisher)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from kfac_fx.linalg.matrices import (
     HostCopy,
@@ -59,11 +60,25 @@ GRADIENT_TOLERANCE = 1e-3  # relative
 COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
 MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
 EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
+HOOKED = (
+    "hooks of parameters change the gradients of {}, which are right without them: the Fisher is that of the model, "
+    "and a step is made of the gradients behind the hooks. A step of a Kronecker block mixes the elements of a "
+    "gradient, so elements whose gradient a hook sets to zero move, too; those of a diagonal block stay: "
+    "approximations={}"
+)
+WITHOUT_INPUTS = "Give kfac_fx.compile example inputs, so that torch.export captures it."
+REVERSIBLE = (
+    "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs modules "
+    "again, as those of reversible layers do, finds the parameters in them. Say what the Function computes: "
+    "kfac_fx.plain_function(MyFunction, lambda *arguments: ...)."
+)
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
 
 
-def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Compare outputs and gradients; buffers that differ join the effects of the capture.
+
+    Returns what the user is to know of hooks of the parameters, in sentences.
 
     Raises UntraceableError if outputs or gradients differ.
     """
@@ -84,7 +99,7 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
             raise
         raise UntraceableError(
             f"the graph of {name} does not run on these inputs: {first_line(error)}\n"
-            "Give kfac_fx.compile example inputs, so that torch.export captures it."
+            f"{REVERSIBLE if is_exported(recorder) else WITHOUT_INPUTS}"
         ) from error
     except AttributeError as error:
         refuse_attribute_of_parameter(recorder, error)
@@ -110,12 +125,14 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     tolerance = max(GRADIENT_TOLERANCE, 4 * rounding)
     norms = [float(gradient.norm()) for gradient in gradients.values() if gradient is not None]
     least = 1e-2 * tolerance * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    wrong = [key for key, grad in gradients.items() if not close(grad, graph_gradients[key], tolerance, least)]
+    hooked = [key for key, grad in gradients.items() if not close(grad, graph_gradients[key], tolerance, least)]
+    unhooked = gradients_without_hooks(recorder, *copies(args, kwargs)) if hooked else {}
+    wrong = [key for key in hooked if not close(unhooked[key], graph_gradients[key], tolerance, least)]
     if wrong:
         raise UntraceableError(
             f"{name} has other gradients than its graph, in {', '.join(wrong)}.\n"
-            "A capture does not include hooks that change gradients, nor custom backward functions. Use ordinary "
-            "operations, or torch.library.custom_op with register_autograd."
+            "A capture does not include hooks of modules and activations that change gradients, nor custom backward "
+            "functions. Use ordinary operations, or torch.library.custom_op with register_autograd."
         )
     effects += [
         f"updates the buffer {key}" for key, value in buffers.items()
@@ -124,6 +141,12 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     if effects:
         every = dict.fromkeys((*recorder.capture.effects, *effects))
         recorder.emitted.capture = dataclasses.replace(recorder.capture, effects=tuple(every))
+    return [HOOKED.format(", ".join(hooked), f"{{{hooked[0]!r}: 'diagonal'}}")] if hooked else []
+
+
+def is_exported(recorder: Recorder) -> bool:
+    """Whether example inputs were given: torch.export knows the inputs of its graphs."""
+    return not recorder.whole or any("val" in node.meta for node in recorder.program.inputs)
 
 
 def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -234,6 +257,20 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
             "Write into them after optimizer.step(), or use buffers for values that follow the parameters."
         )
     return detached(outputs), gradients, buffers
+
+
+def gradients_without_hooks(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor | None]:
+    """The model's gradients at tensors that are as its parameters and have none of their hooks.
+
+    args, kwargs: copies, into which forward may write.
+    """
+    parameters = {name: original(parameter) for name, parameter in recorder.program.parameters.items()}
+    leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in parameters.items()}
+    with model_kept(recorder):
+        outputs = results.tree_leaves(functional_call(recorder.model, leaves, args, dict(kwargs)))
+        return gradients_by_name(outputs, leaves)
 
 
 def as_unrolled(program: Program) -> AbstractContextManager[Any]:

@@ -134,7 +134,7 @@ class Verdict:
         program: with failed registrations generic.
         failed: the reasons, by registration.
         conclusive: False if the batch has no cases, or no finite gradients to compare with.
-        misfits: see `OutputLosses.misfits`.
+        misfits: see `OutputLosses.misfits`; and what hooks of parameters change.
         rows_are_outputs: see `Recorder`.
     """
 
@@ -178,7 +178,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     differs: dict[Key, str | None] = {}  # why autograd's gradient and the rows' differ
     conclusive = examples > 0
     with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
-        check_equivalence(prover, args, kwargs)
+        of_hooks = check_equivalence(prover, args, kwargs)
         refuse_guess(prover, values)
         recorder.emitted.capture = prover.capture
         rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
@@ -213,7 +213,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
     program = demoted(recorder.program, failed, changed, gradients.missed)
-    return Verdict(program, failed, misfits=gradients.misfits, rows_are_outputs=gradients.rows_are_outputs)
+    misfits = [*of_hooks, *gradients.misfits]
+    return Verdict(program, failed, misfits=misfits, rows_are_outputs=gradients.rows_are_outputs)
 
 
 def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound: float) -> str | None:

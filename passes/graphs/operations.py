@@ -122,11 +122,20 @@ def changes_memory(node: fx.Node) -> bool:
     return name in IN_PLACE or name.endswith("_") and not name.endswith("__") or node.kwargs.get("inplace") is True
 
 
+@cache
+def writes_elsewhere(name: str) -> bool:
+    """Whether the schema of an ATen operation says that it writes into another argument than its first, as a fake
+    quantization does into the ranges that it has observed."""
+    schemas = [schema(overload) for overload in overloads(name)]
+    others = [argument for s in schemas for argument in s.arguments[1:] if not argument.kwarg_only]  # without `out`
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in others)
+
+
 def has_effect(node: fx.Node) -> bool:
     """Whether a node must stay even if no node reads it: inputs, outputs, writes, and draws of random numbers, which
     move the stream."""
     fixed = node.op in ("placeholder", "output") or op_name(node).startswith(REGION)
-    return fixed or changes_memory(node) or is_random(node)
+    return fixed or changes_memory(node) or writes_elsewhere(op_name(node)) or is_random(node)
 
 
 def no_grad_region(node: fx.Node) -> bool:

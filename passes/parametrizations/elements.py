@@ -38,13 +38,14 @@ from ..parametrization import (
     view_steps,
 )
 from ..pieces import Piece
-from .functions import DERIVATIVES, Constant, Derivative, Diagonal, Elementwise, multiplied, placed
+from .functions import DERIVATIVES, Constant, Derivative, Diagonal, Elementwise, multiplied, placed, without_history
 from .normalized import Scaled
 
 MEAN_SQUARES = "its elements have derivatives of their own: with the mean squares of these by output and input"
 OPERATIONS = {  # of tensors of one shape, or of one and a smaller one
     *DERIVATIVES, "add", "sub", "mul", "div", "where", "masked_fill", "tril", "triu", "minimum", "maximum",
     "elu", "gelu", "silu", "leaky_relu", "selu", "hardtanh", "erf", "sinh", "cosh", "atan", "log_sigmoid", "logsigmoid",
+    "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine", "fused_moving_avg_obs_fake_quant",
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ class ElementDerivative(nn.Module):
         self.operation, self.number = operation, number
 
     def forward(self, *arguments: Tensor) -> Tensor:
-        fixed = [argument.detach() for argument in arguments]
+        fixed = without_history(self.operation, arguments)
         at = fixed[self.number]
 
         def value(changed: Tensor) -> Any:

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graphs.edit import memory_owner
-from ..graphs.labels import Label, everything_behind, parameters_behind
-from ..graphs.operations import changes_memory, is_random, op_name
+from ..graphs.labels import Label, ancestors, parameters_behind
+from ..graphs.operations import changes_memory, is_random, no_grad_region, op_name, writes_elsewhere
 from ..ir import ROW_MASK, Bound, Program, Use
 from ..matrix import Layout, Shape, real_numbers
 from ..parametrization import (
@@ -379,7 +379,7 @@ def is_function(node: fx.Node) -> bool:
     """Whether nothing but parameters and constants goes into it, and nothing but its value comes out: what is written
     in place is memory that is made on the way, and made again where the function is run. Inside of torch.func.vmap a
     function has a value for every one that is mapped over, and no Jacobian of its own."""
-    inside = [operation for operation in behind(node) if operation.op != "get_attr"]
+    inside = [operation for operation in behind(node) if not is_leaf(operation)]
     plain = all(operation.op in ("call_function", "call_method") for operation in inside)
     return plain and not any(
         is_random(operation)
@@ -390,27 +390,42 @@ def is_function(node: fx.Node) -> bool:
 
 
 def behind(node: fx.Node) -> list[fx.Node]:
-    """The node and all that it is computed from, in graph order."""
-    return sorted(everything_behind([node]))  # nodes compare by their places
+    """The node and all that it is computed from, up to the leaves, in graph order."""
+    nodes = ancestors([node], operands=lambda inner: [] if is_leaf(inner) else inner.all_input_nodes)
+    return sorted(nodes)  # nodes compare by their places
+
+
+def is_leaf(node: fx.Node) -> bool:
+    """Whether a function of parameters takes the node's value as it is in the graph: a parameter, a constant, or what a
+    region without gradients has computed, as the vectors of a spectral norm."""
+    from_region = op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) and no_grad_region(node.args[0])
+    return node.op == "get_attr" or from_region
 
 
 def jacobian_of(node: fx.Node, parameter: str) -> Computed:
     """The Jacobian, [elements of the node's tensor, elements of the parameter]."""
-    leaves = [leaf for leaf in behind(node) if leaf.op == "get_attr"]
-    number = next(n for n, leaf in enumerate(leaves) if leaf.target == parameter)
+    leaves = [leaf for leaf in behind(node) if is_leaf(leaf)]
+    number = next(n for n, leaf in enumerate(leaves) if leaf.op == "get_attr" and leaf.target == parameter)
     return Computed(Jacobian(function_of(node), number), tuple(leaves))
 
 
 def function_of(node: fx.Node) -> fx.GraphModule:
     """The leaves behind a node, in graph order."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for n, leaf in enumerate(leaf for leaf in behind(node) if leaf.op == "get_attr"):
+    for n, leaf in enumerate(filter(is_leaf, behind(node))):
         copies[leaf] = graph.placeholder(f"leaf_{n}")
     for operation in behind(node):
         if operation not in copies:
             copies[operation] = graph.node_copy(operation, lambda operand: copies[operand])
     graph.output(copies[node])
     return fx.GraphModule(nn.Module(), graph)
+
+
+def without_history(function: nn.Module, arguments: Iterable[Tensor]) -> list[Tensor]:
+    """The arguments without their history; copies for a function that writes into them, which the graph does, too."""
+    assert isinstance(function, fx.GraphModule), "bug in kfac_fx: a function without a graph"
+    writes = any(writes_elsewhere(op_name(node)) for node in function.graph.nodes)
+    return [argument.detach().clone() if writes else argument.detach() for argument in arguments]
 
 
 class Jacobian(nn.Module):
@@ -422,7 +437,7 @@ class Jacobian(nn.Module):
         self.function, self.number = function, number
 
     def forward(self, *leaves: Tensor) -> Tensor:
-        fixed = [leaf.detach() for leaf in leaves]
+        fixed = without_history(self.function, leaves)
         at = fixed[self.number]
 
         def value(changed: Tensor) -> Any:

@@ -44,6 +44,19 @@ def backward_hooks(model: nn.Module) -> list[str]:
     ]
 
 
+@contextmanager
+def without_backward_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, no module has backward hooks: where outputs are no tensors, torch looks for one in them without end."""
+    before = [(module.__dict__, {name: module.__dict__[name] for name in BACKWARD_HOOKS}) for module in model.modules()]
+    for attributes, hooks in before:
+        attributes.update({name: OrderedDict() for name in hooks})
+    try:
+        yield
+    finally:
+        for attributes, hooks in before:
+            attributes.update(hooks)
+
+
 def forward_hooks(model: nn.Module) -> list[str]:
     """The effects of the user's forward hooks. Their computations are in the graph; their other effects are not."""
     return [

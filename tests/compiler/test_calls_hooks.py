@@ -16,6 +16,7 @@ from kfac_fx.passes.tracing.calls import (
     backward_hooks,
     hooked_by_user,
     refuse_users_hooks,
+    without_backward_hooks,
     without_sharding_hooks,
     without_users_hooks,
 )
@@ -88,3 +89,16 @@ def test_backward_hooks_are_named_by_module() -> None:
     assert backward_hooks(model) == []
     model[1].register_full_backward_hook(lambda module, before, after: None)
     assert backward_hooks(model) == ["calls the backward hooks of 1"]
+
+
+def test_a_model_without_its_backward_hooks() -> None:
+    called: list[str] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model[0].register_full_backward_pre_hook(lambda module, after: called.append("before"))
+    model[1].register_full_backward_hook(lambda module, before, after: called.append("behind"))
+    x = torch.ones(1, 2, requires_grad=True)
+    with without_backward_hooks(model):
+        model(x).sum().backward()
+    assert not called
+    model(x).sum().backward()
+    assert called == ["behind", "before"]

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfac_fx.passes.graphs.operations import REQUIRED, SPELLED_OUT, aten_order, is_random, op_name, returns_view
+from kfac_fx.passes.graphs.operations import (
+    REQUIRED,
+    SPELLED_OUT,
+    aten_order,
+    is_random,
+    op_name,
+    returns_view,
+    writes_elsewhere,
+)
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy
 
@@ -44,6 +52,15 @@ def test_all_spellings_have_one_name() -> None:
 def test_what_draws_from_the_random_stream(function: Callable[..., Any], random: bool, exported: bool) -> None:
     graph = trace_model(Toy(function), (torch.randn(3, 3),) if exported else None).program.graph
     assert any(is_random(node) for node in graph.nodes) is random
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [("fused_moving_avg_obs_fake_quant", True), ("fake_quantize_per_tensor_affine", False), ("add", False)]
+    + [("add_", False), ("sort", False), ("batch_norm", False), ("linear", False), ("no_operation", False)],
+)
+def test_what_writes_into_another_argument_than_its_first(name: str, writes: bool) -> None:
+    assert writes_elsewhere(name) is writes
 
 
 @pytest.mark.parametrize("name", SPELLED_OUT)

@@ -39,6 +39,14 @@ class Doing(nn.Module):
         return self.function(self, x)
 
 
+def test_older_backward_hooks_are_an_effect() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    model[0].register_backward_hook(lambda module, before, after: None)  # with these torch unpacks outputs in a loop
+    capture = trace_model(model)
+    assert [op_name(node) for node in capture.program.graph.nodes if node.op == "call_function"] == ["linear", "tanh"]
+    assert capture.effects == ("calls the backward hooks of 0",)
+
+
 def test_modules_of_torch_are_traced_into_except_norms() -> None:
     graph = trace_model(Model()).program.graph
     assert [op_name(node) for node in graph.nodes if node.op == "call_function"] == ["linear", "mul"]

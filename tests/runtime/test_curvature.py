@@ -359,6 +359,30 @@ def test_differences_that_are_not_those_of_the_backward_are_told_what_to_do(x: T
     ]
 
 
+def test_differences_of_a_function_that_bends_are_shorter() -> None:
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            ctx.save_for_backward(y)
+            return (30 * y).sin()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (y,) = ctx.saved_tensors
+            return 30 * (30 * y).cos() * gradient
+
+    def bent(y: Tensor) -> tuple[Tensor, ...]:
+        return (Bent.apply(y),)
+
+    point, multiply_jacobian = torch.tensor([0.1, 0.2, 0.3, 2.0]), JacobianProducts()
+    wanted = 30 * (30 * point).cos()
+    for _ in range(2):
+        ((product,),) = multiply_jacobian(bent, (point,), (torch.ones(1, 4),))[1]
+        assert float((product - wanted).norm()) <= jacobian_products.RELATIVE * float(wanted.norm())
+    assert multiply_jacobian.length == 1 / 4
+
+
 def test_an_operation_of_higher_order_without_a_rule_is_named(x: Tensor) -> None:
     """torch.cond has no rule in the table of its forward derivatives, which is a KeyError of torch."""
 

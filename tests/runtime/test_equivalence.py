@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
@@ -53,6 +54,31 @@ def test_a_hook_that_changes_gradients_is_refused_with_its_parameters() -> None:
     first, advice = str(failure.value).splitlines()
     assert first == "Sequential has other gradients than its graph, in 0.weight, 0.bias, 1.weight, 1.bias."
     assert "torch.library.custom_op" in advice
+
+
+def test_a_hook_of_a_parameter_changes_training_and_not_the_fisher() -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    hooked, frozen_rows = network(), torch.tensor([[0.0], [1.0], [1.0], [1.0]])
+    hooked[0].weight.register_hook(lambda gradient: gradient * frozen_rows)
+    with pytest.warns(
+        UserWarning, match=r"hooks of parameters change the gradients of 0\.weight, which are right"
+    ) as told:
+        net = kfac_fx.compile(hooked, (X,), loss="normal", approximations={"0.weight": "diagonal"})
+    assert str(told[0].message) in " ".join(str(net.report).split()) and not net.report.rows[0].generic
+    statistics = kfac_fx.compile(network(), (X,), loss="normal", approximations={"0.weight": "diagonal"})
+    for key, of_model in statistics.record((X,), {}, mode="exact").statistics.items():
+        for name, value in net.record((X,), {}, mode="exact").statistics[key].items():
+            torch.testing.assert_close(value, of_model[name])
+    before, optimizer = hooked[0].weight.detach().clone(), kfac_fx.KFAC(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(X).square().sum(1).mean().backward()
+        optimizer.step()
+    moved = (hooked[0].weight.detach() - before).abs().sum(1) > 0
+    assert moved.tolist() == [False, True, True, True]
 
 
 def test_a_hook_that_only_looks_is_an_effect() -> None:

@@ -134,7 +134,7 @@ INPUTS: Rows = {
     ),
     "a surrogate in a name": (
         lambda: kfac_fx.compile(nn.Sequential(__import__("collections").OrderedDict({"a\ud800": nn.Linear(4, 3)}))),
-        UntraceableError, r"'a\\ud800'.*\nRename the modules, .* line breaks, surrogates and keywords",
+        UntraceableError, r"'a\\ud800'.*\nRename the modules, .* line breaks and surrogates\.",
     ),
     "inputs, a number": (lambda: compiled(inputs=3), TypeError, r"example_inputs is a int; .* write \(x,\) for one"),
     "inputs, a dict": (lambda: compiled(inputs={"x": X}), TypeError, "must be a tuple: write example_kwargs={'x': x}"),

@@ -261,7 +261,8 @@ def test_a_later_hook_that_changes_gradients_is_refused_as_an_earlier_one() -> N
     net = kfac_fx.compile(model, (X,), loss="normal")
     model.last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 10,))
     with pytest.raises(
-        UntraceableError, match=r"other gradients .* in first\.weight, first\.bias\.\nA capture does not include hooks"
+        UntraceableError,
+        match=r"other gradients .* in first\.weight, first\.bias\.\nA capture does not include hooks of modules",
     ):
         net.record((X,), {})
 

@@ -98,6 +98,7 @@ TWINS = ["\ufb01", "fi", "\u00b5", "\u03bc", "\u017f", "s", "\u00aa", "\U0001d43
 PUNCTUATION = ["a,b", "a", "b", "a/b", "a b", "a{b}", "a[0:2]", "a:b", "a=b", "<b>", "$x", "a-b", "a_b", "0", "_0"]
 OF_GRAPHS = ["graph", "code", "meta", "_graph", "_code", "recompile", "print_readable", "to_folder"]
 OF_CODE = ["self", "probes", "taps", "links", "computed", "renamed", "torch", "input_1", "output", "print", "device"]
+KEYWORDS = ["in", "class", "from", "lambda", "None"]  # as the keys of many a ModuleDict
 
 
 def test_the_names_are_what_the_tests_are_of() -> None:
@@ -107,7 +108,7 @@ def test_the_names_are_what_the_tests_are_of() -> None:
 
 
 @pairs(
-    ("names", {"twins": TWINS, "punctuation": PUNCTUATION, "graphs": OF_GRAPHS, "code": OF_CODE}),
+    ("names", {"twins": TWINS, "punctuation": PUNCTUATION, "graphs": OF_GRAPHS, "code": OF_CODE, "keywords": KEYWORDS}),
     ("kind, inputs", [*((kind, False) for kind in KINDS), ("child", True), ("buffer", True)]),
 )
 def test_names_that_code_cannot_have(names: Sequence[str], kind: str, inputs: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import UserDict
 from collections.abc import Callable
@@ -160,6 +161,33 @@ def test_an_object_next_to_tensors_is_left_out() -> None:
     """As the caches of language models, which are no outputs of the Fisher."""
     net = kfac_fx.compile(Model(lambda logits, h: (logits, Plain(h))), (X,), loss=lambda out: loss(Plain(out[0])))
     assert [recorder.capture.effects for recorder in net.captures.all] == [("returns a Plain",)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_distribution_next_to_tensors_is_an_output(named: bool) -> None:
+    """As the policy and the value of an actor and critic."""
+    torch.manual_seed(0)
+    model = Model(lambda logits, h: (torch.distributions.Categorical(logits=logits), h.sum(1)))
+    plain = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (X,), loss=(lambda out: loss(out[0])) if named else None)
+    optimizer, losses = kfac_fx.KFAC(net), list[float]()
+
+    def trained_loss(of: Any) -> Tensor:
+        policy, value = of(X)
+        total: Tensor = value.square().mean() - policy.log_prob(Y).mean() - 0.01 * policy.entropy().mean()
+        return total
+
+    trained_loss(plain).backward()
+    for step in range(10):
+        optimizer.zero_grad()
+        value = trained_loss(net)
+        value.backward()
+        for parameter, of_plain in zip(net.parameters(), plain.parameters(), strict=True):
+            assert step > 0 or torch.equal(cast(Any, parameter.grad), cast(Any, of_plain.grad))
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < 0.9 * losses[0] and not net.report.unused
+    assert not any("returns a" in effect for recorder in net.captures.all for effect in recorder.capture.effects)
 
 
 def test_an_object_is_put_together_again() -> None:

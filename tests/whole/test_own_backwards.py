@@ -330,3 +330,55 @@ def test_an_equilibrium_model_trains_by_default_with_the_reason() -> None:
     assert losses[-1] < 0.5 * losses[0]
     (said,) = quadratic(Equilibrium()).fallbacks()
     assert said.startswith("the exact quadratic model takes differences of two forwards for every direction")
+
+
+class Recomputing(torch.autograd.Function):
+    """A residual whose backward runs the module again, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.x, ctx.module, ctx.parameters = x, module, parameters
+        with torch.no_grad():
+            return x + module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            of_x, *rest = torch.autograd.grad(x + ctx.module(x), (x, *ctx.parameters), gradient)
+        return of_x, None, *rest
+
+
+class Reversible(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.head, self.function = nn.Linear(3, 3), nn.Linear(3, 2), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(apply(self.function, x, self.inside, *self.inside.parameters()))
+        return y
+
+
+def test_a_backward_that_runs_modules_again_is_told_what_to_declare() -> None:
+    with pytest.raises(kfac_fx.UntraceableError) as caught:
+        kfac_fx.compile(Reversible(Recomputing), (X,), loss="mse")
+    advice = str(caught.value).splitlines()[-1]
+    assert advice == (
+        "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs "
+        "modules again, as those of reversible layers do, finds the parameters in them. Say what the Function "
+        "computes: kfac_fx.plain_function(MyFunction, lambda *arguments: ...)."
+    )
+
+    class Declared(Recomputing):
+        """Declarations are of a class."""
+
+    kfac_fx.plain_function(Declared, lambda x, module, *parameters: x + module(x))
+    model = Reversible(Declared)
+    plain = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (X,), loss="mse", strict=True)
+    assert [row.approximation for row in net.report.rows] == ["kron", "kron"]
+    for of in (net, plain):
+        of(X).square().mean().backward()
+    for parameter, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)

@@ -399,7 +399,26 @@ class Transitions(nn.Module):
         return every - self.table[tags[:, 0], tags[:, 1]][:, None]
 
 
-@pytest.mark.parametrize(("make", "shape"), [(Pooled, (6, 4, 2)), (Relations, (6, 5, 4)), (Transitions, (6, 2, 3))])
+class Stacked(nn.Module):
+    """A symmetric weight that is divided by its norm along two vectors that have no gradients, as in a spectral norm
+    upon another parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight + self.weight.T) / 2
+        with torch.no_grad():
+            v = F.normalize(weight.sum(0), dim=0)
+            u = F.normalize(weight @ v, dim=0)
+        return F.linear(x, weight / (u @ weight @ v))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(Pooled, (6, 4, 2)), (Relations, (6, 5, 4)), (Transitions, (6, 2, 3)), (Stacked, (6, 4))],
+)
 @pytest.mark.usefixtures("float64")
 def test_small_functions_of_data_and_parameters_have_exact_blocks(make: Callable[[], nn.Module], shape: Any) -> None:
     """2 Jᵀ J over the cases: the second derivative of a squared error is 2."""
@@ -420,3 +439,66 @@ def test_small_functions_of_data_and_parameters_have_exact_blocks(make: Callable
         vector = torch.randn_like(parameter)
         wanted = (2 * jacobian.T @ (jacobian @ vector.flatten()) / len(x)).view_as(parameter)
         torch.testing.assert_close(block.multiply_matpower({name: vector}, 1.0)[name] - 1e-3 * vector, wanted)
+
+
+class Quantized(nn.Module):
+    """Quantization-aware training: the weight and an activation are rounded, with ranges that follow them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+        self.of_weight = torch.ao.quantization.default_fused_per_channel_wt_fake_quant()
+        self.of_activation = torch.ao.quantization.default_fused_act_fake_quant()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.of_activation(torch.tanh(self.first(x)))
+        return F.linear(h, self.of_weight(self.head.weight), self.head.bias)
+
+
+@pytest.mark.parametrize(("width", "block"), [(8, "full"), (600, "kron")])
+def test_ranges_of_a_fake_quantization_follow_once_in_a_forward(width: int, block: str) -> None:
+    torch.manual_seed(0)
+    model, x = Quantized(width), torch.randn(16, 3)
+    plain = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (x,), loss="mse")
+    optimizer = kfac_fx.KFAC(net, cov_update_every=1)
+    (row,) = (row for row in net.report.rows if row.parameters == ("head.weight",))
+    assert row.approximation == block
+    for _ in range(4):
+        plain.load_state_dict(model.state_dict())
+        optimizer.zero_grad(), plain.zero_grad()
+        F.mse_loss(net(x), x[:, :2].sin()).backward()
+        F.mse_loss(plain(x), x[:, :2].sin()).backward()
+        for (name, parameter), wanted in zip(net.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted.grad, msg=name)
+        for (name, buffer), same in zip(net.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(buffer, same), name
+        optimizer.step()  # raises ModelChangedError if a recording has other outputs than the model
+
+
+class Listening(Layers):
+    """Hooks on an activation, which torch takes only where there is a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layers[0](x))
+        if self.training:
+            h.register_hook(lambda gradient: -gradient)
+            h.retain_grad()
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+def test_hooks_on_activations_stay_out_of_forwards_without_gradients() -> None:
+    torch.manual_seed(0)
+    model, inputs = Listening(), x(16)
+    plain = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (inputs,), loss="mse")
+    assert net.program.submodules, "gradients that the hook turns around are in no graph of the whole model"
+    optimizer = kfac_fx.KFAC(net)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        if step == 0:
+            plain(inputs).square().mean().backward()
+            for parameter, of_plain in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, of_plain.grad)
+        optimizer.step()

@@ -1,0 +1,44 @@
+"""Tables that data look up along any dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kfac_fx
+from kfac_fx.passes.layers.declaration import Written
+from kfac_fx.passes.matrix import Shape
+
+LOOKUPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Shape]] = {
+    "columns": (lambda x, w: w[:, x].movedim(0, -1), (4, 6)),
+    "columns by a table of ids": (lambda x, w: w[:, torch.stack([x, 5 - x])].movedim(0, -1).sum(0), (4, 6)),
+    "the last of three": (lambda x, w: w[..., x].movedim(-1, 0).flatten(1), (2, 3, 6)),
+    "the middle of three": (lambda x, w: w[:, x].transpose(0, 1).flatten(1), (2, 6, 3)),
+    "index_select": (lambda x, w: w.index_select(-1, x).mT, (4, 6)),
+    "a function": (lambda x, w: w.log_softmax(-1)[:, x].mT, (4, 6)),
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_data_may_look_up_along_any_dimension(lookup: str) -> None:
+    function, shape = LOOKUPS[lookup]
+    torch.manual_seed(0)
+    model = Written(function, {"w": shape})
+    net = kfac_fx.compile(model, (torch.randint(6, (5,)),), loss="normal", strict=True)
+    (registration,) = net.registrations
+    assert registration.layer == "embedding" and len(registration.uses) == 1
+    other = torch.randint(6, (8,))
+    torch.testing.assert_close(net.functional({}, (other,), {})[0], model(other))
+    assert net.record((other,), {}).cases == 8
+
+
+def test_constant_columns_stay_parts_of_their_matrix() -> None:
+    columns = torch.tensor([4, 0, 2])
+    torch.manual_seed(0)
+    model = Written(lambda x, w: F.linear(x, w[:, columns]), {"w": (5, 6)})
+    (registration,) = kfac_fx.compile(model, (torch.randn(4, 3),), loss="normal", strict=True).registrations
+    assert registration.layer == "linear"
