@@ -94,7 +94,8 @@ def fit_spectrum(
             generator where one pass is enough. Sums over cases do not depend on their order, so it may shuffle, if
             every pass has all cases (no `drop_last`); the samples of a part are then others than with other parts. A
             folder needs the same order every time.
-        mode: the estimation mode of the factors and of the correction; see `FisherEstimator`.
+        mode: the estimation mode of the factors and of the correction; see `FisherEstimator`. A measurement has no
+            mode: its correction is of the true targets.
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
         measurement: whose gradient the correction squares instead of the loss's, such as a loss outside of forward; see
             `ModelSpectrum.correct`. The factors, and so the eigenvectors, are those of the model's distribution.

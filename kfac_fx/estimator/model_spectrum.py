@@ -30,6 +30,7 @@ from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined, like_vector, real_vector
 from kfac_fx.losses.sources import Measurement
+from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.case_gradients import (
     Cases,
     Consumer,
@@ -44,6 +45,10 @@ from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key, Rows, homogeneous
 
 CASE_KINDS = ("row", "position", "sequence")
+UNMEASURED = (
+    "a measurement made the eigenvalues of this spectrum, and these gradients are of the loss that the module knows: "
+    "pass the same measurement= here and in the scores of these queries, or nothing is wrong if another loss is meant"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,6 +63,7 @@ class ModelSpectrum(Spectrum):
         mode: the estimation mode of the factors.
         case: the kind of case of the eigenvalues; None: they are those of the factors.
         replicas: the processes over which its sums are; None: this process alone.
+        measured: whether a measurement made the eigenvalues.
         data: the digest of the data, if `fit_spectrum` wrote it into a folder.
         any_weights: whether it may be used after the weights of the module have changed.
         weights: those that it was made with; None: any.
@@ -66,6 +72,7 @@ class ModelSpectrum(Spectrum):
     net: CompiledModule = field(kw_only=True)
     mode: str = field(default="empirical", kw_only=True)
     case: str | None = field(default=None, kw_only=True)
+    measured: bool = field(default=False, kw_only=True)
     replicas: Replicas | None = field(default=None, kw_only=True)
     data: str | None = field(default=None, kw_only=True)
     any_weights: bool = field(default=False, kw_only=True)
@@ -387,6 +394,8 @@ class ModelSpectrum(Spectrum):
     def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
         """See `queries.recording`."""
         self.refuse_other_weights()
+        if self.measured and measurement is None:
+            warn_user(UserWarning(UNMEASURED))
         return recording(self.net, self.keys)(batch, consume, measurement)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -567,4 +576,4 @@ class Correction:
             replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
             for system in self.spectrum.systems
         ]
-        return replace(self.spectrum, systems=systems, case=self.case)
+        return replace(self.spectrum, systems=systems, case=self.case, measured=self.measurement is not None)

@@ -321,6 +321,7 @@ def load_spectrum(
         net=net,
         mode=manifest["mode"],
         case=manifest.get("case"),
+        measured="measurement" in manifest,
         data=manifest.get("made of", {}).get("data"),
         replicas=None if process_group is None else Replicas(process_group),
         any_weights=any_weights,

@@ -102,6 +102,8 @@ class Forwards:
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
         if not self.decided and options.estimation_mode is None:
             unnamed = not self.net.recorder(args, kwargs).knows_loss
+            if unnamed and not self.net.knows_no_loss:
+                warn_user(UserWarning(WITHOUT_LOSS))
             self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())
         if backward_here() < 0:  # a checkpoint runs its forward again inside of a backward
@@ -387,6 +389,12 @@ class Forwards:
         return loss
 
 
+WITHOUT_LOSS = (
+    "compile captured a call that computes its loss, and the first call in training computes none that is known, so the "
+    "factors are those of the gradients that training sends back. If the training computes the loss, as a trainer does "
+    "with label smoothing, name it and leave its targets out of the example inputs: compile(model, ..., "
+    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs['logits'])). Else call net with its targets"
+)
 NO_BACKWARD = (
     "the closure of step(closure) returned a loss and called no backward. A closure by position computes the "
     "gradients: zero_grad(), forward, backward, return the loss. If the gradients are there before the step, call "

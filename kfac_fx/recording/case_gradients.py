@@ -361,7 +361,7 @@ class CaseRecorder:
             warn_user(
                 UserWarning(
                     f"gradients of single examples are recorded in training mode, where {', '.join(noisy[:3])}{more} "
-                    "draw random numbers or normalize over the batch: every number is that of one draw, and of an "
+                    "may draw random numbers or normalize over the batch: every number is that of one draw, and of an "
                     "example among the others of its batch. Call net.eval() before."
                 )
             )

@@ -474,3 +474,9 @@ def test_a_correction_squares_the_gradients_of_a_measurement() -> None:
     assert_corrected(found, spectrum, gradients)
     with pytest.raises(ValueError, match="mode='exact' is of the distributions of a loss, and a measurement has none"):
         spectrum.correct([(x, y)], mode="exact", measurement=measured)
+    with pytest.warns(
+        UserWarning, match="a measurement made the eigenvalues of this spectrum, and these gradients are"
+    ):
+        found.precondition((x, y))
+    found.precondition((x, y), measurement=measured)
+    found.correct([(x, y)], "sequence").precondition((x, y))  # the loss again

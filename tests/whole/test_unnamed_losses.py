@@ -316,6 +316,33 @@ def test_a_model_that_computes_its_loss_with_labels_has_a_name_though_it_was_com
 # --- a function that is written out -----------------------------------------------------------------------------------
 
 
+def test_a_training_without_the_loss_that_compile_saw_is_told() -> None:
+    """As that of a trainer, which takes the labels away to smooth them."""
+
+    class Labeled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.layer(x)
+            return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    net = kfac_fx.compile(Labeled(), (X, LABELS))
+    optimizer = kfac_fx.KFAC(net)
+
+    def step() -> None:
+        F.cross_entropy(net(X)["logits"], LABELS, label_smoothing=0.1).backward()
+        optimizer.step()
+
+    (warning,) = warned(step)
+    assert warning.startswith("compile captured a call that computes its loss, and the first call in training computes")
+    assert "loss=lambda outputs: kfac_fx.losses.Categorical(outputs['logits'])" in warning
+    assert optimizer.estimator.estimation_mode == "empirical" and warned(step) == []
+    named = kfac_fx.compile(Labeled(), (X,), loss=of_labels)
+    assert kfac_fx.KFAC(named).estimator.estimation_mode == "gradients"
+
+
 def fused(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x @ weight.t(), y)
 
