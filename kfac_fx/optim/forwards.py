@@ -390,9 +390,9 @@ class Forwards:
 
 
 WITHOUT_LOSS = (
-    "compile captured a call that computes its loss, and the first call in training computes none that is known, so the "
-    "factors are those of the gradients that training sends back. If the training computes the loss, as a trainer does "
-    "with label smoothing, name it and leave its targets out of the example inputs: compile(model, ..., "
+    "compile captured a call that computes its loss, and the first call in training computes none that is known, so "
+    "the factors are those of the gradients that training sends back. If the training computes the loss, as a trainer "
+    "does with label smoothing, name it and leave its targets out of the example inputs: compile(model, ..., "
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs['logits'])). Else call net with its targets"
 )
 NO_BACKWARD = (

@@ -106,7 +106,10 @@ NOISY: dict[str, tuple[Callable[[], list[nn.Module]], str | None]] = {
         "where 1 may draw random numbers or normalize over",
     ),
     "batch normalization": (lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4)], "training mode, where 1 may draw"),
-    "attention": (lambda: [nn.TransformerEncoderLayer(4, 2, 8)], r"where 0\.self_attn, 0\.dropout, .* and 1 more draw"),
+    "attention": (
+        lambda: [nn.TransformerEncoderLayer(4, 2, 8)],
+        r"where 0\.self_attn, 0\.dropout, .* and 1 more may draw",
+    ),
     "no dropout": (lambda: [nn.Linear(4, 4), nn.Dropout(0.0), nn.LayerNorm(4)], None),
     "a frozen normalization": (lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4).eval()], None),
 }
