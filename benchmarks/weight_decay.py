@@ -27,9 +27,9 @@ from benchmarks.convergence.tasks import images
 from benchmarks.program import console, versions
 
 OUT = Path(__file__).parent / "results" / "weight_decay.json"
-STEPS, BATCH, SEEDS = 300, 64, (0, 1)
+STEPS, BATCH, SEEDS = 300, 64, (0, 1, 2, 3)
 RATES = (1e-3, 3e-3, 1e-2)
-DECAYS = {"AdamW": (0.0, 0.01, 0.1, 1.0, 3.0), "KFAC(net)": (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)}
+DECAYS = {"AdamW": (0.0, 0.01, 0.1, 1.0, 3.0), "KFAC(net)": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)}
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Lengths:
 def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, Any], bound: float) -> None:
     """Compared with an optimizer whose bound is too large to be felt, which sees the same gradients at the same
     parameters. Its steps give the direction, and m and r of both are those of the formulas."""
-    lr, decay = options.get("lr", 1.0), options.get("weight_decay", 0.0)
+    lr = options.get("lr", 1.0)
     ours, others, ratios, firsts = Lengths(bound), Lengths(1e30), list[float](), list[float]()
     (net, opt), (other, free) = made(norm_constraint=bound, **options), made(norm_constraint=1e30, **options)
     update, last, at_last = torch.zeros_like(theta(net)), 0, copy.deepcopy(net.model)
@@ -92,7 +92,7 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
             firsts.append(ours.multiplier.value)
         move = whole * ours.rate
         torch.testing.assert_close(theta(net) - at, move)
-        update = -whole / (lr * RATE) - decay * at
+        update = -whole / (lr * RATE)
         for lengths, model in ((ours, net), (others, other)) if checks else ():
             made_move = theta(model) - at
             with torch.no_grad():

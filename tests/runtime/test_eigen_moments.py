@@ -337,23 +337,22 @@ class Slow:
             direction = turned / (divisor ** (1 - self.exponent) * self.values[n] ** self.exponent)
             both.append(gradient)
             updates.append(self.q[n] @ direction * adam.norm() / direction.norm())
-        rate = (
-            0.01 * self.multiplier_of_step(torch.cat(both), torch.cat(updates), opt) / opt._step_state.checks.size.ratio
-        )
+        rate = 0.01 * self.multiplier_of_step(torch.cat(both), opt) / opt._step_state.checks.size.ratio
         if self.checks:
             self.multiplier.checked(float(opt.rho * opt.predicted_change), float(opt.predicted_change))
+        moves = []
         for n, flat in enumerate(updates):
-            update = flat.view(len(self.w[n]), -1)
-            self.w[n] = self.w[n] - rate * (update[:, :-1] + weight_decay * self.w[n])
-            self.b[n] = self.b[n] - rate * (update[:, -1] + weight_decay * self.b[n])
+            parameters = torch.cat([self.w[n], self.b[n].unsqueeze(1)], 1)
+            moves.append(flat.view_as(parameters) + weight_decay * parameters)
+            self.w[n], self.b[n] = self.w[n] - rate * moves[n][:, :-1], self.b[n] - rate * moves[n][:, -1]
+        self.last = torch.cat([move.flatten() for move in moves])
 
     @property
     def checks(self) -> bool:
         return self.t <= 3 or (self.t - 1) % self.interval == 0
 
-    def multiplier_of_step(self, gradient: Tensor, update: Tensor, opt: KFAC) -> float:
+    def multiplier_of_step(self, gradient: Tensor, opt: KFAC) -> float:
         self.multiplier.grow(gradient, self.last, 0.5)
-        self.last = update
         if self.t == 1:
             self.multiplier.first(1 / self.bound)
         elif self.checks:

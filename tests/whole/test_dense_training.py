@@ -209,7 +209,7 @@ class Dense:
                 self.move(self.lr * (update + decay))
                 return
             self.multiplier.grow(g, self.last, 0.5)
-            self.last = self.lr * update
+            self.last = self.lr * (update + decay)
             self.checked_move(RATE * self.multiplier.value * self.lr * (update + decay), g, loss, x, y)
 
     def move(self, delta: Tensor) -> None:
