@@ -14,6 +14,7 @@ import copy
 import functools
 import gc
 import inspect
+import keyword
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
@@ -831,6 +832,7 @@ def compile(
             "requires_grad_(False)"
         )
     inside, options, declared = prepared(model, "kfac_fx.compile", layers, dense_limit)
+    refuse_keywords(inside, exported=bool(example_inputs is not None or example_kwargs))
     refuse_other_approximations(approximations, inside)
     refuse_other_links(linked, inside)
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
@@ -911,6 +913,7 @@ def capture(
     refuse_inference_mode("a model is captured")
     refuse_other_inputs(example_inputs, example_kwargs)
     inside, options, declared = prepared(model, "kfac_fx.capture", layers, dense_limit)
+    refuse_keywords(inside, exported=bool(example_inputs is not None or example_kwargs))
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     options = replace(options, loss_given=True, strict=True)  # a registration that the proof refutes is an error
     try:
@@ -975,6 +978,18 @@ def refuse_unfit_names(model: nn.Module) -> None:
         raise UntraceableError(
             f"the state of KFAC has names of its own that begin with {OF_STATE!r}, and those of the states of these "
             f"parameters would, too: {', '.join(taken)}.\nRename the parameters or their modules."
+        )
+
+
+def refuse_keywords(model: nn.Module, exported: bool) -> None:
+    """Raises UntraceableError for names of modules and parameters that torch.export cannot write into code."""
+    names = dict.fromkeys(name for name, _ in (*model.named_modules(), *model.named_parameters()))
+    keywords = [name for name in names if any(map(keyword.iskeyword, name.split(".")))]
+    if keywords and exported:
+        raise UntraceableError(
+            "torch.export cannot write these names into the code of a graph, because they have keywords of Python: "
+            f"{', '.join(keywords)}.\nRename the modules and parameters, or leave the example inputs out: torch.fx may "
+            "capture the model without them."
         )
 
 
