@@ -143,7 +143,8 @@ def section(results: dict[str, Any]) -> list[str]:
         "",
         f"Losses of the test set after {STEPS} steps on few training cases, as means over {len(SEEDS)} seeds. AdamW "
         f"has the best of the rates {', '.join(f'{rate:g}' for rate in RATES)}, and KFAC has lr=1. The weight decay of "
-        f"a method is the best of {tried}. Both multiply a weight by 1 - lr times the decay in every step. KFAC ends "
+        f"a method is the best of {tried}. AdamW multiplies a weight by 1 - lr times the decay in "
+        "every step, and KFAC by 1 - 0.02 lr m / r times the decay, with m and r of its step. KFAC ends "
         f"lower on {len(lower)} of {len(TASKS)} tasks{where}.",
         "",
         "| task | | AdamW, no decay | AdamW | its decay | KFAC, no decay | KFAC | its decay |",
