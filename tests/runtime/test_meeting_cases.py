@@ -145,8 +145,9 @@ def test_cases_that_meet_are_looked_for_in_one_batch_without_nan(monkeypatch: py
     assert known == [False, True]
 
 
-@pytest.mark.parametrize("what", ["outputs", "exact", "loss"])
-def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[Key]]:
+    """The registrations of which a batch is asked, at every question."""
     asked: list[frozenset[Key]] = []
 
     def noted(*args: Any) -> frozenset[Key] | None:
@@ -155,6 +156,11 @@ def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, mo
 
     for module in ("recorder", "case_gradients"):
         monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
+    return asked
+
+
+@pytest.mark.parametrize("what", ["outputs", "exact", "loss"])
+def test_cases_that_meet_are_looked_for_in_the_wanted_blocks_alone(what: str, asked: list[frozenset[Key]]) -> None:
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3), Rolled()).eval()
     net = kfac_fx.compile(model, (x,), loss="categorical")
@@ -189,17 +195,7 @@ def test_no_patches_are_made_to_see_that_cases_do_not_meet(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("what", ["outputs", "exact", "loss", "measurement"])
-def test_no_batch_is_asked_where_the_graph_tells_that_cases_stay_apart(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[frozenset[Key]] = []
-
-    def noted(*args: Any) -> frozenset[Key] | None:
-        asked.append(frozenset(args[5]))
-        return keys_that_meet(*args)
-
-    for module in ("recorder", "case_gradients"):
-        monkeypatch.setattr(f"kfac_fx.recording.{module}.keys_that_meet", noted)
+def test_no_batch_is_asked_where_the_graph_tells_that_cases_stay_apart(what: str, asked: list[frozenset[Key]]) -> None:
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
     net = kfac_fx.compile(embedding(), (x,), loss="categorical")
     measured = {"measurement": lambda z, y: nn.functional.cross_entropy(z, y, reduction="none")}
