@@ -14,8 +14,7 @@ hypothesis.settings.load_profile("kfac_fx")
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """The inputs that a file draws when it is imported are the same in every run. The test of recurrent checks failed
-    in one run of twenty, by the inputs of that run."""
+    """The inputs that a file draws when it is imported are the same in every run, whatever was imported before."""
     if isinstance(collector, pytest.Module):
         torch.default_generator.manual_seed(0)
 
