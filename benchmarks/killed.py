@@ -262,6 +262,7 @@ def main() -> None:
     print(f"{time.monotonic() - start:.0f} s")
     if kills == parser.get_default("kills"):
         OUT.write_text(json.dumps({**versions(), "rows": rows}, indent=1) + "\n")
+        print("docs/hostile.md shows these counts: python -m benchmarks.hostile --write-docs")
 
 
 if __name__ == "__main__":
