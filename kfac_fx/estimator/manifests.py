@@ -150,16 +150,26 @@ def digest(*values: Any) -> str:
 # --- of which model, loss and data ------------------------------------------------------------------------------------
 
 
-def digest_of_weights(model: nn.Module) -> str:
+def digest_of_weights(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     """A digest of the numbers of a model: of its parameters and of the buffers in its state, by name.
 
     It does not depend on how the model is divided among processes, which all ask for it together.
+
+    dtype: converts the floating numbers first.
     """
     total, in_state = hashlib.sha256(), model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in in_state}
     for name, tensor in sorted({**dict(model.named_parameters()), **buffers}.items()):
-        total.update(digest(name, unsharded(tensor.detach()).detach()).encode())
+        whole = unsharded(tensor.detach()).detach()
+        whole = whole if dtype is None or not whole.is_floating_point() else whole.to(dtype)
+        total.update(digest(name, whole).encode())
     return total.hexdigest()[:16]
+
+
+def dtype_of_same_weights(model: nn.Module, saved: str) -> torch.dtype | None:
+    """The dtype in which the weights of the model have a digest; None if there is none."""
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return next((dtype for dtype in floats if digest_of_weights(model, dtype) == saved), None)
 
 
 def words_of_loss(net: CompiledModule) -> str:
@@ -182,7 +192,7 @@ OTHER = "is {!r} in the folder, and {!r} here"
 
 
 def refuse_other_making(
-    folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], allowed: bool, what: str
+    net: CompiledModule, folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], allowed: bool, what: str
 ) -> None:
     """Raises ValueError if the numbers of a folder are of other weights, another loss or other data than are here; or
     warns, if that is allowed.
@@ -203,9 +213,13 @@ def refuse_other_making(
             "loss": "name the loss that it was made with",
             "data": "pass the batches that it was made of, of the same sizes and in the same order",
         }
+        if "weights" in others and (dtype := dtype_of_same_weights(net.model, saved["weights"])) is not None:
+            remedies["weights"] = f"the weights are the same in {dtype}: write model.to({dtype}) before compile"
         of_net = "" if others == ["data"] else "Its numbers are not those of this net. "
         remedy = ", ".join(remedies[name] for name in others)
-        raise ValueError(f"{text}{of_net}{remedy.capitalize()}; or pass any_weights=True, which takes {what} as it is.")
+        raise ValueError(
+            f"{text}{of_net}{remedy[0].upper()}{remedy[1:]}; or pass any_weights=True, which takes {what} as it is."
+        )
     warn_user(UserWarning(f"{text}It is taken as it is, because any_weights=True."))
 
 

@@ -344,7 +344,7 @@ def read_spectrum(
     refuse_other(folder, compared(manifest), compared(here | settings))
     if manifest["format"] == FORMAT:
         here_made_of = made_of(net) | ({} if data is None else {"data": data()})
-        refuse_other_making(folder, manifest.get("made of", {}), here_made_of, any_weights, "a spectrum")
+        refuse_other_making(net, folder, manifest.get("made of", {}), here_made_of, any_weights, "a spectrum")
     else:
         warn_of_no_digests(folder)
     return manifest, registrations, read_systems(folder, manifest["blocks"], registrations, parameters)
@@ -415,7 +415,7 @@ def read_queries(net: CompiledModule, folder: Path, any_weights: bool) -> Querie
             f"{str(folder)!r} has queries of blocks that this {name_of(net)} has not: {'; '.join(unknown)}. Compile "
             "the model as it was compiled when they were saved."
         )
-    refuse_other_making(folder, manifest.get("made of", {}), made_of(net), any_weights, "queries")
+    refuse_other_making(net, folder, manifest.get("made of", {}), made_of(net), any_weights, "queries")
     matrices: dict[Key, QueryGradients] = {}
     for text, entry in blocks.items():
         registration, path = by_text[text], folder / entry["file"]

@@ -642,8 +642,9 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         inspect.signature(spec).bind(None)
     except TypeError as error:
         raise LossError(
-            f"the function given as loss is called with what the model returns, and does not take that: {error}. Write "
-            "loss=lambda outputs: kfac_fx.losses.Categorical(outputs)"
+            "the function given as loss is called with one argument, which is what the model returns, and does not "
+            f"take that: {error}. K-FAC draws targets from the distribution that it names: write "
+            f"loss=lambda outputs: kfac_fx.losses.Categorical(outputs). {SEVERAL}"
         ) from error
     except ValueError:  # a function without a signature
         pass
@@ -684,9 +685,11 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
         key = key_of_tensor(outputs)
         attribute = next((n for n, value in results.attributes_of(outputs).items() if isinstance(value, Tensor)), "")
         which = f"outputs.{attribute}" if attribute and not isinstance(outputs, Mapping) else f"outputs[{key!r}]"
+        tensors = [leaf for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        several = f". {SEVERAL}" if len(tensors) > 1 else ""
         raise LossError(
-            f"{name} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
-            f"as in loss=lambda outputs: {function.format(which)}"
+            f"{name} needs one output tensor, and the model returns {structure(outputs)}: say which, "
+            f"as in loss=lambda outputs: {function.format(which)}{several}"
         )
     if not outputs.ndim:
         raise LossError(

@@ -17,6 +17,7 @@ of the rows of an example do not add up.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
@@ -176,7 +177,18 @@ def measurement_source(
     measurement: Measurement, outputs: Any, targets: Any, leaves: Sequence[Tensor], examples: int
 ) -> CaseSource:
     """The source of a function of (what the model returns, the targets), or of the outputs if there are no targets."""
-    values = measurement(outputs) if targets is None else measurement(outputs, targets)
+    given = (outputs,) if targets is None else (outputs, targets)
+    try:
+        inspect.signature(measurement).bind(*given)
+    except TypeError as error:
+        takes = "the outputs alone, because the batch has no targets" if targets is None else "the outputs and targets"
+        raise ValueError(
+            f"a measurement is called with {takes}, and this one does not take that: {error}. Write "
+            f"measurement=lambda {'outputs' if targets is None else 'outputs, targets'}: ..., one number an example"
+        ) from error
+    except ValueError:  # a function without a signature
+        pass
+    values = measurement(*given)
     if not isinstance(values, Tensor) or values.shape != (examples,):
         what = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"a measurement is one number for every example, [{examples}], and this one returned {what}.")

@@ -50,7 +50,12 @@ from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules, UncapturedCall, emitted_division, number_of_examples
 from kfac_fx.recording.examples import ExamplesOf
 from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
-from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_unfit, refuse_without_values
+from kfac_fx.recording.model_checks import (
+    dtypes_noted,
+    refuse_inference_mode,
+    refuse_unfit,
+    refuse_without_values,
+)
 from kfac_fx.recording.progress import phase, working
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
@@ -467,7 +472,12 @@ class CaptureCache:
             )
         if self.arguments.verify:
             refuse_without_values(self.model)
-        with CAPTURING, self.trained.in_captures(), working(f"capturing {class_of(self.model).__name__}"):
+        with (
+            CAPTURING,
+            self.trained.in_captures(),
+            working(f"capturing {class_of(self.model).__name__}"),
+            dtypes_noted(self.structure.parameters, args, kwargs),
+        ):
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
                 args, kwargs, every_size=any(map(self.has_settings_of, cached)), first=self.first is None
             )

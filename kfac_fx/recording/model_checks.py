@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.results import tree_leaves
 from kfac_fx.passes.torch_private import compiled_from
 from kfac_fx.passes.tracing.effects import address
 
@@ -175,6 +177,26 @@ WITHOUT_VALUES: tuple[Culprits, str] = (
     "Give them values first, as with model.to_empty(device=...) and load_state_dict. For the report alone, compile "
     "without example inputs or with verify=False.",
 )
+
+
+@contextmanager
+def dtypes_noted(parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Adds a note to the error of a forward whose inputs have other floating dtypes than the parameters, because
+    torch's words for that name two tensors inside the model."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+        of_inputs, of_parameters = (
+            sorted({str(tensor.dtype) for tensor in of if tensor.is_floating_point()}) for of in (tensors, parameters)
+        )
+        autocast = any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors)
+        if not autocast and of_inputs and len(of_parameters) == 1 and of_inputs != of_parameters:
+            error.add_note(
+                f"The parameters have the dtype {of_parameters[0]}, and the inputs {', '.join(of_inputs)}. If that is "
+                f"not meant, write x.to({of_parameters[0]}) of the inputs, or convert the model before it is compiled."
+            )
+        raise
 
 
 def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 
@@ -150,6 +151,8 @@ def test_other_weights_and_losses_are_refused_and_allowed_in_words(tmp_path: Pat
     other = kfac_fx.compile(model, (x,), loss=twice)
     with pytest.raises(ValueError, match=r"of other loss:\n  loss  is .*'categorical'.*\n.*any_weights=True"):
         load_spectrum(other, tmp_path)
+    with pytest.raises(ValueError, match=r"The weights are the same in torch.float32: write model.to\(torch.float32\)"):
+        load_spectrum(kfac_fx.compile(copy.deepcopy(model).double(), (x,), loss="categorical"), tmp_path)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model.up.weight.mul_(2)

@@ -391,6 +391,14 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.precondition((x, y), rank=0)
     with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
         spectrum.precondition(x, measurement=lambda logits: logits.sum())
+    with pytest.raises(
+        ValueError, match=r"the outputs alone, because the batch has no targets, and .*lambda outputs: .*"
+    ):
+        spectrum.precondition(x, measurement=lambda logits, targets: logits)
+    with pytest.raises(
+        ValueError, match=r"called with the outputs and targets, .*: too many.*lambda outputs, targets: "
+    ):
+        spectrum.precondition((x, y), measurement=lambda logits: logits)
 
 
 def test_scores_without_inverses_are_refused_with_the_blocks() -> None:

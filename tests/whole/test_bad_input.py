@@ -32,6 +32,15 @@ class Mapped(nn.Module):
         return {"logits": self.head(x)}
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -196,16 +205,21 @@ INPUTS: Rows = {
 LOSSES: Rows = {
     "a loss of no outputs": (
         lambda: recorded("gradients") and compiled(loss=lambda: 1), LossError,
-        "is called with what the model returns, and does not take that: too many positional arguments. Write loss=lam",
+        "what the model returns, and does not take that: too many positional arguments. K-FAC draws targets from the ",
     ),
-    "a loss of two": (lambda: compiled(loss=lambda o, y: 1), LossError, "missing a required argument: 'y'. Write los"),
+    "a loss of two": (lambda: compiled(loss=lambda o, y: 1), LossError, "missing a required argument: 'y'. K-FAC dr"),
     **{
         f"{name} of a mapping": (
             lambda name=name: compiled(Mapped(), (X,), loss=name), LossError,
-            rf"loss='{name}' needs one output tensor, and the model returns a dict: say which, .*outputs\['logits'\]",
+            rf"loss='{name}' needs one output tensor, and the model returns a dict of 'logits': \[8, 2\]: say which, "
+            r".*outputs\['logits'\]\)+$",
         )
         for name in ("categorical", "mse")
     },
+    "a name of one loss for two outputs": (
+        lambda: compiled(Heads(), (X,), loss="mse"), LossError,
+        r"returns a tuple of \[8, 2\], \[8, 1\]: say which, .*outputs\[0\].*For several outputs write loss=lambda out",
+    ),
     "a function that fails on the outputs": (lambda: compiled(Mapped(), (X,), loss=lambda o: o[0]), KeyError, "0"),
     "a loss that is a class": (lambda: compiled(loss=int), LossError, "loss is a type; pass a name"),
     "a variance of text": (lambda: losses.Normal(X, var="a"), LossError, "var is 'a'; it must be a positive float"),  # type: ignore[arg-type]
@@ -478,3 +492,17 @@ def test_numbers_with_one_dimension_are_taken() -> None:
     est = estimated(damping=torch.tensor([0.5]))
     est.damping = np.float32(0.25)
     assert est.damping.item() == 0.25
+
+
+@pytest.mark.parametrize("example_inputs", [None, (X,)])
+def test_an_error_of_other_dtypes_says_which_they_are(example_inputs: object) -> None:
+    """torch names two tensors inside the model."""
+    with pytest.raises(RuntimeError, match="must have the same dtype") as error:
+        kfac_fx.compile(mlp().double(), example_inputs, loss="categorical")(X)
+    assert error.value.__notes__ == [
+        "The parameters have the dtype torch.float64, and the inputs torch.float32. If that is not meant, write "
+        "x.to(torch.float64) of the inputs, or convert the model before it is compiled."
+    ]
+    with pytest.raises(UntraceableError) as other:
+        kfac_fx.compile(mlp(), (X[:, :3],), loss="categorical")
+    assert not hasattr(other.value, "__notes__")
