@@ -111,7 +111,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         return
     if due.adapting_late:
         measure_late(state, losses)
-    renew_inverses(state, due)
+    renew_inverses(state, due, groups)
     if due.first:
         forwards.check_coverage({n: part for flat in moving for n, part in flat.flat.parts(flat.g).items()})
     with state.phases.measure("update"):
@@ -278,7 +278,7 @@ def choose_intervals(state: StepState) -> None:
     estimator.cov_ema_decay = state.schedule.decay
 
 
-def renew_inverses(state: StepState, due: Due) -> None:
+def renew_inverses(state: StepState, due: Due, groups: Sequence[Group]) -> None:
     """Compute the inverses or bases that are due: all, or those of blocks that are young."""
     schedule, estimator = state.schedule, state.estimator
     if schedule.counter > 0:
@@ -288,6 +288,7 @@ def renew_inverses(state: StepState, due: Due) -> None:
         return
     rule = state.options.rule
     estimator.damping.copy_(state.damping * rule.precon_damping_mult)
+    estimator.damp_sides(rule.side_damping_with(max(float(group["weight_decay"]) for group in groups)))
     with state.phases.measure("inverses"):
         try:
             rule.decompose(estimator, None if due.inverting else young)
