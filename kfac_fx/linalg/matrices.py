@@ -103,7 +103,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     A bias makes sides of odd width. A CPU takes 2/3 of the time if every row of the result begins a line of its cache;
     where the rows of the operands begin does not matter. Compilers and autograd cannot handle such results.
 
-    What lies between the rows of a result is zero. The next product may be in bfloat16, and processors with AMX read a
+    The memory between the rows of a result is zero. The next product may be in bfloat16, and processors with AMX read a
     number behind every row of odd width there and multiply it by 0: a NaN in free memory became a NaN in the result.
     """
     if has_autocast(left.device):  # it would round the products of an estimator

@@ -464,8 +464,9 @@ class KFAC(Optimizer, Joinable):
         if rule.side_damping is not None and not rule.first_damping:
             raise ValueError(
                 f"{rule.written} has no damping to change: sides of blocks are damped by "
-                f"{self.estimator.relative_damping:g} of their mean eigenvalue, the option relative_damping. For shorter steps write a smaller lr in "
-                "optimizer.param_groups; for a damping of your own, make the optimizer with KFAC(net, damping=...)"
+                f"{self.estimator.relative_damping:g} of their mean eigenvalue, the option relative_damping. "
+                "For shorter steps write a smaller lr in optimizer.param_groups; for a damping of your own, "
+                "make the optimizer with KFAC(net, damping=...)"
             )
         self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
 
