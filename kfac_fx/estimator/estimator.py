@@ -55,7 +55,7 @@ from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.equivalence import OutputWatch, sampled_elements
+from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.model_checks import (
     refuse_inference_mode,
     refuse_untrained,
@@ -220,22 +220,14 @@ class FisherEstimator(BlockDiagonalFisher):
         beside = compared and self.fraction == 1.0 and self.net.repeats_recordings
         if differs is not None and compared and not beside:
             self.outputs.add(differs(inputs, kwargs))
-        recorded: list[list[Tensor]] = []
         options: dict[str, Any] = {} if self.variables is None else {"only": self.variables}
+        options |= {"mode": self.estimation_mode, "targets": targets, "fraction": self.fraction}
+        options |= {"generator": self._generator, **self._options}
         if beside:
-            options["on_outputs"] = lambda outputs: recorded.append(sampled_elements(outputs))
-        moments = self.net.record(
-            inputs,
-            kwargs,
-            mode=self.estimation_mode,
-            targets=targets,
-            fraction=self.fraction,
-            generator=self._generator,
-            **self._options,
-            **options,
-        )
-        if differs is not None and beside:
-            self.outputs.add(differs(inputs, kwargs, recorded[-1]))
+            moments, apart = self.net.record_compared(inputs, kwargs, **options)
+            self.outputs.add(apart)
+        else:
+            moments = self.net.record(inputs, kwargs, **options)
         self.accumulate(moments, guarded=not fold)
         if fold:
             self.fold(decay=None if should_decay else 1.0)

@@ -45,7 +45,7 @@ from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
-from kfac_fx.passes.graphs.labels import ancestors, differentiated, shape_of, symbolic_sizes
+from kfac_fx.passes.graphs.labels import differentiated, shape_of, symbolic_sizes
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -53,13 +53,13 @@ from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
     LossRows,
-    apart_by_graph,
     by_example,
     cases_reached,
     collected,
     collecting,
     collecting_taps,
     keys_that_meet,
+    nodes_of_rows,
     row_probes,
 )
 from kfac_fx.recording.recorder import Recorder
@@ -369,7 +369,7 @@ class CaseRecorder:
         program = emitted.program
         if program.cut:
             emitted = emitted.but(program=program.but(outputs=(*program.outputs, *program.cut)))
-        self.recorder = replace(recorder, emitted=emitted)
+        self.plain, self.recorder = recorder, replace(recorder, emitted=emitted)
         self.losses = recorder.losses if emitted.whole else self.recorder.losses
         self.complete: bool | None = None  # whether the inputs of its losses tell all of the returned loss's gradient
         self.apart = {
@@ -626,7 +626,8 @@ class CaseRecorder:
             return
         if nodes:
             rows = loss_rows(run.output, (*run.fisher, *run.others))
-            apart = apart_by_graph(self.recorder.program, rows, nodes, examples)
+            ends = nodes_of_rows(rows, nodes, examples)
+            apart = frozenset() if ends is None else self.plain.kept_apart(ends)
             compared |= unknown & apart
             unknown -= apart
         if not unknown:
@@ -915,7 +916,7 @@ def is_read_elsewhere(program: Program, registration: Registration) -> bool:
     ways than its uses, as an auxiliary term of a second pass through the layers does."""
     ends = set(program.returned_losses)
     returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
-    roots = [*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))]
+    roots = {*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))}
     owners = set(registration.owners)
     of_owners = (use for other in program.registrations if owners & {*other.owners} for use in other.uses)
     # The bias of an output that is permuted is added behind it, at the last node of the use.
@@ -924,8 +925,16 @@ def is_read_elsewhere(program: Program, registration: Registration) -> bool:
     def operands(node: fx.Node) -> list[fx.Node]:
         return differentiated(node) if node not in uses else [uses[node].input]
 
-    reached = ancestors(roots, operands=operands)
-    return any(node.op == "get_attr" and program.owner(str(node.target)) in owners for node in reached)
+    reads = [node for node in program.graph.find_nodes(op="get_attr") if program.owner(str(node.target)) in owners]
+    seen = set(reads)
+    while reads:
+        node = reads.pop()
+        if node in roots:
+            return True
+        following = [user for user in node.users if user not in seen and node in operands(user)]
+        seen.update(following)
+        reads += following
+    return False
 
 
 def may_sort_cases(node: fx.Node, cases: str | None) -> bool:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -32,7 +33,7 @@ from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, 
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.returned_loss import weights_on
-from kfac_fx.passes.rewrite import renamed, rewrite
+from kfac_fx.passes.rewrite import renamed, rewrite, same_graph, with_taps
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
@@ -111,7 +112,9 @@ class EmittedModel(ABC):
         model: the original module.
         backend: of `run`; see `compiled_graph`.
         make_tap: the kind of taps.
+        like: the same capture emitted before, whose code may serve; None once this one is emitted.
         taps: those of the emitted module.
+        collecting: the same capture with collecting taps, if it was asked for; see `meeting_cases.collecting`.
         parameter_names, buffer_names: those that a run reads.
         whole: whether one graph is the whole model, so that none of its Python code runs.
         case_dims: the dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all.
@@ -123,7 +126,9 @@ class EmittedModel(ABC):
     model: nn.Module
     backend: str = "eager"
     make_tap: type[Tap] = Tap
+    like: Self | None = field(default=None, repr=False)
     taps: Taps = field(default_factory=dict, init=False)
+    collecting: EmittedModel | None = field(default=None, init=False, repr=False)
     parameter_names: list[str] = field(init=False)
     buffer_names: list[str] = field(init=False)
     case_dims: tuple[int, ...] = field(default=(), init=False)
@@ -146,7 +151,7 @@ class EmittedModel(ABC):
 
     def but(self, **changes: Any) -> Self:
         """The same capture emitted again, with another program, backend or kind of tap (`make_tap`)."""
-        return replace(self, **changes)
+        return replace(self, **changes, like=self)
 
     @abstractmethod
     def run(
@@ -207,17 +212,23 @@ class EmittedGraph(EmittedModel):
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        layers = self.program.layers
-        self.module = rewrite(
-            self.program,
-            tap_factory(self.taps, self.make_tap, layers),
-            lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
-        )
-        self.renamed, read = renamed(self.module), attributes_read(self.module)
-        self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
-        self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
-        self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
-        self.random = any(is_random(node) for node in self.module.graph.nodes)
+        layers, like, self.like = self.program.layers, self.like, None
+        make_tap = tap_factory(self.taps, self.make_tap, layers)
+        if like is not None and self.backend == "eager" and same_graph(self.program, like.program):
+            self.module = with_taps(like.module, self.program, make_tap)
+            self.renamed, self.tied, self.random = like.renamed, like.tied, like.random
+            self.parameter_names, self.buffer_names = like.parameter_names, like.buffer_names
+        else:
+            self.module = rewrite(
+                self.program,
+                make_tap,
+                lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
+            )
+            self.renamed, read = renamed(self.module), attributes_read(self.module)
+            self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
+            self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
+            self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
+            self.random = any(is_random(node) for node in self.module.graph.nodes)
         self.placeholders = self.program.inputs
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
@@ -279,8 +290,13 @@ class EmittedGraph(EmittedModel):
             return None
         if self.program.cases is None:
             return 0 if value.dim() else None
-        sizes = symbolic_sizes(self.placeholders[position])
-        return sizes.index(self.program.cases) if self.program.cases in sizes else None
+        return self.case_axes[position]
+
+    @cached_property
+    def case_axes(self) -> list[int | None]:
+        """The dimension of the cases in every input."""
+        every = map(symbolic_sizes, self.placeholders)
+        return [sizes.index(self.program.cases) if self.program.cases in sizes else None for sizes in every]
 
     def examples(self, values: Any) -> int:
         axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
@@ -344,8 +360,10 @@ def renamed_tensors(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
     """`function`, which runs `graph`, under `backend`."""
+    if backend == "eager":
+        return function
     has_functions = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
-    return function if backend == "eager" else CompiledOrPlain(function, backend, has_functions, has_statistics=True)
+    return CompiledOrPlain(function, backend, has_functions, has_statistics=True)
 
 
 @contextmanager
