@@ -42,7 +42,6 @@ from kfac_fx.linalg.arguments import (
 from kfac_fx.linalg.entries import generator_fault
 from kfac_fx.linalg.matrices import (
     Root,
-    are_finite,
     at_least_float32,
     full_precision,
     pack_symmetric,
@@ -627,7 +626,7 @@ class PendingBatch:
         finite, lost = None, cast(int | Tensor, 0)
         if guarded and recorded:
             each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
-            finite = torch.cat([are_finite(value.unsqueeze(0)).to(device) for value in each]).all()
+            finite = torch.stack([value.sum().isfinite().to(device) for value in each]).all()
             recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
             gradients = only_where(finite, gradients)
             lost = torch.where(finite, 0, cases)
