@@ -34,7 +34,7 @@ from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.returned_loss import weights_on
 from kfac_fx.passes.rewrite import renamed, rewrite, same_graph, with_taps
-from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.torch_private import parameters_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.passes.tracing.signature import under_autocast
@@ -149,6 +149,14 @@ class EmittedModel(ABC):
         """Why a graph runs without `backend`; None if none does."""
         return next((reason for graph in self.graphs if (reason := getattr(graph, "reason", None))), None)
 
+    @cached_property
+    def holders(self) -> list[tuple[str, dict[str, Any], str]]:
+        """(name, the dictionary of its module that holds it, its key there) of every parameter that a run reads.
+
+        Modules stay those of the capture, or `Structure.check` raises an error."""
+        ends = [(name, *name.rpartition(".")[::2]) for name in self.parameter_names]
+        return [(name, parameters_of(self.model.get_submodule(path)), key) for name, path, key in ends]
+
     def but(self, **changes: Any) -> Self:
         """The same capture emitted again, with another program, backend or kind of tap (`make_tap`)."""
         return replace(self, **changes, like=self)
@@ -218,6 +226,7 @@ class EmittedGraph(EmittedModel):
             self.module = with_taps(like.module, self.program, make_tap)
             self.renamed, self.tied, self.random = like.renamed, like.tied, like.random
             self.parameter_names, self.buffer_names = like.parameter_names, like.buffer_names
+            self.holders = like.holders
         else:
             self.module = rewrite(
                 self.program,
@@ -230,6 +239,9 @@ class EmittedGraph(EmittedModel):
             self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
             self.random = any(is_random(node) for node in self.module.graph.nodes)
         self.placeholders = self.program.inputs
+        sizes_of_inputs = map(symbolic_sizes, self.placeholders)
+        cases = self.program.cases
+        self.case_axes = [sizes.index(cases) if cases in sizes else None for sizes in sizes_of_inputs]
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
         places = {node: place for place, node in enumerate(results.tree_leaves(self.program.returned))}
@@ -291,12 +303,6 @@ class EmittedGraph(EmittedModel):
         if self.program.cases is None:
             return 0 if value.dim() else None
         return self.case_axes[position]
-
-    @cached_property
-    def case_axes(self) -> list[int | None]:
-        """The dimension of the cases in every input."""
-        every = map(symbolic_sizes, self.placeholders)
-        return [sizes.index(self.program.cases) if self.program.cases in sizes else None for sizes in every]
 
     def examples(self, values: Any) -> int:
         axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))

@@ -194,15 +194,7 @@ class Recorder:
     # --- what a run is given ----------------------------------------------------------------------------------------
 
     def live_parameters(self) -> dict[str, Tensor]:
-        return {name: real_numbers(holder[key]) for name, holder, key in self.holders}
-
-    @cached_property
-    def holders(self) -> list[tuple[str, dict[str, Any], str]]:
-        """(name, the dictionary of its module that holds it, its key there) of every parameter that a run reads.
-
-        Modules stay those of the capture, or `Structure.check` raises an error."""
-        ends = [(name, *name.rpartition(".")[::2]) for name in self.emitted.parameter_names]
-        return [(name, parameters_of(self.model.get_submodule(path)), key) for name, path, key in ends]
+        return {name: real_numbers(holder[key]) for name, holder, key in self.emitted.holders}
 
     @cached_property
     def in_pairs(self) -> frozenset[str]:
