@@ -32,7 +32,7 @@ from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import real_numbers
-from kfac_fx.passes.torch_private import class_of, parameters_of, pytree
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
