@@ -50,7 +50,7 @@ from kfac_fx.linalg.matrices import (
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, is_sharded, scattered
 from kfac_fx.losses.sources import check_mode, is_exact
 from kfac_fx.passes.approximations import Approximation
-from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.errors import FactorNotReady, ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
@@ -496,10 +496,25 @@ class FisherEstimator(BlockDiagonalFisher):
             ValueError: another dtype, or a device that is not there.
             ApproximationError: a series is too wide to be dense.
         """
+        self.refuse_frozen()
         systems = self._systems(dtype, device)
         damping = self.damping.clone() if damping is None else damping
         shapes, mode = self._shapes, self.estimation_mode
         return ModelSpectrum(systems, shapes, scale, damping, net=self.net, mode=mode, replicas=self.replicas)
+
+    def refuse_frozen(self) -> None:
+        """Raises FactorNotReady if blocks have no factors because their parameters are frozen, and others have some."""
+        frozen = {name for name, parameter in self.net.named_parameters() if not parameter.requires_grad}
+        waiting = [b.registration for key, b in self.blocks.items() if key not in self._recorded]
+        names = [
+            name for registration in waiting for name in registration.owners if frozen.issuperset(registration.owners)
+        ]
+        if self._recorded and names:
+            raise FactorNotReady(
+                f"{', '.join(names)} were frozen after the model was compiled, so nothing is recorded of them, and "
+                "their blocks have no factors. Compile the model again with the parameters frozen; or let them require a "
+                "gradient while batches are recorded."
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""

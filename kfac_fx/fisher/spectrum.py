@@ -286,7 +286,7 @@ class Spectrum:
         shifted = self.shifted(system).detach()
         low, high = torch.stack(shifted.aminmax()).tolist()
         limits = torch.finfo(shifted.dtype)
-        return low > limits.eps * high and low * limits.max > 1 and high <= limits.max
+        return bool(low > limits.eps * high and low * limits.max > 1 and high <= limits.max)
 
     def refuse_singular(self, what: str = "inverse") -> None:
         """Raises ValueError if there are such blocks. what: they have none."""

@@ -432,7 +432,10 @@ class CaseRecorder:
                 fisher, others = self.apart_from_cut(outputs)
                 constants, losses = losses_of.of_constants(output, fisher, values, "" if follows else mode, targets)
                 more = [other.detach().requires_grad_() for other in others] if follows else []
-                tensors = [*(loss.inputs for _, loss in losses), *more]
+                tensors = [
+                    *by_examples(losses, losses_of.examples_of_pieces(losses, values, examples), examples),
+                    *more,
+                ]
                 return LossRows((*fisher, *others) if follows else fisher, [*constants, *more], tensors)
 
             returned = losses_of.returned(output) if follows else []
@@ -452,7 +455,11 @@ class CaseRecorder:
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:
-                    return [self.slots(loss.inputs, loss.case_axes, leaves, backward) for _, loss in losses]
+                    pieces = losses_of.examples_of_pieces(losses, values, examples) if grouped is None else {}
+                    return [
+                        self.slots(loss.inputs, loss.case_axes, leaves, backward, pieces.get(number))
+                        for number, (_, loss) in enumerate(losses)
+                    ]
 
                 if grouped is not None and not self.grouped:
                     self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
@@ -642,7 +649,9 @@ class CaseRecorder:
                 rows = loss_rows(output, outputs)
                 whole = [tensor for tensor in rows.tensors if tensor.dim() and len(tensor) % examples == 0]
                 several = any(len(tensor) > examples for tensor in whole)
-                return replace(rows, tensors=[by_example(tensor, examples, interleaved) for tensor in whole])
+                uneven = [tensor for tensor in rows.tensors if tensor.dim() and len(tensor) % examples]
+                tensors = [by_example(tensor, examples, interleaved) for tensor in whole]
+                return replace(rows, tensors=tensors, pooled=uneven)
 
             if meeting and several:
                 emitted = self.recorder.emitted
@@ -655,10 +664,21 @@ class CaseRecorder:
         self.compared[kind] |= meeting
 
     def slots(
-        self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward
+        self,
+        inputs: Tensor,
+        case_axes: int,
+        leaves: Sequence[Tensor],
+        backward: Backward,
+        owners: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`."""
+        """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`.
+
+        owners: the example of every row, flat, if they are known; None: the order of the rows is to be found.
+        """
         shape, examples = inputs.shape[:case_axes], backward.examples
+        if owners is not None:
+            wide = (*shape, *[1] * (inputs.dim() - len(shape)))
+            return owners.reshape(wide), Examples(owners, examples).slots(owners).reshape(wide)
         if backward.grouped is not None:
             owners = backward.grouped.owners(shape or (1,))
             if owners is None:
@@ -871,6 +891,23 @@ class Backward:
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""
         return dense_or_zero(pulled(self.outputs, cotangents, leaves, keep=keep), leaves)
+
+
+def by_examples(losses: WeightedLosses, owners: Mapping[int, Tensor], examples: int) -> list[Tensor]:
+    """The inputs of the losses; of pieces, those of all together, with a row for every example.
+
+    owners: of the rows of pieces, by the number of the loss.
+    """
+    whole = [loss.inputs for number, (_, loss) in enumerate(losses) if number not in owners]
+    alike: dict[Any, list[int]] = {}  # pieces whose rows are of one shape
+    for number in owners:
+        loss = losses[number][1]
+        alike.setdefault((loss.inputs.dtype, loss.inputs.shape[loss.case_axes :]), []).append(number)
+    for numbers in alike.values():
+        rows = torch.cat([losses[n][1].inputs.flatten(0, losses[n][1].case_axes - 1) for n in numbers])
+        every = torch.cat([owners[n] for n in numbers])
+        whole.append(Examples(every, examples).by_example(rows, every))
+    return whole
 
 
 def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]]:

@@ -29,7 +29,7 @@ from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, op_name
+from kfac_fx.passes.graphs.operations import CASTS, OWN_BACKWARD, PARTS, PERMUTES, computed, is_random, op_name
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.returned_loss import weights_on
@@ -43,6 +43,8 @@ from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
 
 Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
+VALUES_CHANGED = CASTS | {"masked_fill"}  # operations whose elements stay where they are
+REARRANGED = VALUES_CHANGED | PARTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel"}
 RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
 
 # --- graphs on shards -------------------------------------------------------------------------------------------------
@@ -215,7 +217,21 @@ class EmittedModel(ABC):
 
 @dataclass
 class EmittedGraph(EmittedModel):
-    """One graph of the whole model."""
+    """One graph of the whole model.
+
+    Attributes:
+        module: with the taps.
+        renamed: see `passes.rewrite.renamed`.
+        tied: whether it reads parameters or buffers under several names.
+        random: whether it draws random numbers.
+        case_axes: the dimension of the cases in every input.
+    """
+
+    module: fx.GraphModule = field(init=False, repr=False)
+    renamed: dict[str, str] = field(init=False, repr=False)
+    tied: bool = field(init=False)
+    random: bool = field(init=False)
+    case_axes: list[int | None] = field(init=False, repr=False)
 
     whole: ClassVar[bool] = True
 
@@ -329,6 +345,27 @@ class EmittedGraph(EmittedModel):
     def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
         known = dict(zip(self.placeholders, values, strict=True))
         return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
+
+    def places(self, node: Any, values: Any, examples: int) -> Tensor | None:
+        """The example of every element of a tensor that is made of parts of another one, with a dimension of the cases,
+        and in another order; None if it is no such tensor."""
+        steps: list[fx.Node] = []
+        while isinstance(node, fx.Node) and op_name(node) in REARRANGED and isinstance(node.args[0], fx.Node):
+            steps.append(node)
+            node = node.args[0]
+        sizes = symbolic_sizes(node) if isinstance(node, fx.Node) else []
+        first = not self.case_dims and not any(self.case_axes)  # targets may have a symbol of their own
+        if self.program.cases is None or not sizes or not (first or self.program.cases in sizes):
+            return None
+        source, dim = self.value(node, values), sizes.index(self.program.cases) if self.program.cases in sizes else 0
+        numbers: Any = torch.arange(examples, device=source.device).view(-1, *[1] * (source.dim() - dim - 1))
+        numbers = numbers.expand(source.shape) if source.shape[dim] == examples else None
+        for step in reversed(steps) if numbers is not None else ():
+            if op_name(step) not in VALUES_CHANGED:
+                rest = fx.map_arg(step.args[1:], lambda n: self.value(n, values))
+                kwargs = fx.map_arg(step.kwargs, lambda n: self.value(n, values))
+                numbers = computed(step, (numbers, *rest), kwargs)
+        return numbers if isinstance(numbers, Tensor) else None
 
     def value(self, node: fx.Node, values: Any) -> Any:
         return value_of(node, dict(zip(self.placeholders, values, strict=True)), self.constant)

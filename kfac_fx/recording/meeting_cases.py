@@ -210,6 +210,12 @@ def keys_that_meet(
             return None
         leaves = [probe for by_name in probes for probe in by_name.values()]
 
+        def of_steps(key: Key, cases: Tensor) -> Tensor:
+            """[examples], for the rows of the steps of a recurrent layer, which are one behind another."""
+            examples = emitted.examples(values)
+            steps = {tap.use.steps for tap in taps[key] if not tap.use.steps_in_positions} - {1}
+            return cases.view(-1, examples).any(0) if len(cases) in {n * examples for n in steps} else cases
+
         def meeting(among: Collection[Key], reads_x: bool) -> set[Key]:
             """Those with gradient rows, or gradients, of a case for the losses of several examples."""
             reached = cases_reached if reads_x else lambda rows: has_numbers(rows.d)
@@ -237,7 +243,7 @@ def keys_that_meet(
                         if key in in_order and number == len(others) and bool((mask & others).any())
                     }  # fmt: skip
             for of_first in of_loss.first_rows():
-                found |= {key for (key, _), cases in cases_of(of_first).items() if int(cases.sum()) > 1}
+                found |= {key for (key, _), cases in cases_of(of_first).items() if int(of_steps(key, cases).sum()) > 1}
             return found
 
         # A case without gradient rows has no gradient, so most models need no second look, and no patches.

@@ -446,7 +446,7 @@ class Tap(nn.Module):
         names = list(tensor_attrs(use))
         places = (names.index(key) if key in names else None for key in (ROW_MASK, CASES))
         self.place_of_mask, self.place_of_cases = places
-        self.real = real_rows(use, layer) if use.mask_dims else None
+        self.real: RealRows | None = real_rows(use, layer) if use.mask_dims else None
         self.prepare(registration, use, layer, self.both_rows(registration, use, layer), bias)
 
     def prepare(self, registration: Registration, use: Use, layer: Layer, both: BothRows, bias: bool) -> None:
@@ -711,7 +711,7 @@ class CollectingTap(Tap):
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
             return output
-        tapped: Tensor = Collected.apply(output, input, probes[ROWS], self, *tensors)
+        tapped: Tensor = Collected.apply(output, input, probes[ROWS], self, *tensors)  # type: ignore[no-untyped-call]
         if self.calls is not None:
             self.calls.append(TappedCall(self, tapped, input.detach(), tensors))
         return tapped
