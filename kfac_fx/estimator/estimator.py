@@ -512,8 +512,8 @@ class FisherEstimator(BlockDiagonalFisher):
         if self._recorded and names:
             raise FactorNotReady(
                 f"{', '.join(names)} were frozen after the model was compiled, so nothing is recorded of them, and "
-                "their blocks have no factors. Compile the model again with the parameters frozen; or let them require a "
-                "gradient while batches are recorded."
+                "their blocks have no factors. Compile the model again with the parameters frozen; or let them require "
+                "a gradient while batches are recorded."
             )
 
     def state_dict(self) -> dict[str, Tensor]:
