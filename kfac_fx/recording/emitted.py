@@ -347,24 +347,27 @@ class EmittedGraph(EmittedModel):
         return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
 
     def places(self, node: Any, values: Any, examples: int) -> Tensor | None:
-        """The example of every element of a tensor that is made of parts of another one, with a dimension of the cases,
-        and in another order; None if it is no such tensor."""
+        """The example of every element of a tensor that is made of parts of an input with a dimension of the cases, in
+        another order; None if it is no such tensor, or if a parameter tells which parts these are."""
         steps: list[fx.Node] = []
         while isinstance(node, fx.Node) and op_name(node) in REARRANGED and isinstance(node.args[0], fx.Node):
             steps.append(node)
             node = node.args[0]
-        sizes = symbolic_sizes(node) if isinstance(node, fx.Node) else []
+        sizes = symbolic_sizes(node) if isinstance(node, fx.Node) and node.op == "placeholder" else []
         first = not self.case_dims and not any(self.case_axes)  # targets may have a symbol of their own
         if self.program.cases is None or not sizes or not (first or self.program.cases in sizes):
             return None
         source, dim = self.value(node, values), sizes.index(self.program.cases) if self.program.cases in sizes else 0
         numbers: Any = torch.arange(examples, device=source.device).view(-1, *[1] * (source.dim() - dim - 1))
-        numbers = numbers.expand(source.shape) if source.shape[dim] == examples else None
-        for step in reversed(steps) if numbers is not None else ():
-            if op_name(step) not in VALUES_CHANGED:
-                rest = fx.map_arg(step.args[1:], lambda n: self.value(n, values))
-                kwargs = fx.map_arg(step.kwargs, lambda n: self.value(n, values))
-                numbers = computed(step, (numbers, *rest), kwargs)
+        numbers = numbers.expand(source.shape).contiguous() if source.shape[dim] == examples else None
+        try:
+            for step in reversed(steps) if numbers is not None else ():
+                if op_name(step) not in VALUES_CHANGED:
+                    rest = fx.map_arg(step.args[1:], lambda n: self.value(n, values))
+                    kwargs = fx.map_arg(step.kwargs, lambda n: self.value(n, values))
+                    numbers = computed(step, (numbers, *rest), kwargs)
+        except LossError:
+            return None
         return numbers if isinstance(numbers, Tensor) else None
 
     def value(self, node: fx.Node, values: Any) -> Any:

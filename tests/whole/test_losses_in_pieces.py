@@ -19,6 +19,7 @@ CUTS: dict[str, Pieces] = {
     "chunk": lambda rows: rows.chunk(2),
     "slices": lambda rows: [rows[:3], rows[3:5], rows[5:]],
     "every second": lambda rows: [rows[::2], rows[1::2]],
+    "sizes of activations": lambda rows: rows.split([rows.shape[0] // 2, rows.shape[0] - rows.shape[0] // 2]),
     "single rows": lambda rows: [row.unsqueeze(0) for row in rows.unbind(0)],
 }
 
@@ -65,7 +66,7 @@ class Words(nn.Module):
         return logits.flatten(0, 1)
 
     def forward(self, ids: Tensor, y: Tensor) -> Tensor:
-        pairs = zip(self.outputs(ids).split(self.size), y.flatten().split(self.size), strict=True)
+        pairs = zip(self.outputs(ids).split(self.size), y.view(-1).split(self.size), strict=True)
         losses = [F.cross_entropy(outputs, targets, ignore_index=-1, reduction="sum") for outputs, targets in pairs]
         return torch.stack(losses).sum() / (y != -1).sum()
 
@@ -138,3 +139,37 @@ def test_cases_that_meet_are_found_where_the_rows_of_pieces_are_not_known() -> N
         kfac_fx.LossError, match=r"a loss with inputs of shape \[3, 3\], so the rows of an example are not"
     ):
         spectrum.self_scores(kfac_fx.Batch(x, y))
+
+
+def test_targets_that_are_computed_from_parameters_are_cut_as_before() -> None:
+    """As those of a model that teaches itself."""
+
+    class Taught(InPieces):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            outputs = self.outputs(x)
+            pairs = zip(self.cut(outputs), self.cut(self.outputs(-x).detach().softmax(-1)), strict=True)
+            return torch.stack([F.cross_entropy(*pair, reduction="sum") for pair in pairs]).sum() / len(x)
+
+    model, x = Taught(CUTS["split"], False), torch.randn(8, 4)
+    net = kfac_fx.compile(model, (x,))
+    spectrum = kfac_fx.fit_spectrum(net, [x], mode="empirical", damping=1.0)
+    targets = model.outputs(-x).detach().softmax(-1)
+    wanted = gradients(F.cross_entropy(model.outputs(x), targets, reduction="none"), model)
+    torch.testing.assert_close(plain_scores(spectrum, x), wanted.square().sum(1))
+
+
+def test_pieces_whose_sizes_are_those_of_outputs_are_known_or_taken_as_they_are() -> None:
+    class Halves(InPieces):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            outputs = self.outputs(x)
+            half = outputs.shape[0] // 2
+            pairs = (outputs[:half], y[:half]), (outputs[half:], y[half:])
+            return torch.stack([F.cross_entropy(*pair, reduction="sum") for pair in pairs]).sum() / len(x)
+
+    model, x, y = Halves(CUTS["split"], False), torch.randn(8, 4), torch.randint(3, (8,))
+    net = kfac_fx.compile(model, (x, y))
+    for cases in (8, 5):
+        batch = kfac_fx.Batch(x[:cases], y[:cases])
+        spectrum = kfac_fx.fit_spectrum(net, [batch], mode="empirical", damping=1.0)
+        wanted = gradients(F.cross_entropy(model.outputs(x[:cases]), y[:cases], reduction="none"), model)
+        torch.testing.assert_close(plain_scores(spectrum, batch), wanted.square().sum(1))
