@@ -64,6 +64,8 @@ def pulled(
     if not pairs or not wanted:
         return [None] * len(leaves)
     roots, vectors = [o for o, _ in pairs], [c.to(o.dtype) for o, c in pairs]
+    if len(roots) == 1 and roots[0].grad_fn is None:  # a leaf, whose gradient is the cotangent
+        return [vectors[0] if leaf is roots[0] else None for leaf in leaves]
     grads = iter(
         torch.autograd.grad(roots, wanted, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=batched)
     )
