@@ -26,9 +26,11 @@ LEFT_OUT = (
     "are of cases that are not trained. {}"
 )
 HOW_TO_LEAVE_OUT = (
-    "Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give the cases targets of -100 there, or "
-    "name padding with padding_mask=. If they are the same in every batch, as the nodes of a graph without labels, "
-    "name the outputs of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
+    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
+    "Else let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
+    "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
+    "as the nodes of a graph without labels, name the outputs of the others: "
+    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
@@ -54,7 +56,8 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
         return []
-    kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if loss.kept is None else loss.kept
+    counted = loss.kept if loss.real is None else loss.real
+    kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if counted is None else counted
     rows = torch.where(kept.unsqueeze(-1), gradient, 0).reshape(-1, gradient.shape[-1]).double()
     p = loss.inputs.detach().reshape(rows.shape).double().softmax(-1)
     expected = p - torch.nn.functional.one_hot(rows.argmin(-1), rows.shape[-1])
