@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from .case_order import CaseOrder
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
-from .graphs.operations import SHAPE_ONLY, op_name
+from .graphs.operations import JOINS, SHAPE_ONLY, op_name
 from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
 from .parametrization import Computed, Value
@@ -204,6 +204,7 @@ class Places:
         self.both = str(self.shape[0] * self.shape[1])
         self.moved: dict[fx.Node, fx.Node] = {}  # a node -> what moved positions or cases on the way to it
         self.merged: dict[fx.Node, bool] = {}  # in their first dimension, case by case (False) or position by position
+        self.joined: set[fx.Node] = set()  # steps of other sequences than the mask's, and what is computed from these
         for node in program.graph.nodes:
             self.follow(node)
         for node in () if self.order.sort_of(mask) else program.graph.nodes:
@@ -212,6 +213,9 @@ class Places:
         behind = everything_behind([mask]) - {mask}
         owners = [node for node in program.inputs if node in behind and self.positions in self.order.sizes(node)]
         self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners), self.order.sizes)
+        for node in program.graph.nodes:
+            if self.joins_others(node) or any(n in self.joined for n in node.all_input_nodes if self.time.carries(n)):
+                self.joined.add(node)
 
     def follow(self, node: fx.Node) -> None:
         sizes, operands = self.order.sizes(node), node.all_input_nodes
@@ -271,6 +275,8 @@ class Places:
             return None, reason
         if use.is_complex:
             return None, "its output is complex, so each position has two rows"
+        if use.output in self.joined:
+            return None, OTHER_SEQUENCES
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
         fitting = [dims for dims in self.candidates(use.output) if fits_mask(dims, use, layer, self.shape)]
@@ -282,9 +288,15 @@ class Places:
             return None, f"which dimension of its output [{shown}] counts positions is not clear"
         return None, f"its output [{shown}] has no rows of [{self.cases}, {self.positions}] cases and positions"
 
+    def joins_others(self, node: fx.Node) -> bool:
+        """Whether it puts steps of other sequences than the mask's together, which are as long in this capture."""
+        seen = (self.time.seen.get(operand, frozenset()) for operand in node.all_input_nodes)
+        joins = op_name(node) in JOINS and self.time.carries(node) and self.order.sort_of(node) is None
+        return joins and any(STRANGE in positions for positions in seen)
+
     def of_output(self, node: fx.Node) -> Dims | None:
         """The dimensions of an output of the Fisher; the first ones, if several have these sizes."""
-        return None if node in self.moved else next(iter(self.candidates(node)), None)
+        return None if node in self.moved or node in self.joined else next(iter(self.candidates(node)), None)
 
     def has_padding(self, use: Use, reason: str) -> bool:
         """Whether there may be padding in the rows of a use that the mask does not fit: not in one row for each case,

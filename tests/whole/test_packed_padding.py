@@ -136,3 +136,33 @@ def test_a_mask_does_not_fit_cases_that_stay_sorted() -> None:
         net = kfac_fx.compile(OfOtherCases(), (ids, lengths), loss="categorical", padding_mask=MASKS["of ids"])
     (note,) = net.program.unmasked
     assert "out.weight" in note.subject and note.reason.startswith("positions are moved by sort")
+
+
+class Copying(nn.Module):
+    """An encoder of x, and a decoder of another sequence that is as long, step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.step, self.out = nn.RNN(4, 4, batch_first=True), nn.Linear(8, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+        state, states = (self.read(x)[0] * mask.unsqueeze(-1)).sum(1), []
+        for step in range(other.shape[1]):
+            state = torch.tanh(self.step(torch.cat([other[:, step], state], 1)))
+            states.append(state)
+        logits: Tensor = self.out(torch.stack(states, 1))
+        return logits
+
+
+def test_the_mask_of_an_encoder_is_none_of_its_decoder() -> None:
+    """Also where both sequences are equally long: their padding is another."""
+    x, other, mask = torch.randn(4, 5, 4), torch.randn(4, 5, 4), torch.ones(4, 5)
+    with pytest.warns(UserWarning) as seen:
+        net = kfac_fx.compile(
+            Copying(), (x, other, mask), loss="categorical", padding_mask=lambda x, other, mask: x.abs().sum(-1) > 0
+        )
+    fit, cases = (str(warning.message) for warning in seen)
+    assert "linear(step.weight, step.bias), linear(out.weight, out.bias): their steps are of other sequences" in fit
+    assert cases.startswith("padding may count as cases of the Categorical loss")
+    masked = {name for r in net.registrations for use in r.uses if use.mask_dims for name in r.parameters}
+    assert masked == {name for name, _ in net.model.named_parameters() if name.startswith("read.")}
