@@ -252,7 +252,9 @@ class Places:
         """The masks of the uses in one tower: one per use, or None, and the reason."""
         fittings = [self.of_use(registration, use, self.layers[use.layer]) for use in uses]
         if not uses or any(self.candidates(use.output) for use in uses):
-            return fittings
+            others = [STRANGE in self.time.seen.get(use.input, frozenset()) for use in uses]
+            pairs = zip(fittings, others, strict=True)
+            return [(None, OTHER_SEQUENCES) if other and old[0] is None else old for old, other in pairs]
         places, reason = self.time.steps(uses)
         if places is None:
             unclear = reason != UNCLEAR or self.time.number == len(uses) > 1

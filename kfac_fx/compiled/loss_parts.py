@@ -25,9 +25,13 @@ LEFT_OUT = (
     "the trained loss leaves out {} of {} cases, whose gradient is zero, and the factors have them: {} of their sums "
     "are of cases that are not trained. {}"
 )
-HOW_TO_LEAVE_OUT = (
+IF_PADDING = (
     "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
-    "Else let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
+    "Else"
+)
+IF_MASKED = "If they are padding, padding_mask does not fit these outputs, so"
+HOW_TO_LEAVE_OUT = (
+    "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
     "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
     "as the nodes of a graph without labels, name the outputs of the others: "
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
@@ -47,11 +51,11 @@ AROUND = (
 )
 
 
-def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> list[str]:
+def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
-        finite.
+        finite. has_mask: whether there is a padding mask.
     """
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
@@ -78,7 +82,8 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
         return []
     lines = []
     if left_out > SMALL * cases:
-        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", HOW_TO_LEAVE_OUT))
+        remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy))
     if high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))

@@ -635,7 +635,9 @@ def check_scale(
             known = value if value is not None and len(of_losses) == 1 else seen
             each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
-            lines += [line for reach in reached for line in weights_of_cases(reach.loss, reach.weight, reach.gradient)]
+            has_mask = used[0].recorder.program.mask is not None if used else False
+            for reach in reached:
+                lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     by_loss = list(zip(*each, strict=True)) if same_losses else []

@@ -48,8 +48,8 @@ WITH_LOSS_MASK = {*SUMS_OVER_ROWS, *(name.replace("kron", "kron_indep") for name
 LISTED_USES = 8  # uses in a message
 EXPECTED_OF_OTHERS = (
     "  {}: their steps are of other sequences than the mask's, or in another order. A mask has the padding of one "
-    "sequence, so this is expected of a decoder if the mask is the encoder's: padding of the decoder's own sequences "
-    "counts as rows of these factors, and nothing is wrong if there is little of it."
+    "sequence, so this is expected of a decoder if the mask is the encoder's: padding of the decoder's sequences is in "
+    "the input factors A of these blocks. It is in nothing else if forward computes the loss, from targets of -100."
 )
 WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions

@@ -499,7 +499,9 @@ class Recorder:
         def losses_of(output: Any, fisher: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], WeightedLosses]:
             return replace(self.losses, emitted=emitted).of_constants(output, fisher, values, mode, targets)
 
-        registrations = [r for r in self.registrations if is_among(r, only) and r.parameters not in self.told]
+        of_misfit = {note.subject.partition(" at ")[0] for note in self.program.padded}  # told by `refuse_unfit_mask`
+        new = [r for r in self.registrations if r.parameters not in self.told and str(r) not in of_misfit]
+        registrations = [registration for registration in new if is_among(registration, only)]
         parameters, buffers = self.live_parameters(), self.copied_buffers()
         rows = rows_left_out(emitted, parameters, buffers, values, losses_of, registrations)
         if rows:

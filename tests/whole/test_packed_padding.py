@@ -158,11 +158,40 @@ def test_the_mask_of_an_encoder_is_none_of_its_decoder() -> None:
     """Also where both sequences are equally long: their padding is another."""
     x, other, mask = torch.randn(4, 5, 4), torch.randn(4, 5, 4), torch.ones(4, 5)
     with pytest.warns(UserWarning) as seen:
-        net = kfac_fx.compile(
-            Copying(), (x, other, mask), loss="categorical", padding_mask=lambda x, other, mask: x.abs().sum(-1) > 0
-        )
+        net = kfac_fx.compile(Copying(), (x, other, mask), loss="categorical", padding_mask=of_x)
     fit, cases = (str(warning.message) for warning in seen)
     assert "linear(step.weight, step.bias), linear(out.weight, out.bias): their steps are of other sequences" in fit
     assert cases.startswith("padding may count as cases of the Categorical loss")
     masked = {name for r in net.registrations for use in r.uses if use.mask_dims for name in r.parameters}
     assert masked == {name for name, _ in net.model.named_parameters() if name.startswith("read.")}
+
+
+class CopyingLoss(Copying):
+    def forward(self, x: Tensor, other: Tensor, mask: Tensor, y: Tensor | None = None) -> Tensor:
+        assert y is not None
+        return F.cross_entropy(super().forward(x, other, mask).flatten(0, 1), y.flatten())
+
+
+def of_x(x: Tensor, *_: Tensor) -> Tensor:
+    return x.abs().sum(-1) > 0
+
+
+def trained_decoder(model: nn.Module, in_forward: bool, **options: Any) -> list[str]:
+    x, other, mask = torch.randn(4, 5, 4), torch.randn(4, 5, 4), torch.ones(4, 5)
+    y = torch.randint(3, (4, 5)).masked_fill(torch.arange(5) > 2, -100)
+    args = (x, other, mask, y) if in_forward else (x, other, mask)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net = kfac_fx.compile(model, args, padding_mask=of_x, **options)
+        optimizer = KFAC(net)
+        loss = net(*args) if in_forward else F.cross_entropy(net(*args).mT, y)
+        loss.backward()
+        optimizer.step()
+    return [str(warning.message) for warning in seen]
+
+
+def test_a_decoder_whose_padding_is_left_out_has_a_remedy() -> None:
+    *_, last = trained_decoder(Copying(), False, loss="categorical")
+    assert "padding_mask does not fit these outputs, so let forward compute the loss: F.cross_entropy with" in last
+    (message,) = trained_decoder(CopyingLoss(), True)
+    assert message.endswith("It is in nothing else if forward computes the loss, from targets of -100.")
