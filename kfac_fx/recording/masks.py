@@ -195,19 +195,23 @@ def refuse_unfit_mask(program: Program) -> None:
         warn_user(
             UserWarning(
                 f"padding_mask does not fit {len(program.padded):,} of {plural(len(uses), 'use')}, whose factors may "
-                f"have padding:\n{listed_notes(program.padded)}"
+                f"have padding:\n{listed_misfits(program.padded)}"
             )
         )
 
 
-def listed_notes(notes: Sequence[Note]) -> str:
-    """The first notes as a table, and the number of the others; those about other sequences are one paragraph."""
+def listed_misfits(notes: Sequence[Note]) -> str:
+    """As `listed_notes`, with one paragraph for those about other sequences."""
     of_others = dict.fromkeys(note.subject.partition(" at ")[0] for note in notes if note.reason == OTHER_SEQUENCES)
-    notes = [note for note in notes if note.reason != OTHER_SEQUENCES]
+    lines = [listed_notes(rest)] if (rest := [note for note in notes if note.reason != OTHER_SEQUENCES]) else []
     if of_others:
         named = ", ".join([*of_others][:LISTED_USES]) + ", ..." * (len(of_others) > LISTED_USES)
-        told = EXPECTED_OF_OTHERS.format(named)
-        return f"{listed_notes(notes)}\n{told}" if notes else told
+        lines.append(EXPECTED_OF_OTHERS.format(named))
+    return "\n".join(lines)
+
+
+def listed_notes(notes: Sequence[Note]) -> str:
+    """The first notes as a table, and the number of the others."""
     more = f"\n  and {len(notes) - LISTED_USES:,} more, in net.report" if len(notes) > LISTED_USES else ""
     return table([(note.subject, note.reason) for note in notes[:LISTED_USES]]) + more
 

@@ -18,6 +18,7 @@ from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.masks import (
     LISTED_USES,
     dims_in,
+    listed_misfits,
     listed_notes,
     mask_of_call,
     program_with_mask,
@@ -78,10 +79,10 @@ def test_steps_of_other_sequences_are_one_paragraph() -> None:
     others = [
         Note(f"linear({name}.weight) at linear_{n}", OTHER_SEQUENCES) for n in range(9) for name in ("att", "out")
     ]
-    lines = listed_notes([*others, Note("use", "no rows")]).splitlines()
+    lines = listed_misfits([*others, Note("use", "no rows")]).splitlines()
     assert lines[0].split() == ["use", "no", "rows"] and len(lines) == 2
     assert lines[1].startswith("  linear(att.weight), linear(out.weight): their steps are of other sequences than")
-    assert "expected of a decoder" in lines[1] and listed_notes(others) == lines[1]
+    assert "expected of a decoder" in lines[1] and listed_misfits(others) == lines[1]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,12 @@ def test_padding_that_nobody_names_is_told_once_with_remedies_that_end_it() -> N
     assert message.startswith("the trained loss leaves out 6 of 20 cases") and "padding_mask=" in message
 
 
+def test_padding_among_cases_is_told_once_for_all_lengths() -> None:
+    messages = told(OfOtherCases(), False, loss="categorical", padding_mask=MASKS["of ids"])
+    assert sum(message.startswith("padding may count as cases") for message in messages) == 1
+    assert len(messages) == len({message[:30] for message in messages})
+
+
 def test_a_mask_does_not_fit_cases_that_stay_sorted() -> None:
     ids, lengths, _ = batch()
     with pytest.warns(UserWarning, match="padding"):
