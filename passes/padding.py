@@ -297,8 +297,11 @@ class Places:
         return joins and any(STRANGE in positions for positions in seen)
 
     def of_output(self, node: fx.Node) -> Dims | None:
-        """The dimensions of an output of the Fisher; the first ones, if several have these sizes."""
-        return None if node in self.moved or node in self.joined else next(iter(self.candidates(node)), None)
+        """The dimensions of an output of the Fisher; the first ones, if several have these sizes. None for rows that
+        are merged position by position, which `spread` does not know."""
+        if node in self.moved or node in self.joined or self.merged.get(node):
+            return None
+        return next(iter(self.candidates(node)), None)
 
     def has_padding(self, use: Use, reason: str) -> bool:
         """Whether there may be padding in the rows of a use that the mask does not fit: not in one row for each case,
