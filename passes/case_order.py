@@ -73,8 +73,8 @@ class CaseOrder:
             return OF_INPUTS
         if op_name(node) in SHAPE_ONLY or (isinstance(value, Tensor) and not value.dim()):
             return frozenset()
-        if op_name(node) == "sort" and len(shape_of(node.all_input_nodes[0])) == 1:
-            return frozenset({node})
+        if op_name(node) in ("sort", "argsort") and len(shape_of(node.all_input_nodes[0])) == 1:
+            return frozenset({node}) if self.orders[node.all_input_nodes[0]] else frozenset()  # of constants
         before: Orders = frozenset().union(*(self.orders[operand] for operand in node.all_input_nodes))
         if op_name(node) != "index_select" or len(node.args) != 3 or node.args[2] not in self.indexes:
             return before
@@ -86,6 +86,8 @@ class CaseOrder:
             rows = self.size(shape_of(index)[0])
             if str(rows) != str(shape[dim]) and in_example(rows) == in_example(shape[dim]):
                 self.same[str(shape[dim])] = rows
+        if not self.orders[x]:  # rows of a table, in the order of the index
+            return self.orders[index]
         if inverse:
             return OF_INPUTS if self.orders[x] == {sort} else self.orders[x] | {sort}
         return frozenset({sort}) if self.orders[x] <= OF_INPUTS else self.orders[x] | {sort}
