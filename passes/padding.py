@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .case_order import CaseOrder
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
-from .graphs.operations import SHAPE_ONLY, op_name
+from .graphs.operations import JOINS, SHAPE_ONLY, op_name
 from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
 from .parametrization import Computed, Value
@@ -29,6 +30,7 @@ from .users_code import where
 STRANGE = -1  # instead of a position: one of other sequences, or in another order
 ALL = sys.maxsize  # instead of a position: more than one
 AS = {"expand_as", "view_as", "reshape_as", "type_as"}  # they read the shape or type of their second operand only
+OTHER_SEQUENCES = "its steps are of other sequences than the mask's, or in another order"
 UNCLEAR = "which of the positions it is at is not clear"
 
 
@@ -46,11 +48,19 @@ class Timeline:
         cases, positions: the mask's sizes.
         moved: nodes whose positions are in another order.
         owners: inputs with positions from which the mask is computed.
+        sizes: of a node, by names.
     """
 
     def __init__(
-        self, mask: fx.Node, cases: str, positions: str, moved: Container[fx.Node], owners: frozenset[fx.Node]
+        self,
+        mask: fx.Node,
+        cases: str,
+        positions: str,
+        moved: Container[fx.Node],
+        owners: frozenset[fx.Node],
+        sizes: Callable[[fx.Node], list[str]] = sizes_of,
     ) -> None:
+        self.sizes = sizes
         self.mask, self.cases, self.positions, self.moved, self.owners = mask, cases, positions, moved, owners
         self.number = int(positions) if positions.isdigit() else None  # None: symbolic
         self.seen: dict[fx.Node, frozenset[int]] = {}  # the positions that a node depends on, if it has none itself
@@ -61,7 +71,7 @@ class Timeline:
 
     def carries(self, node: fx.Node) -> bool:
         """Whether the node has a dimension of cases and one of positions."""
-        sizes = sizes_of(node)
+        sizes = self.sizes(node)
         return self.cases in sizes and sizes.count(self.positions) == 1
 
     def follow(self, node: fx.Node) -> None:
@@ -88,7 +98,7 @@ class Timeline:
         tensor = operand if self.carries(operand) else operand.all_input_nodes[0]
         if op_name(node) == "unbind":
             return set()  # the tuple has all positions
-        place = self.taken_place(node, operand, sizes_of(tensor).index(self.positions))
+        place = self.taken_place(node, operand, self.sizes(tensor).index(self.positions))
         if place is None or (place < 0 and self.number is None):
             return {ALL}
         sources = self.sources.get(tensor, frozenset())
@@ -119,7 +129,7 @@ class Timeline:
         seen = [self.seen.get(use.input, frozenset()) for use in uses]
         steps = [use.output.meta.get(STEP) for use in uses]  # (position, number of positions), written by `unroll`
         if any(STRANGE in positions for positions in seen):
-            return None, "its steps are of other sequences than the mask's, or in another order"
+            return None, OTHER_SEQUENCES
         places = [step[0] for step in steps if step is not None and step[1] == self.number]
         if len(places) < len(uses):
             places = self.in_order(seen)
@@ -187,39 +197,53 @@ class Places:
     """Where the cases and the positions of a mask are in the nodes of its graph."""
 
     def __init__(self, program: Program, mask: fx.Node) -> None:
-        self.mask, self.shape, self.layers = mask, tied(program, mask), program.layers
+        self.order = CaseOrder(program.graph)
+        self.mask, self.layers = mask, program.layers
+        self.shape = tuple(self.order.size(size) for size in tied(program, mask))
         self.cases, self.positions = (str(size) for size in self.shape)
         self.both = str(self.shape[0] * self.shape[1])
-        self.moved: dict[fx.Node, fx.Node] = {}  # a node -> what moved positions on the way to it
+        self.moved: dict[fx.Node, fx.Node] = {}  # a node -> what moved positions or cases on the way to it
         self.merged: dict[fx.Node, bool] = {}  # in their first dimension, case by case (False) or position by position
+        self.joined: set[fx.Node] = set()  # steps of other sequences than the mask's, and what is computed from these
         for node in program.graph.nodes:
             self.follow(node)
+        for node in () if self.order.sort_of(mask) else program.graph.nodes:
+            if (sort := self.order.sort_of(node)) is not None and self.positions in self.order.sizes(node):
+                self.moved.setdefault(node, sort)
         behind = everything_behind([mask]) - {mask}
-        owners = [node for node in program.inputs if node in behind and self.positions in sizes_of(node)]
-        self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners))
+        owners = [node for node in program.inputs if node in behind and self.positions in self.order.sizes(node)]
+        self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners), self.order.sizes)
+        for node in program.graph.nodes:
+            if self.joins_others(node) or any(n in self.joined for n in node.all_input_nodes if self.time.carries(n)):
+                self.joined.add(node)
 
     def follow(self, node: fx.Node) -> None:
-        sizes, operands = sizes_of(node), node.all_input_nodes
+        sizes, operands = self.order.sizes(node), node.all_input_nodes
         before = [
-            self.moved[operand] for operand in operands if operand in self.moved and self.positions in sizes_of(operand)
+            self.moved[operand]
+            for operand in operands
+            if operand in self.moved and self.positions in self.order.sizes(operand)
         ]
         if before:
             self.moved[node] = before[0]
         elif (
             operands
             and self.positions in sizes
-            and (op_name(node) in REORDERS or (op_name(node) in PICKS and sizes_of(operands[0])[:2] == sizes[:2]))
+            and node not in self.order.picked
+            and (
+                op_name(node) in REORDERS or (op_name(node) in PICKS and self.order.sizes(operands[0])[:2] == sizes[:2])
+            )
         ):
             self.moved[node] = node
         if sizes[:1] != [self.both]:
             return
-        if op_name(node) in MERGES and (shape := sizes_of(operands[0])[:2]) in (
+        if op_name(node) in MERGES and (shape := self.order.sizes(operands[0])[:2]) in (
             [self.cases, self.positions],
             [self.positions, self.cases],
         ):
             self.merged[node] = shape[0] == self.positions
             return
-        along = [operand for operand in operands if sizes_of(operand)[:1] == [self.both]]
+        along = [operand for operand in operands if self.order.sizes(operand)[:1] == [self.both]]
         orders = {self.merged.get(operand) for operand in along}
         if len(orders) == 1 and None not in orders and op_name(node) not in REORDERS | PICKS:
             self.merged[node] = self.merged[along[0]]
@@ -228,7 +252,9 @@ class Places:
         """The masks of the uses in one tower: one per use, or None, and the reason."""
         fittings = [self.of_use(registration, use, self.layers[use.layer]) for use in uses]
         if not uses or any(self.candidates(use.output) for use in uses):
-            return fittings
+            others = [STRANGE in self.time.seen.get(use.input, frozenset()) for use in uses]
+            pairs = zip(fittings, others, strict=True)
+            return [(None, OTHER_SEQUENCES) if other and old[0] is None else old for old, other in pairs]
         places, reason = self.time.steps(uses)
         if places is None:
             unclear = reason != UNCLEAR or self.time.number == len(uses) > 1
@@ -238,9 +264,9 @@ class Places:
     def of_step(self, use: Use, place: int) -> tuple[Fitting | None, str]:
         """With one position of the mask, [N, 1]."""
         cases = use.batch_dim or 0
-        other = next((dim for dim in range(len(sizes_of(use.output))) if dim != cases), None)
+        other = next((dim for dim in range(len(self.order.sizes(use.output))) if dim != cases), None)
         if other is None or not fits_mask((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
-            return None, f"its output [{', '.join(sizes_of(use.output))}] has no rows of [{self.cases}] cases"
+            return None, f"its output [{', '.join(self.order.sizes(use.output))}] has no rows of [{self.cases}] cases"
         return (Computed(torch.narrow, (self.mask, 1, place, 1)), (cases, other)), ""
 
     def of_use(self, registration: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
@@ -251,29 +277,40 @@ class Places:
             return None, reason
         if use.is_complex:
             return None, "its output is complex, so each position has two rows"
+        if use.output in self.joined:
+            return None, OTHER_SEQUENCES
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
         fitting = [dims for dims in self.candidates(use.output) if fits_mask(dims, use, layer, self.shape)]
         if len(fitting) == 1:
             turned = len(set(fitting[0])) == 1 and self.merged[use.output]
             return (Computed(torch.t, (self.mask,)) if turned else self.mask, fitting[0]), ""
-        shown = ", ".join(sizes_of(use.output))
+        shown = ", ".join(self.order.sizes(use.output))
         if fitting:
             return None, f"which dimension of its output [{shown}] counts positions is not clear"
         return None, f"its output [{shown}] has no rows of [{self.cases}, {self.positions}] cases and positions"
 
+    def joins_others(self, node: fx.Node) -> bool:
+        """Whether it puts steps of other sequences than the mask's together, which are as long in this capture."""
+        seen = (self.time.seen.get(operand, frozenset()) for operand in node.all_input_nodes)
+        joins = op_name(node) in JOINS and self.time.carries(node) and self.order.sort_of(node) is None
+        return joins and any(STRANGE in positions for positions in seen)
+
     def of_output(self, node: fx.Node) -> Dims | None:
-        """The dimensions of an output of the Fisher; the first ones, if several have these sizes."""
-        return None if node in self.moved else next(iter(self.candidates(node)), None)
+        """The dimensions of an output of the Fisher; the first ones, if several have these sizes. None for rows that
+        are merged position by position, which `spread` does not know."""
+        if node in self.moved or node in self.joined or self.merged.get(node):
+            return None
+        return next(iter(self.candidates(node)), None)
 
     def has_padding(self, use: Use, reason: str) -> bool:
         """Whether there may be padding in the rows of a use that the mask does not fit: not in one row for each case,
         as behind a mean over positions."""
-        others = [size for size in sizes_of(use.output) if size != self.cases and not size.isdigit()]
+        others = [size for size in self.order.sizes(use.output) if size != self.cases and not size.isdigit()]
         return bool(others) or not reason.startswith(NO_ROWS)
 
     def candidates(self, node: fx.Node) -> list[Dims]:
-        sizes = sizes_of(node)
+        sizes = self.order.sizes(node)
         pairs = product(
             *([i for i, size in enumerate(sizes) if size == wanted] for wanted in (self.cases, self.positions))
         )

@@ -25,10 +25,16 @@ LEFT_OUT = (
     "the trained loss leaves out {} of {} cases, whose gradient is zero, and the factors have them: {} of their sums "
     "are of cases that are not trained. {}"
 )
+IF_PADDING = (
+    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
+    "Else"
+)
+IF_MASKED = "If they are padding, padding_mask does not fit these outputs, so"
 HOW_TO_LEAVE_OUT = (
-    "Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give the cases targets of -100 there, or "
-    "name padding with padding_mask=. If they are the same in every batch, as the nodes of a graph without labels, "
-    "name the outputs of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
+    "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
+    "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
+    "as the nodes of a graph without labels, name the outputs of the others: "
+    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
@@ -45,16 +51,17 @@ AROUND = (
 )
 
 
-def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> list[str]:
+def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
-        finite.
+        finite. has_mask: whether there is a padding mask.
     """
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
     if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
         return []
-    kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if loss.kept is None else loss.kept
+    counted = loss.kept if loss.real is None else loss.real
+    kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if counted is None else counted
     rows = torch.where(kept.unsqueeze(-1), gradient, 0).reshape(-1, gradient.shape[-1]).double()
     p = loss.inputs.detach().reshape(rows.shape).double().softmax(-1)
     expected = p - torch.nn.functional.one_hot(rows.argmin(-1), rows.shape[-1])
@@ -75,7 +82,8 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor) -> 
         return []
     lines = []
     if left_out > SMALL * cases:
-        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", HOW_TO_LEAVE_OUT))
+        remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy))
     if high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))

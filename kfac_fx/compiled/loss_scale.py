@@ -29,15 +29,17 @@ from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.linalg.matrices import is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory
+from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.random_streams import RandomState, same_random
 from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.output_losses import real_losses
 from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
@@ -93,6 +95,7 @@ class Watched:
     losses_at: Sequence[int] = ()  # of the losses that forward computes among the outputs
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # differentiated, by backward and identity
+    padding: tuple[Tensor, Sequence[Dims | None]] | None = None  # the mask, and its dimensions in the Fisher's outputs
     otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
 
     @property
@@ -168,13 +171,18 @@ class Watched:
         A loss comes as (coefficient as registered, weight of its mean over its own cases, loss).
         """
         constants = [value.detach().requires_grad_(is_differentiable(value)) for value in self.fisher]
-        outputs = list(self.outputs)
-        for place, constant in zip(self.places, constants, strict=False):
-            outputs[place] = constant
-        tree, of = results.tree_unflatten(outputs, self.spec), self.recorder.losses
-        pairs = of.on(tree, tuple(constants), self.targets, self.rows)
+        pairs = self.on(constants) if self.padding is None else real_losses(self.on, constants, *self.padding[::-1])
         means = self.recorder.losses.averaged(pairs)
         return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
+
+    def on(self, fisher: Sequence[Tensor]) -> WeightedLosses:
+        """The losses on other values of the Fisher's outputs."""
+        outputs = list(self.outputs)
+        for place, value in zip(self.places, fisher, strict=False):
+            outputs[place] = value
+        return self.recorder.losses.on(
+            results.tree_unflatten(outputs, self.spec), tuple(fisher), self.targets, self.rows
+        )
 
 
 def watch(
@@ -237,6 +245,7 @@ def watch_leaves(
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
         rows=recorder.losses.first_rows(fisher, values, cases, part),
         around=around,
+        padding=first_padding(recorder.emitted.padding(values, fisher), cases),
         losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
     )
     axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), places)
@@ -349,6 +358,19 @@ def enough(fisher: Sequence[Tensor]) -> tuple[int | None, float]:
 def first(tensor: Tensor, cases: int | None) -> Tensor:
     """The first cases, in memory of their own, so that the rest can go."""
     return tensor if cases is None or not tensor.dim() else tensor[:cases].clone()
+
+
+def first_padding(
+    padding: tuple[Tensor, Sequence[Dims | None]] | None, cases: int | None
+) -> tuple[Tensor, Sequence[Dims | None]] | None:
+    """The padding of the first cases; None if nothing is padding, or if these are not told apart along dimension 0."""
+    if padding is None or cases is None:
+        return padding
+    mask, dims = padding
+    wanted = [of_output for of_output in dims if of_output is not None]
+    if all(len(set(of_output)) == 1 for of_output in wanted):  # cases and positions are merged
+        return mask.reshape(-1)[:cases], dims
+    return (mask[:cases], dims) if all(len(set(of)) == 2 and of[0] == 0 for of in wanted) else None
 
 
 def targets(recorder: Recorder, values: tuple[Any, ...]) -> Any:
@@ -613,7 +635,9 @@ def check_scale(
             known = value if value is not None and len(of_losses) == 1 else seen
             each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
-            lines += [line for reach in reached for line in weights_of_cases(reach.loss, reach.weight, reach.gradient)]
+            has_mask = used[0].recorder.program.mask is not None if used else False
+            for reach in reached:
+                lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     by_loss = list(zip(*each, strict=True)) if same_losses else []

@@ -47,8 +47,8 @@ UNNAMED = (
     "the class of a distribution that is near it, see the page on losses of your own."
 )
 SEVERAL = (
-    "For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
-    "kfac_fx.losses.Normal(outputs[1]))]: a number in front of a loss is its coefficient"
+    "For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical({}), (0.5, "
+    "kfac_fx.losses.Normal({}))]: a number in front of a loss is its coefficient"
 )
 
 
@@ -571,7 +571,7 @@ class LossSpec(DeclaredLosses):
         if isinstance(result, list | tuple) and not result:
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
         single = not isinstance(result, list | tuple) or _is_pair(result)
-        losses = [_pair(loss, self.name) for loss in ([result] if single else result)]
+        losses = [_pair(loss, self.name, outputs) for loss in ([result] if single else result)]
         for _, loss in losses:
             if not loss.inputs.ndim:
                 raise loss_of_number(self.name, loss, outputs)
@@ -630,7 +630,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
     if isinstance(spec, (type, LossFunction)) and not name_in_torch(spec) or not callable(spec):
         raise LossError(
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
-            f"such as lambda logits: kfac_fx.losses.Categorical(logits). {SEVERAL}"
+            f"such as lambda logits: kfac_fx.losses.Categorical(logits). {several()}"
         )
     if trained := name_in_torch(spec):
         known = OF_TORCH.get(trained, "")
@@ -644,7 +644,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         raise LossError(
             "the function given as loss is called with one argument, which is what the model returns, and does not "
             f"take that: {error}. K-FAC draws targets from the distribution that it names: write "
-            f"loss=lambda outputs: kfac_fx.losses.Categorical(outputs). {SEVERAL}"
+            f"loss=lambda outputs: kfac_fx.losses.Categorical(outputs). {several()}"
         ) from error
     except ValueError:  # a function without a signature
         pass
@@ -682,14 +682,13 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
     if isinstance(outputs, list | tuple) and len(outputs) == 1:
         (outputs,) = outputs
     if not isinstance(outputs, Tensor):
-        key = key_of_tensor(outputs)
-        attribute = next((n for n, value in results.attributes_of(outputs).items() if isinstance(value, Tensor)), "")
-        which = f"outputs.{attribute}" if attribute and not isinstance(outputs, Mapping) else f"outputs[{key!r}]"
+        key, attributes = key_of_tensor(outputs), attributes_of_object(outputs)
+        which = f"outputs.{next(iter(attributes))}" if attributes else f"outputs[{key!r}]"
         tensors = [leaf for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.ndim]
-        several = f". {SEVERAL}" if len(tensors) > 1 else ""
+        more = f". {several(outputs)}" if len(tensors) > 1 else ""
         raise LossError(
             f"{name} needs one output tensor, and the model returns {structure(outputs)}: say which, "
-            f"as in loss=lambda outputs: {function.format(which)}{several}"
+            f"as in loss=lambda outputs: {function.format(which)}{more}"
         )
     if not outputs.ndim:
         raise LossError(
@@ -712,6 +711,23 @@ def key_of_tensor(outputs: Any) -> Any:
     tensors = [key for key, value in pairs if isinstance(value, Tensor) and value.ndim]
     first = next((key for key, _ in pairs), "logits" if isinstance(outputs, Mapping) else 0)
     return "logits" if "logits" in tensors else next(iter(tensors), first)
+
+
+def attributes_of_object(outputs: Any) -> dict[str, Tensor]:
+    """The tensors of an object by the names of its attributes; none of a dictionary, which has keys."""
+    named = {} if outputs is None or isinstance(outputs, Mapping | Tensor) else results.attributes_of(outputs)
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def several(outputs: Any = None) -> str:
+    """How the losses of several outputs are written, for messages: of the first two that a model returned, if known."""
+    if attributes := attributes_of_object(outputs):
+        names = [f"outputs.{name}" for name, value in attributes.items() if value.ndim]
+    else:
+        places = range(len(outputs)) if isinstance(outputs, list | tuple) else ()
+        keys = outputs if isinstance(outputs, Mapping) else places
+        names = [f"outputs[{key!r}]" for key in keys if isinstance(outputs[key], Tensor) and outputs[key].ndim]
+    return SEVERAL.format(*(names[:2] if len(names) > 1 else ("outputs[0]", "outputs[1]")))
 
 
 def structure(outputs: Any) -> str:
@@ -750,7 +766,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value[0], int | float) or (isinstance(value[0], Tensor) and value[0].numel() == 1)
 
 
-def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
+def _pair(value: Any, name: str, outputs: Any) -> tuple[float, LossFunction]:
     coefficient, loss = value if _is_pair(value) else (1.0, value)
     coefficient = float(coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)
     if isinstance(loss, Tensor) and not loss.ndim:
@@ -760,7 +776,7 @@ def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
             "net(x). A coefficient is a number, as in (0.5, kfac_fx.losses.Normal(outputs))"
         )
     if not isinstance(loss, LossFunction):
-        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses. {SEVERAL}")
+        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses. {several(outputs)}")
     if isinstance(loss.targets, int | float):
         kind = type(loss).__name__
         raise LossError(

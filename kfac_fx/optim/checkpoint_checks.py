@@ -244,6 +244,13 @@ def refuse_other_blocks(state: StepState, blocks: Mapping[str, Any]) -> None:
     in_state = {name for text in there for name in text.split(",")}
     if not in_state or not in_state.issubset(names.values()):
         return  # the state of another model, or one with blocks of pieces
+    like = state.estimator.state_dict()
+    if any(
+        name in like and isinstance(entry, Tensor) and entry.shape != like[name].shape
+        for name, entry in blocks.items()
+        if name.endswith("/moment")
+    ):
+        return  # that of another model, whose parameters have the same names
     if later := [name for parameter, name in names.items() if name in only_there and not parameter.requires_grad]:
         raise ValueError(
             f"the state has blocks of parameters that are frozen here: {', '.join(later)}. They were trained before it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from kfac_fx.passes.approximations import Side
 from kfac_fx.passes.matrix import precise, real_numbers
 
 Write = Callable[[Mapping[str, float], int], object]
+WRITTEN = "write(values, step), as in write=lambda values, step: numbers.update(values) for a dict"
 CONDITION = ("largest", "each", None)
 
 
@@ -49,7 +51,9 @@ class Metrics:
 
     Seconds are the mean a step since the last values. They are seconds of the host: on an accelerator, those in which
     the work was issued. The condition number is the largest eigenvalue over the smallest one, of the present factor
-    with the damping of the last inverses; blocks that have no factors yet do not count.
+    with the damping of the last inverses; blocks that have no factors yet do not count. Where a part r of their mean
+    eigenvalue damps sides of blocks, 0.003 by default, the number of a side of width d is at most about 1 + d / r. One
+    near this bound is usual, because most of a factor lies along the mean of its rows. A damping λ gives no bound.
 
     Reading waits for the device, so it happens on every n-th step only. Such a step also copies the parameters, and
     decomposes every factor once into eigenvalues and eigenvectors, which costs more than the inverses: choose `every`
@@ -86,6 +90,8 @@ class Metrics:
                 f"write is called as write(values, step), and a {type(write).__name__} cannot be called: for a "
                 "SummaryWriter write Metrics.to_tensorboard(writer), for a logging.Logger Metrics.to_logger(logger)"
             )
+        elif write is not None and not takes_two(write):
+            wrong.append(f"write does not take the two arguments of {WRITTEN}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             wrong.append(f"every must be a positive integer, got {every!r}")
         if condition not in CONDITION:
@@ -160,8 +166,15 @@ class Metrics:
         before, self._before = self._before, None
         values = self._read(before)
         self.values, self.step = {name: float(value) for name, value in values.items()}, self._now
-        if self.write is not None:
+        if self.write is None:
+            return
+        try:
             self.write(self.values, self.step)
+        except TypeError as error:
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is None:  # of the call itself, as of functions without a signature
+                error.add_note(f"Metrics calls its second argument, {WRITTEN}.")
+            raise
 
     def _read(self, before: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor | float]:
         optimizer, groups = self.optimizer, self.optimizer.estimator.kept
@@ -200,6 +213,17 @@ class Metrics:
             for name, numbers in by_factor.items()
         }
         return largest if self.condition == "largest" else largest | each
+
+
+def takes_two(write: Write) -> bool:
+    """Whether it can be called as write(values, step), as far as its signature tells."""
+    try:
+        inspect.signature(write).bind({}, 0)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

@@ -504,7 +504,8 @@ class KFAC(Optimizer, Joinable):
     def scalars(self) -> Mapping[str, Tensor]:
         """0-dim tensors of the last step that computed them, by name, NaN before; and those that the rule declares.
 
-        "loss_before" is the loss before the last step whose change of the loss was measured.
+        "loss_before" is the loss before the last step whose change a closure measured, so it is NaN with the default,
+        whose checks need no loss. "kappa" is NaN without a `norm_constraint`.
         """
         return self._step_state.scalars
 
@@ -519,6 +520,9 @@ class KFAC(Optimizer, Joinable):
     @property
     def predicted_change(self) -> Tensor:
         """The change of the loss that the quadratic model predicted, in units of the loss; 0-dim, usually negative.
+
+        It is positive where the averaged gradient of earlier batches points up the loss of this one, as it does near a
+        minimum. A negative `rho` at such a step is no sign of trouble.
 
         The value is that of the last step that computed it: steps on which the damping is adapted, steps with a check
         and, with one parameter group and no weight decay, all steps of the "qmodel" rules; NaN before the first. It

@@ -114,7 +114,7 @@ class KFACOptions:
             rule = rule_named(momentum_type.lower(), of_rule, others)
         else:
             name, because = default_rule(lr, of_rule, net.registrations)
-            rule = rule_named(name, of_rule, others)
+            rule = rule_named(name, of_rule, others, by_default=True)
         return KFACOptions(net, lr, rule, because, **others)
 
     def __post_init__(self) -> None:

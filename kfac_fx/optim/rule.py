@@ -265,6 +265,9 @@ class BlockStep:
         return self.product(lambda by_name: self.estimator.of_groups(with_factors, of_all, by_name, kept=True))(vector)
 
 
+BY_DEFAULT = "the default rule"  # in messages, for a rule that the user did not name
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
     """An update rule; the fields of a subclass are its options.
@@ -297,6 +300,7 @@ class Rule:
     default_lr: ClassVar[float | None] = None
     factor_decay: ClassVar[float] = 0.95
     intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
+    by_default = False  # whether the user named no rule
     precon_damping_mult = 1.0  # the damping of inverses and of the block-diagonal Fisher is this times λ
 
     def __post_init__(self) -> None:
@@ -338,6 +342,8 @@ class Rule:
     @property
     def written(self) -> str:
         """How a user wrote the rule, for messages."""
+        if self.by_default:
+            return BY_DEFAULT
         kind = type(self)
         return (
             f"momentum_type={self.name!r}" if kind.__module__.startswith("kfac_fx.") else f"rule={kind.__name__}(...)"

@@ -423,10 +423,11 @@ class Schedule:
         cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
         if self.overhead <= rule.overhead:
             return [f"{cost}, at most the stated {rule.overhead:.0%}"]
-        least = (
-            f"statistics at every {rule.longest.statistics}th step at least and checks at every {rule.longest.checks}th"
-        )
-        return [f"{cost}, more than the stated {rule.overhead:.0%}, because {least} are due in any case"]
+        more = f"{cost}, more than the stated {rule.overhead:.0%}, because"
+        if self.with_given(rule.longest) != rule.longest:
+            return [f"{more} intervals are given"]
+        least = f"statistics at every {rule.longest.statistics}th step and checks at every {rule.longest.checks}th"
+        return [f"{more} {least} are the rarest: a training step of this network costs little, so nothing is wrong"]
 
     @property
     def adapting(self) -> bool:

@@ -12,10 +12,11 @@ block, which takes any use, and the report gives the reason.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -93,10 +94,14 @@ class CompileArguments:
 
 @dataclass(frozen=True)
 class Capturing:
-    """Captures of `model` as `arguments` say. Every method returns a new one and keeps none."""
+    """Captures of `model` as `arguments` say. Every method returns a new one and keeps none.
+
+    told: see `Recorder.told`.
+    """
 
     model: nn.Module
     arguments: CompileArguments
+    told: set[object] = field(default_factory=set)
 
     @property
     def by_hand(self) -> bool:
@@ -182,7 +187,7 @@ class Capturing:
             earlier=earlier,
         )
         try:
-            return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify), args, kwargs)
+            return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify, told=self.told), args, kwargs)
         except UncapturedCall as uncaptured:
             raise self.unstable(uncaptured) from None
 
@@ -220,7 +225,8 @@ class Capturing:
     def emitted(self, traced: Capture, program: Program) -> Recorder:
         emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
         settings, arguments = traced.settings(self.model), self.arguments
-        return Recorder(emitted, arguments.loss, settings=settings, verify=arguments.verify, by_hand=self.by_hand)
+        verify, by_hand = arguments.verify, self.by_hand
+        return Recorder(emitted, arguments.loss, settings=settings, verify=verify, by_hand=by_hand, told=self.told)
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The recorder with what the proof has shown, if `verify`."""
@@ -232,7 +238,10 @@ class Capturing:
         recorder.misfits = [] if verdict is None else [*verdict.misfits]
         recorder.rows_are_outputs = verdict is not None and verdict.rows_are_outputs
         for misfit in recorder.misfits:
-            warn_user(UserWarning(misfit))
+            kind = re.sub(r"[\d,]+", "", misfit)  # another capture has other sizes
+            if kind not in recorder.told:
+                recorder.told.add(kind)
+                warn_user(UserWarning(misfit))
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
         recorder.division = recorder.division or division_of(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):

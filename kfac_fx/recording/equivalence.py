@@ -247,7 +247,15 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
     """args, kwargs: copies, into which forward may write."""
     model = recorder.model
     with model_kept(recorder) as trace:
-        outputs = results.tree_leaves(model(*args, **kwargs))
+        try:
+            outputs = results.tree_leaves(model(*args, **kwargs))
+        except Exception as error:
+            if not fatal(error):
+                error.add_note(
+                    f"{class_of(model).__name__} itself does not run on these inputs: the error is of its own forward, "
+                    "which runs here to be compared with its graph."
+                )
+            raise
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         gradients = gradients_by_name(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
     if trace.written and recorder.whole:

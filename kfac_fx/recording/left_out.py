@@ -24,6 +24,7 @@ from kfac_fx.losses.sources import Cotangents
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.ir import ROW_MASK, Registration
 from kfac_fx.recording.emitted import EmittedModel
+from kfac_fx.recording.masks import WITH_LOSS_MASK
 from kfac_fx.recording.meeting_cases import collected, collecting_taps, revealing, row_probes
 from kfac_fx.recording.statistics import Key, Rows
 from kfac_fx.recording.taps import CollectingTap
@@ -32,27 +33,38 @@ from kfac_fx.recording.taps import CollectingTap
 @dataclass(frozen=True)
 class LeftOut:
     """cases: without a target; all_cases: with these. rows: by block those of A without a gradient for this reason, and
-    all."""
+    all. in_forward: whether forward computes the loss."""
 
     cases: int
     all_cases: int
     rows: Mapping[Key, tuple[int, int]]
+    in_forward: bool = False
 
     def __str__(self) -> str:
+        remedy = (
+            ". If forward multiplies the losses with a mask, compute them in one piece, and write the mask"
+            if self.in_forward
+            else ", or let the forward of a model that one graph holds compute the loss: in one piece, and with the mask"
+        )
         worst, (left_out, rows) = max(self.rows.items(), key=lambda item: item[1][0] / item[1][1])
         return (
             f"{self.cases:,} of {plural(self.all_cases, 'case')} of the loss have no target, and the input factors A "
             f"of {plural(len(self.rows), 'block')} are means over all of their rows: {100 * left_out / rows:.0f}% of "
             f"those of {', '.join(worst)} have no gradient. The gradients, and so G, are of the cases with a target.\n"
             "Leave cases without a target out of the batch; if they are positions, name them with "
-            "compile(..., padding_mask=), or let the forward of a model that one graph holds compute the loss: in one "
-            "piece, and with the mask in the sizes of the inputs, as (losses.view(len(x), -1) * mask).sum()."
+            f"compile(..., padding_mask=){remedy} in the sizes of the inputs, as (losses.view(len(x), -1) * "
+            "mask).sum()."
         )
 
 
 def unmasked(registration: Registration) -> list[int]:
-    """The numbers of the uses whose rows are all in A."""
+    """The numbers of the uses whose rows are all in A, unless all of its rows are the number 1: A is 1 then, with these
+    rows and without them."""
     if registration.generic or not registration.structure.kronecker:
+        return []
+    if registration.approximation in WITH_LOSS_MASK and all(
+        set(use.parameters) == {"bias"} and not use.through for use in registration.uses
+    ):
         return []
     return [number for number, use in enumerate(registration.uses) if ROW_MASK not in use.attrs]
 

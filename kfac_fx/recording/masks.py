@@ -35,7 +35,7 @@ from kfac_fx.passes.errors import (
 from kfac_fx.passes.graphs.labels import in_example, shape_of
 from kfac_fx.passes.graphs.operations import VIEWS, op_name
 from kfac_fx.passes.ir import NUMBER, ROW_MASK, Dims, LossSite, Note, Program
-from kfac_fx.passes.padding import padding
+from kfac_fx.passes.padding import OTHER_SEQUENCES, padding
 from kfac_fx.passes.parametrization import with_nodes
 from kfac_fx.passes.returned_loss import mask_on, unknowable
 from kfac_fx.passes.submodules import graph_of
@@ -46,6 +46,11 @@ PaddingMask = str | Callable[..., Tensor]
 SUMS_OVER_ROWS = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 WITH_LOSS_MASK = {*SUMS_OVER_ROWS, *(name.replace("kron", "kron_indep") for name in SUMS_OVER_ROWS)}
 LISTED_USES = 8  # uses in a message
+EXPECTED_OF_OTHERS = (
+    "  {}: their steps are of other sequences than the mask's, or in another order. A mask has the padding of one "
+    "sequence, so this is expected of a decoder if the mask is the encoder's: padding of the decoder's sequences is in "
+    "the input factors A of these blocks. It is in nothing else if forward computes the loss, from targets of -100."
+)
 WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions
 Site = tuple[int, int]
@@ -190,9 +195,19 @@ def refuse_unfit_mask(program: Program) -> None:
         warn_user(
             UserWarning(
                 f"padding_mask does not fit {len(program.padded):,} of {plural(len(uses), 'use')}, whose factors may "
-                f"have padding:\n{listed_notes(program.padded)}"
+                f"have padding:\n{listed_misfits(program.padded)}"
             )
         )
+
+
+def listed_misfits(notes: Sequence[Note]) -> str:
+    """As `listed_notes`, with one paragraph for those about other sequences."""
+    of_others = dict.fromkeys(note.subject.partition(" at ")[0] for note in notes if note.reason == OTHER_SEQUENCES)
+    lines = [listed_notes(rest)] if (rest := [note for note in notes if note.reason != OTHER_SEQUENCES]) else []
+    if of_others:
+        named = ", ".join([*of_others][:LISTED_USES]) + ", ..." * (len(of_others) > LISTED_USES)
+        lines.append(EXPECTED_OF_OTHERS.format(named))
+    return "\n".join(lines)
 
 
 def listed_notes(notes: Sequence[Note]) -> str:

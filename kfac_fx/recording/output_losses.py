@@ -114,8 +114,8 @@ class OutputLosses:
             return []
         return [
             f"padding may count as cases of the {type(loss).__name__} loss, whose rows are not the cases and positions "
-            "of padding_mask: return outputs [cases, positions, ...] of all positions, in their order. Nothing is "
-            "wrong if these rows are never padding"
+            "of padding_mask: return outputs [cases, positions, ...] of all positions, in their order, or let "
+            "forward compute the loss. Nothing is wrong if these rows are never padding"
             + ("" if loss.ignored is None else f", or have targets of {loss.ignored} there")
             for _, loss in losses
             if loss.all_cases > len(padding[0])

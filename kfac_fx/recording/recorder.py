@@ -73,6 +73,7 @@ class Recorder:
         looked_for_left_out: whether rows of cases without a target were looked for in factors, as `tell_left_out` does.
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         by_hand: whether the layers were registered by hand, on nodes of the graph.
+        told: the blocks and the kinds of warnings that a capture of this model has warned of; shared by all of them.
         kernels: the capture with torch's kernels of recurrent layers, for evaluations; see `recording.evaluation`.
         kernels_reason: why evaluations have the steps of these layers written out.
         looked_for_kernels: whether `kernels` is known.
@@ -95,6 +96,7 @@ class Recorder:
     apart: frozenset[str] = frozenset()
     verify: bool = True
     by_hand: bool = False
+    told: set[object] = field(default_factory=set)
     kernels: EmittedGraph | None = field(default=None, init=False)
     kernels_reason: str | None = field(default=None, init=False)
     looked_for_kernels: bool = field(default=False, init=False)
@@ -498,12 +500,16 @@ class Recorder:
         def losses_of(output: Any, fisher: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], WeightedLosses]:
             return replace(self.losses, emitted=emitted).of_constants(output, fisher, values, mode, targets)
 
-        registrations = [registration for registration in self.registrations if is_among(registration, only)]
+        of_misfit = {note.subject.partition(" at ")[0] for note in self.program.padded}  # told by `refuse_unfit_mask`
+        new = [r for r in self.registrations if r.parameters not in self.told and str(r) not in of_misfit]
+        registrations = [registration for registration in new if is_among(registration, only)]
         parameters, buffers = self.live_parameters(), self.copied_buffers()
         rows = rows_left_out(emitted, parameters, buffers, values, losses_of, registrations)
         if rows:
             with_target, cases = sum(int(of_loss.sum()) for of_loss in kept), sum(of_loss.numel() for of_loss in kept)
-            warn_user(UserWarning(str(LeftOut(cases - with_target, cases, rows))))
+            self.told.update(rows)
+            given = self.losses.given is not None or targets is not None
+            warn_user(UserWarning(str(LeftOut(cases - with_target, cases, rows, not given))))
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
         """Run the emitted model instead of the model's own forward; the user's backward fills the probes.

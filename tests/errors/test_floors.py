@@ -14,7 +14,7 @@ FLOORS = {
     "data": "passes.errors passes.users_code passes.torch_private passes.torch_losses passes.approximations "
     "passes.results passes.matrix passes.parametrization passes.pieces passes.ir",
     "graphs": "passes.graphs",
-    "declarations": "passes.apart passes.cases passes.choose passes.complex_parameters passes.layers "
+    "declarations": "passes.apart passes.case_order passes.cases passes.choose passes.complex_parameters passes.layers "
     "passes.parametrizations passes.returned_loss",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.kernels passes.normalize passes.losses passes.expressions "

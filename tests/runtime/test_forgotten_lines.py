@@ -240,7 +240,8 @@ def test_a_damping_that_the_rule_does_not_have_cannot_be_changed() -> None:
         "make the optimizer with KFAC(net, damping=...)"
     )
     for options, written, part in (
-        ({}, "momentum_type='eigen_moments'", 0.003),
+        ({}, "the default rule", 0.003),
+        ({"momentum_type": "eigen_moments"}, "momentum_type='eigen_moments'", 0.003),
         ({"momentum_type": "regular", "lr": 0.1, "relative_damping": 0.1}, "momentum_type='regular'", 0.1),
     ):
         _, opt = made(**options)
@@ -271,8 +272,8 @@ def test_a_step_without_its_batch_says_what_to_call() -> None:
     opt.zero_grad()
     loss_of(net.model).backward()
     text = (
-        "momentum_type='eigen_moments' checks the length of this step with the batch of the step, and has none: since "
-        "the last step net(x) was not called in training mode with gradients enabled, or no backward came to its "
+        "the default rule checks the length of this step with the batch of the step, and has none: since the last step"
+        " net(x) was not called in training mode with gradients enabled, or no backward came to its "
         "outputs. Before every step(), call the compiled module, net(x) and not the model it was made of, and "
         "backward() on a loss of its outputs"
     )

@@ -144,3 +144,42 @@ def test_a_mask_in_the_sizes_of_the_inputs_is_followed_as_the_warning_says(sizes
         (message,) = messages
         assert message.startswith("24 of 60 cases of the loss have no target, and the input factors A of 2 blocks")
         assert message.endswith("in the sizes of the inputs, as (losses.view(len(x), -1) * mask).sum().")
+
+
+class OfBiases(Net):
+    """The head's weight has no block, and its bias one whose rows are the number 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = torch.tanh(self.first(x)).detach() @ self.head.weight.detach().T + self.head.bias
+        return logits
+
+
+def test_rows_that_are_all_one_number_say_nothing_of_an_input_factor() -> None:
+    x = torch.randn(12, 5, 4)
+    net = kfac_fx.compile(OfBiases(), (x,), loss="categorical")
+    assert "head.bias" in str(net.report)
+    assert told(net, "exact", (x, targets(12, 5, kept=9))) == []
+
+
+def test_a_block_is_told_once_for_all_captures() -> None:
+    x, longer = torch.randn(12, 5, 4), torch.randn(12, 7, 4)
+    net = kfac_fx.compile(Unrolled(), (x,), loss="categorical")
+    batches = [(of, targets(*of.shape[:2], kept=9)) for of in (x, longer)]
+    (message,) = told(net, "exact", *batches)
+    assert "of 2 blocks are" in message and "or let the forward of a model that one graph holds" in message
+
+
+class Unrolled(Net):
+    """Captured anew for every number of positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(Unrolled, self).forward(x[:, step]) for step in range(x.shape[1])], 1)
+
+
+def test_losses_in_forward_are_no_remedy_where_forward_computes_them() -> None:
+    x, y = torch.randn(12, 4), targets(12, kept=9)
+    (message,) = told(kfac_fx.compile(WithLoss(Net()), (x, y)), "exact", (x, y, None))
+    assert "let the forward" not in message
+    assert (
+        "name them with compile(..., padding_mask=). If forward multiplies the losses with a mask, compute" in message
+    )

@@ -133,6 +133,21 @@ def test_losses_of_several_outputs_have_their_form_in_the_error() -> None:
     assert str(error.value).endswith(form)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "names"),
+    [
+        ({"size": X, "loss": X.sum(), "kind": X}, ("outputs['size']", "outputs['kind']")),
+        ((X.sum(), X, X), ("outputs[1]", "outputs[2]")),
+        ({"kind": X}, ("outputs[0]", "outputs[1]")),
+    ],
+)
+def test_the_form_for_several_outputs_has_those_of_the_model(outputs: Any, names: tuple[str, str]) -> None:
+    form = f"[kfac_fx.losses.Categorical({names[0]}), (0.5, kfac_fx.losses.Normal({names[1]}))]"
+    with pytest.raises(LossError, match="returned a str") as error:
+        loss_from(lambda _: "mse")(outputs)
+    assert form in str(error.value)
+
+
 def test_a_name_that_is_like_no_other_has_two_ways_on() -> None:
     ways = (
         ". For another loss leave loss= out, and the factors are those of the gradients that training sends back; or "
@@ -150,7 +165,8 @@ def test_a_name_that_is_like_no_other_has_two_ways_on() -> None:
 @pytest.mark.parametrize("outputs", [{"logits": X}, (X, X), 3])
 def test_a_named_loss_says_how_to_choose_an_output(outputs: Any) -> None:
     with pytest.raises(
-        LossError, match=r"loss='normal' needs one output tensor, and the model returns a (dict|tuple|int).*: say"
+        LossError,
+        match=r"loss='normal' needs one output tensor, and the model returns a (dict|tuple|int)( of .*)?: say",
     ):
         loss_from("normal")(outputs)
     if isinstance(outputs, dict):

@@ -361,6 +361,47 @@ def test_another_optimizer_is_refused() -> None:
         Metrics(torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
 
 
+def test_a_listener_gets_values_and_a_step() -> None:
+    net, opt = made()
+    text = (
+        "write does not take the two arguments of write(values, step), as in write=lambda values, step: "
+        "numbers.update(values) for a dict"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        Metrics(opt, lambda values: None)  # type: ignore[arg-type,misc]
+    numbers: dict[str, float] = {}
+    with Metrics(opt, numbers.update, every=1), pytest.raises(TypeError) as error:  # which has no signature
+        train(net, opt, range(1))
+    assert error.value.__notes__ == [
+        "Metrics calls its second argument, write(values, step), as in write=lambda values, step: "
+        "numbers.update(values) for a dict."
+    ]
+
+    def failing(values: Mapping[str, float], step: int) -> None:
+        raise TypeError("of the user's own")
+
+    with Metrics(opt, failing, every=1), pytest.raises(TypeError, match="of the user's own") as error:
+        train(net, opt, range(1, 2))
+    assert not hasattr(error.value, "__notes__")
+    with Metrics(opt, lambda values, step: numbers.update(values), every=1):
+        train(net, opt, range(2, 3))
+    assert "norm/update" in numbers
+
+
+@pytest.mark.parametrize("width", [2, 40])
+def test_a_condition_number_is_bounded_where_the_mean_eigenvalue_damps(width: int) -> None:
+    """By 1 + d / r: rows that are all the same put a whole factor into one direction."""
+    torch.manual_seed(0)
+    net = compile(nn.Sequential(nn.Linear(width, 3)), loss="categorical")
+    opt = KFAC(net)
+    metrics, x = Metrics(opt, every=1), torch.randn(1, width).expand(30, -1)
+    for _ in range(2):
+        opt.zero_grad()
+        nn.functional.cross_entropy(net(x), torch.randint(3, (30,))).backward()
+        opt.step()
+    assert 0.9 < metrics.values["condition/A"] / (1 + (width + 1) / 0.003) < 1.01
+
+
 def test_all_wrong_arguments_are_named_at_once() -> None:
     _, opt = made()
     text = (

@@ -12,11 +12,13 @@ from kfac_fx.losses import Categorical
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Note, Options, Program
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.padding import OTHER_SEQUENCES
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.masks import (
     LISTED_USES,
     dims_in,
+    listed_misfits,
     listed_notes,
     mask_of_call,
     program_with_mask,
@@ -71,6 +73,16 @@ def test_long_lists_of_uses_are_cut_off_where_they_become_shorter(notes: int, mo
     lines = listed_notes([Note(f"use {n}", "no rows") for n in range(notes)]).splitlines()
     assert lines[:LISTED_USES] == [f"  use {n}  no rows" for n in range(LISTED_USES)]
     assert lines[LISTED_USES:] == ([more] if more else [])
+
+
+def test_steps_of_other_sequences_are_one_paragraph() -> None:
+    others = [
+        Note(f"linear({name}.weight) at linear_{n}", OTHER_SEQUENCES) for n in range(9) for name in ("att", "out")
+    ]
+    lines = listed_misfits([*others, Note("use", "no rows")]).splitlines()
+    assert lines[0].split() == ["use", "no", "rows"] and len(lines) == 2
+    assert lines[1].startswith("  linear(att.weight), linear(out.weight): their steps are of other sequences than")
+    assert "expected of a decoder" in lines[1] and listed_misfits(others) == lines[1]
 
 
 @pytest.mark.parametrize(

@@ -494,14 +494,28 @@ def test_numbers_with_one_dimension_are_taken() -> None:
     assert est.damping.item() == 0.25
 
 
+OF_ITS_OWN_FORWARD = (
+    "Sequential itself does not run on these inputs: the error is of its own forward, which runs here to be compared "
+    "with its graph."
+)
+
+
+def test_an_error_of_the_models_own_forward_says_so() -> None:
+    """torch's words come from behind many lines of the library."""
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        compiled()(torch.randn(8, 5))
+    assert error.value.__notes__ == [OF_ITS_OWN_FORWARD]
+
+
 @pytest.mark.parametrize("example_inputs", [None, (X,)])
 def test_an_error_of_other_dtypes_says_which_they_are(example_inputs: object) -> None:
     """torch names two tensors inside the model."""
     with pytest.raises(RuntimeError, match="must have the same dtype") as error:
         kfac_fx.compile(mlp().double(), example_inputs, loss="categorical")(X)
     assert error.value.__notes__ == [
+        OF_ITS_OWN_FORWARD,
         "The parameters have the dtype torch.float64, and the inputs torch.float32. If that is not meant, write "
-        "x.to(torch.float64) of the inputs, or convert the model before it is compiled."
+        "x.to(torch.float64) of the inputs, or convert the model before it is compiled.",
     ]
     with pytest.raises(UntraceableError) as other:
         kfac_fx.compile(mlp(), (X[:, :3],), loss="categorical")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -551,3 +552,24 @@ def test_a_training_that_unfroze_a_layer_goes_on_if_it_is_unfrozen_after_the_sta
     unfreeze(again.model)
     again.step(1)
     assert equal(again.model.state_dict(), training.model.state_dict())
+
+
+def test_a_state_of_a_shallower_net_is_told_by_its_shapes() -> None:
+    """It lacks a block, too, but its parameters were not frozen."""
+
+    def net(*widths: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(i, o) for i, o in pairwise(widths)))
+
+    def optimizer(model: nn.Module) -> kfac_fx.KFAC:
+        net = kfac_fx.compile(model, (torch.randn(8, 4),), loss="categorical")
+        opt = kfac_fx.KFAC(net)
+        nn.functional.cross_entropy(net(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        opt.step()
+        return opt
+
+    state = optimizer(net(4, 5, 3)).state_dict()
+    with pytest.raises(ValueError, match="nothing of it is loaded") as error:
+        optimizer(net(4, 5, 5, 3)).load_state_dict(state)
+    text = str(error.value)
+    assert "frozen" not in text and re.search(r"2\.weight,2\.bias/ready +is missing", text)
+    assert re.search(r"checkpoint of 1\.weight +has shape \[3, 5\], and needs \[5, 5\]", text)

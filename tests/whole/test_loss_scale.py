@@ -168,10 +168,11 @@ SUM = "it is their sum: divide it by the number of cases."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
 LEFT_OUT = (
     "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
-    "are of cases that are not trained. Let forward compute the loss, as in (losses * mask).sum() / mask.sum(), give "
-    "the cases targets of -100 there, or name padding with padding_mask=. If they are the same in every batch, as the "
-    "nodes of a graph without labels, name the outputs of the others: loss=lambda outputs: "
-    "kfac_fx.losses.Categorical(outputs[mask])."
+    "are of cases that are not trained. If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in "
+    "padding_mask=lambda ids: ids != 0. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
+    "these cases, or (losses * mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they "
+    "are the same in every batch, as the nodes of a graph without labels, name the outputs of the others: "
+    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
     "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. Let "

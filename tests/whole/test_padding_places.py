@@ -114,6 +114,23 @@ def test_merged_rows_are_masked_in_their_order(positions_first: bool) -> None:
     torch.testing.assert_close(statistics["A"][0], real.mT @ real)
 
 
+def test_outputs_that_are_merged_position_by_position_have_no_mask() -> None:
+    """It was that of outputs case by case, so other rows than the padding were no cases."""
+
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x.transpose(0, 1).reshape(-1, 4))
+
+    x = torch.randn(3, 5, 4)
+    with pytest.warns(UserWarning, match="padding may count as cases of the Normal loss"):
+        net = kfac_fx.compile(Merged(), (x, MASK), loss="normal", padding_mask="mask")
+    assert net.program.mask_dims == (None,) and net.record((x, MASK), {}).cases == 15
+
+
 def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -> None:
     """torch.export does not tie its number of cases to theirs."""
 

@@ -16,7 +16,18 @@ from kfac_fx.linalg.arguments import a_weight as between_0_and_1
 from kfac_fx.linalg.arguments import choice, not_negative, positive
 from kfac_fx.linalg.entries import Values
 from kfac_fx.optim.damping import AdaptedDamping, DampingThresholds
-from kfac_fx.optim.rule import BlockStep, CheckedRule, Damped, MeasuredMove, Memory, Outcome, Rule, Update, zeros_for
+from kfac_fx.optim.rule import (
+    BY_DEFAULT,
+    BlockStep,
+    CheckedRule,
+    Damped,
+    MeasuredMove,
+    Memory,
+    Outcome,
+    Rule,
+    Update,
+    zeros_for,
+)
 from kfac_fx.optim.rules.adaptive import Adaptive
 from kfac_fx.optim.rules.eigen_moments import EigenMoments
 from kfac_fx.optim.rules.momentum import Adam, Regular
@@ -74,10 +85,10 @@ OTHER_NAMES = {  # of other optimizers
 }
 
 
-def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> Rule:
+def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any], *, by_default: bool = False) -> Rule:
     """A rule of the library with these options; None is no value.
 
-    known: the options of every KFAC, for a hint.
+    known: the options of every KFAC, for a hint. by_default: see `Rule.by_default`.
 
     Raises:
         TypeError: for options that the rule does not have; names all of them.
@@ -95,12 +106,14 @@ def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) 
             rows.append(f"  {option}" + (f", which is one of {', '.join(others)}." if others else f".{near}"))
     if rows:
         raise TypeError(
-            f"KFAC with momentum_type={name!r} does not have these options:\n"
+            f"KFAC with {BY_DEFAULT if by_default else f'momentum_type={name!r}'} does not have these options:\n"
             + "\n".join(rows)
             + f"\nThe options of this rule are {', '.join(names)}; "
             "all rules have those of KFAC's signature, such as lr and weight_decay."
         )
-    return rule(**options)
+    made = rule(**options)
+    object.__setattr__(made, "by_default", by_default)  # no field, because fields are options
+    return made
 
 
 def default_rule(

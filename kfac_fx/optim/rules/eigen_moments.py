@@ -298,7 +298,7 @@ class EigenMoments(CheckedRule):
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def admits(self, step: BlockStep, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> Tensor:
-        refuse_divided_momentum(groups, names, step.estimator)
+        refuse_divided_momentum(self.written, groups, names, step.estimator)
         padded = step.memory.padded(step.flat)
         if padded is None:
             return step.flat.is_finite(step.flat.g)
@@ -657,11 +657,11 @@ def graft(
 
 
 def refuse_divided_momentum(
-    groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: BlockDiagonalFisher
+    rule: str, groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str], fisher: BlockDiagonalFisher
 ) -> None:
     """Raises ValueError for blocks whose parameters have different momenta in the parameter groups.
 
-    names: of the parameters in the groups. With one momentum for all it costs nothing.
+    rule: as the user wrote it. names: of the parameters in the groups. With one momentum for all it costs nothing.
     """
     in_blocks = [group for group in groups if not group["first_order"]]
     if all(equal_numbers(group["momentum"], in_blocks[0]["momentum"]) for group in in_blocks):
@@ -675,7 +675,7 @@ def refuse_divided_momentum(
             rows.append((str(block.registration), described))
     if rows:
         raise ValueError(
-            "momentum_type='eigen_moments' averages the gradient of a Fisher block in the block's eigenbasis, so all "
+            f"{rule} averages the gradient of a Fisher block in the block's eigenbasis, so all "
             f"parameters of a block have one momentum. {len(rows)} blocks have several:\n{table(rows)}\n"
             "Give the parameter groups of these parameters the same momentum."
         )
