@@ -44,7 +44,7 @@ class LeftOut:
         remedy = (
             ". If forward multiplies the losses with a mask, compute them in one piece, and write the mask"
             if self.in_forward
-            else ", or let the forward of a model that one graph holds compute the loss: in one piece, and with the mask"
+            else ", or let the forward of a model that one graph holds compute the loss, in one piece and with the mask"
         )
         worst, (left_out, rows) = max(self.rows.items(), key=lambda item: item[1][0] / item[1][1])
         return (
