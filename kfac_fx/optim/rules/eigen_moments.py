@@ -441,6 +441,8 @@ class EigenMoments(CheckedRule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
+        if self.may_be_exact(step, check):
+            exact_steps.note_outcome(step.scalars, check, outcome)
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         promised = (-outcome.predicted).clamp(min=0.0)
@@ -467,6 +469,9 @@ class EigenMoments(CheckedRule):
         if step.check is None or not self.may_be_exact(step, step.check):
             return usual
         return exact_steps.tolerated_in_phase(step.scalars, usual, was, same)
+
+    def known_rise(self, step: BlockStep, check: Check) -> Tensor | None:
+        return exact_steps.known_rise(step, check) if self.may_be_exact(step, check) else None
 
     def divisor(self, step: BlockStep) -> Tensor:
         """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""
