@@ -131,8 +131,8 @@ class ObservedForward:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The parameters of a model at one time: where they lie, how often they were written, and on a CPU their norms,
-    which alone tell of writes through `.data`."""
+    """The parameters that a capture reads, at one time: where they lie, how often they were written, and on a CPU their
+    norms, which alone tell of writes through `.data`."""
 
     places: tuple[tuple[int, int], ...] = ()
     norms: Tensor | None = None
@@ -140,7 +140,7 @@ class Weights:
     @staticmethod
     def of(recorder: Recorder) -> Weights:
         # FSDP2 moves sharded ones without a change.
-        parameters = [p.detach() for p in recorder.model.parameters() if not is_sharded(p)]
+        parameters = [p.detach() for p in recorder.live_parameters().values() if not is_sharded(p)]
         on_cpu = [p for p in parameters if p.device.type == "cpu" and p.is_floating_point() and p.element_size() > 1]
         norms = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in on_cpu]) if on_cpu else None
         return Weights(tuple((p.data_ptr(), version(p)) for p in parameters), norms)
