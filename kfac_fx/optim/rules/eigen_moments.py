@@ -370,7 +370,10 @@ class EigenMoments(CheckedRule):
         multiplier.copy_(torch.where(ok, grown, multiplier))
 
     def move(self, step: BlockStep, update: Update) -> Tensor:
-        return step.flat.displacement(update.vector, RATE * step.scalars["multiplier"] / step.size.divisor)
+        rate = RATE * step.scalars["multiplier"] / step.size.divisor
+        # Memory of its own costs as much as a product where it is large. The rule of a user may keep the gradient.
+        gradient = step.g if type(self) is EigenMoments else None
+        return step.flat.displacement(update.vector, rate, instead=gradient)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         exact_steps.give_back(step.scalars)
