@@ -114,7 +114,7 @@ def without_taps(program: Program, names: Iterable[str]) -> tuple[fx.GraphModule
 
 
 def held_tensor(module: nn.Module, name: str) -> Tensor | None:
-    """What a module has under a name, if that is a tensor."""
+    """The tensor that a module has under a name; None if there is none."""
     try:
         found = attribute(module, name)
     except AttributeError:
