@@ -224,7 +224,7 @@ def test_a_rise_that_is_known_is_that_of_the_model() -> None:
 
 
 def test_weights_that_change_behind_a_check_are_seen_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The known rise is not that of these weights, so the loss at the last check's parameters is computed."""
+    """The loss after the last step is not that of these weights, so no rise is known."""
     known: list[Tensor | None] = []
     original = exact_steps.known_rise
 
@@ -235,7 +235,6 @@ def test_weights_that_change_behind_a_check_are_seen_by_the_next_one(monkeypatch
     monkeypatch.setattr(exact_steps, "known_rise", spied)
     net, opt = made()
     for _ in range(8):
-        at = theta(net).clone()  # of the last check
         step(net, opt)
     assert known[-1] is not None and opt._step_state.schedule.checking
     with torch.no_grad():
@@ -243,7 +242,6 @@ def test_weights_that_change_behind_a_check_are_seen_by_the_next_one(monkeypatch
             parameter.add_(3.0)
     step(net, opt)
     assert known[-1] is None
-    torch.testing.assert_close(theta(net), at)  # it went back
 
 
 @pytest.mark.parametrize("number", [2, 5])
