@@ -64,7 +64,8 @@ median steps, which have none of these.
 
 A plain step turns the gradient into both bases, and the step back. For a layer of i inputs and o outputs these products
 take 4 i o (i + o) flops, where forward and backward of n cases take 6 n i o. So the ratio is largest where layers are
-wide compared with the batch, as in the autoencoder.
+wide compared with the batch, as in the autoencoder. The batch of both equations is always the same, so most of their
+steps, the median one among them, minimize the exact quadratic model (`kfac_fx/optim/rules/exact_steps.py`).
 
     {command}
 """

@@ -20,6 +20,7 @@ import operator
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from keyword import iskeyword
 from typing import Any
@@ -84,6 +85,41 @@ def with_taps(module: fx.GraphModule, program: Program, tap: TapFactory) -> fx.G
     other.__dict__.update(module.__dict__)
     hold_apart(other, {**submodules_of(module), "taps": taps})
     return other
+
+
+def without_taps(program: Program, names: Iterable[str]) -> tuple[fx.GraphModule, list[str]]:
+    """The module without taps, and the names of its first inputs: of these parameters and buffers, those that it reads.
+
+    A module call of every tap, and tensors that are written into the module, cost more than the operations of a small
+    graph. A tensor that the graph reads under several names is one input.
+    """
+    module = rewrite(replace(program, registrations=()), lambda registration, use: nn.Identity())
+    graph, others = module.graph, renamed(module)
+    inputs: dict[int, tuple[str, fx.Node]] = {}
+    first = next(iter(graph.nodes))
+    for name in names:
+        tensor = held_tensor(module, others.get(name, name))
+        if tensor is not None and id(tensor) not in inputs:
+            with graph.inserting_before(first):
+                node = graph.placeholder("tensor")
+            node.target = node.name
+            inputs[id(tensor)] = name, node
+    for node in graph.find_nodes(op="get_attr"):
+        if (entry := inputs.get(id(held_tensor(module, str(node.target))))) is not None:
+            node.replace_all_uses_with(entry[1])
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+    return module, [name for name, _ in inputs.values()]
+
+
+def held_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """The tensor that a module has under a name; None if there is none."""
+    try:
+        found = attribute(module, name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 class Emission:

@@ -98,7 +98,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 CHOICES = ("kfac/momentum_type", "kfac/estimation_mode", "kfac/adapt_damping")  # another one is an error of its own
 SIGNED = (
     *("velocity", "checkpoint", "last_update", "exp_avg", "m", "param_groups"),
-    *("kfac/fallen", "kfac/repeats"),
+    *("kfac/fallen", "kfac/repeats", "kfac/after", "kfac/change"),
 )
 NO_STEP_READS = ("kfac/rho", "kfac/predicted_change", "kfac/qmodel_learning_rate", "kfac/qmodel_momentum", "kfac/best")
 

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -75,6 +75,11 @@ class ObservedForward:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
     weights: Weights = field(default_factory=lambda: Weights())  # of the forward
     otherwise: ObservedForward | None = None  # at the losses that forward returns: see `losses_apart`
+
+    @cached_property
+    def inputs(self) -> Any:
+        """Those of the captured graph."""
+        return self.recorder.capture.flatten(self.args, self.kwargs)
 
     @property
     def as_arrived(self) -> ObservedForward:
@@ -126,8 +131,8 @@ class ObservedForward:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The parameters of a model at one time: where they lie, how often they were written, and on a CPU their norms,
-    which alone tell of writes through `.data`."""
+    """The parameters that a capture reads, at one time: where they lie, how often they were written, and on a CPU their
+    norms, which alone tell of writes through `.data`."""
 
     places: tuple[tuple[int, int], ...] = ()
     norms: Tensor | None = None
@@ -135,7 +140,7 @@ class Weights:
     @staticmethod
     def of(recorder: Recorder) -> Weights:
         # FSDP2 moves sharded ones without a change.
-        parameters = [p.detach() for p in recorder.model.parameters() if not is_sharded(p)]
+        parameters = [p.detach() for p in recorder.live_parameters().values() if not is_sharded(p)]
         on_cpu = [p for p in parameters if p.device.type == "cpu" and p.is_floating_point() and p.element_size() > 1]
         norms = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in on_cpu]) if on_cpu else None
         return Weights(tuple((p.data_ptr(), version(p)) for p in parameters), norms)
@@ -257,13 +262,13 @@ class BatchLoss:
         return True
 
     def values(self, forward: ObservedForward, parameters: NamedTensors) -> Values:
-        recorder, args, kwargs = forward.recorder, forward.args, forward.kwargs
+        recorder = forward.recorder
         with forward.precision.entered():
             if recorder.whole:
                 outputs_at = recorder.outputs if self.differentiated else partial(evaluated, recorder)
-                outputs, fisher = outputs_at(parameters, recorder.capture.flatten(args, kwargs))
+                outputs, fisher = outputs_at(parameters, forward.inputs)
             else:  # a call that was not captured may come
-                outputs, fisher = self.net.functional(parameters, args, kwargs)
+                outputs, fisher = self.net.functional(parameters, forward.args, forward.kwargs)
             return self.values_of(forward, outputs, fisher)
 
     def values_of(self, forward: ObservedForward, outputs: Any, fisher: tuple[Tensor, ...] | None = None) -> Values:
@@ -277,8 +282,7 @@ class BatchLoss:
             return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)
         # Not `net.losses`, which looks for a capture of the call: a part may have a single example.
         of = forward.recorder.losses
-        inputs = forward.recorder.capture.flatten(forward.args, forward.kwargs)
-        pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, inputs)
+        pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, forward.inputs)
         return Values(of.averaged(pairs), leaves)
 
     def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
@@ -564,7 +568,7 @@ def part_of_forward(forward: ObservedForward, share: float) -> ObservedForward:
 def examples_of(forward: ObservedForward, share: float) -> tuple[int, int]:
     """The numbers of examples in the batch of a forward and in a part of it."""
     recorder = forward.recorder
-    values = recorder.capture.flatten(forward.args, forward.kwargs)
+    values = forward.inputs
     return recorder.emitted.examples(values), recorder.emitted.examples(recorder.emitted.part(values, share))
 
 
@@ -611,7 +615,7 @@ def difference_of_part(
 
     Noise in a part is that of other numbers, so then the other examples are replaced by the first ones instead.
     """
-    values = recorder.capture.flatten(forward.args, forward.kwargs)
+    values = forward.inputs
     total = emitted.examples(values)
     more = emitted.part(values, (min(total, 2 * wanted) - 0.5) / total)
     number = emitted.examples(more)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class Check:
     steps: int  # since the last check
     quotient_step: float | None = None  # of a difference quotient; None: a product with the Jacobian instead
     rise: Tensor | None = None  # of the loss of this batch since the last check; None at the first
-    last: list[Values] | None = None  # at the parameters of the last check; None at the first
+    last: list[Values] | None = None  # at the parameters of the last check; None at the first, and where not asked
     same: bool = False  # whether the host knows that the batch is that of the last check
     probed: Probe | None = None  # of `along`, by a difference quotient
     exact: bool | None = None  # whether its step may be exact; None: no rule has asked
@@ -105,6 +106,11 @@ class Check:
         before = returned if returned is not None and same else batch.at(parameters)
         step = max(rounding, LEAST_ROUNDING) ** (1 / 3) if by_quotient else None
         return Check(batch, parameters, before, batch.value(before if returned is None else returned), steps, step)
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """That of the outputs at the parameters before the step, 0-dim; see `BatchLoss.norm`."""
+        return self.batch.norm(self.before)
 
     def values_at(self, there: Tensors) -> list[Values]:
         """The values at other parameters, or other shards of them, by name."""
@@ -303,7 +309,7 @@ def tolerated(value: Tensor, same: Tensor | None = None) -> Tensor:
 
 
 def has_risen(
-    size: StepSize, last: Tensors, check: Check, rise_tolerated: Tolerance, finite: Tensor
+    size: StepSize, last: Tensors, check: Check, rise_tolerated: Tolerance, finite: Tensor, known: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Whether the loss has risen from its value at `last`, the parameters of the last check by name, and whether the
     batch is the same as there; 0-dim.
@@ -311,7 +317,11 @@ def has_risen(
     Args:
         rise_tolerated: from the loss there, and whether the batch is the same: the rise that is left alone.
         finite: whether the gradient is.
+        known: the rise, 0-dim, where the batch is known to be the same, which saves a forward.
     """
+    if known is not None:
+        check.rise, same = known, torch.ones_like(known, dtype=torch.bool)
+        return known > rise_tolerated(check.value - known, same), same
     check.last = there = check.values_at(last)
     check.rise = rise = -check.batch.change(check.before, there)
     was = check.value - rise
@@ -328,13 +338,20 @@ def begin_here(place: Place, flat: FlatParameters) -> None:
         copy_if_(left, flat.state["checkpoint"], flat.flat.joined(flat.parameters).to(flat.state["checkpoint"].dtype))
 
 
-def revert(size: StepSize, flat: FlatParameters, check: Check, rise_tolerated: Tolerance, finite: Tensor) -> Tensor:
+def revert(
+    size: StepSize,
+    flat: FlatParameters,
+    check: Check,
+    rise_tolerated: Tolerance,
+    finite: Tensor,
+    known: Tensor | None = None,
+) -> Tensor:
     """Go back to the last check if the loss has risen since. Returns whether that happened, 0-dim.
 
-    rise_tolerated, finite: as of `has_risen`.
+    rise_tolerated, finite, known: as of `has_risen`.
     """
     last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
-    risen, same = has_risen(size, last, check, rise_tolerated, finite)
+    risen, same = has_risen(size, last, check, rise_tolerated, finite, known)
     size.same.copy_(same)
     go_back(flat, last, risen)
     size.ratio.mul_(torch.where(risen, 2.0, 1.0)).clamp_(max=MOST_SHORTENED)

@@ -30,6 +30,7 @@ OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its o
 FIRST_LR = "first_lr"  # in a group: its lr when it was added, if `norm_constraint` compares later ones with it
 # "first_order" in a group says which rule moves it.
 ROUNDING = 1e-6  # of the lr at the end of a schedule
+IN_CACHE = 2**16  # numbers, whose products stay in the cache of a core
 MOST_SUMMED = 1e3  # squared gradients, as many as a running sum of them holds
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 InnerProduct = Callable[[Tensor, Tensor], Tensor]  # <a, b> of vectors [P] that may be divided among processes
@@ -37,8 +38,11 @@ InnerProduct = Callable[[Tensor, Tensor], Tensor]  # <a, b> of vectors [P] that 
 
 def inner(first: Tensor, second: Tensor) -> Tensor:
     """<a, b> of whole vectors, in float32 at least. Not a BLAS product, which adds up millions of terms one after
-    another."""
+    another. On a CPU it is taken part by part: new memory for all products costs more than the products."""
     dtype = torch.promote_types(first.dtype, torch.float32)
+    if first.device.type == "cpu" and first.numel() > IN_CACHE and not torch.compiler.is_compiling():
+        parts = zip(first.split(IN_CACHE), second.split(IN_CACHE), strict=True)
+        return torch.stack([(a.to(dtype) * b.to(dtype)).sum() for a, b in parts]).sum()
     return (first.to(dtype) * second.to(dtype)).sum()
 
 
@@ -187,11 +191,17 @@ class FlatParameters:
         """Whether a move is a multiple of the update: true with one parameter group and no weight decay."""
         return self.weight_decay is None and self.lr.dim() == 0
 
-    def displacement(self, update: Tensor, rate: float | Tensor = 1.0) -> Tensor:
-        """δ = -rate lr (Δ + weight_decay θ), in the precision of the update Δ. rate: a number, or 0-dim."""
+    def displacement(self, update: Tensor, rate: float | Tensor = 1.0, instead: Tensor | None = None) -> Tensor:
+        """δ = -rate lr (Δ + weight_decay θ), in the precision of the update Δ.
+
+        Args:
+            rate: a number, or 0-dim.
+            instead: a vector that nothing reads any more, and whose memory δ may take.
+        """
         lr = -rate * self.lr
         if self.weight_decay is None:
-            return lr * update
+            takes = instead is not None and instead.dtype is torch.result_type(lr, update)
+            return torch.mul(lr, update, out=instead if takes else None)
         theta = self.flat.joined(self.parameters).to(update.dtype)
         return lr * (update + self.weight_decay * theta)
 

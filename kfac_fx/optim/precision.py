@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from kfac_fx.recording.equivalence import coarsest_rounding
 from kfac_fx.recording.recorder import Recorder
 
 COARSE = 1e-6  # of itself, by which a rounding changes a number
+# The autocast of the precision that is entered at present; None: none is.
+ENTERED: ContextVar[tuple[tuple[str, torch.dtype], ...] | None] = ContextVar("ENTERED", default=None)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class CheckPrecision:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Forwards inside have this precision. All settings are restored at the end."""
+        if ENTERED.get() == self.autocast:  # nothing would change
+            yield
+            return
         with full_precision(everything=True), ignoring_autocast_of_graphs(), ExitStack() as stack:
+            stack.callback(ENTERED.reset, ENTERED.set(self.autocast))
             chosen = dict(self.autocast)
             for kind in kinds():
                 # Without a cache: dual numbers and tensors of a transformation must not outlive their level.

@@ -552,6 +552,10 @@ class CheckedRule(Rule):
         batch is the same as there, by the value of its loss; 0-dim."""
         return tolerated(was, None if self.is_noisy else same)
 
+    def known_rise(self, step: BlockStep, check: Check) -> Tensor | None:
+        """The rise of the loss since the last check, 0-dim, if the rule knows it without a forward; else None."""
+        return None
+
     def divisor(self, step: BlockStep) -> Tensor:
         """By how much steps are shorter than the rule would have them without checks, 0-dim."""
         return step.size.ratio

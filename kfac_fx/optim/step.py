@@ -28,6 +28,7 @@ from kfac_fx.optim.checks import MOST_SHORTENED, Check, begin_here, revert, take
 from kfac_fx.optim.forwards import evaluating, without_batch
 from kfac_fx.optim.groups import OF_GROUPS, FlatParameters, Group
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
+from kfac_fx.optim.precision import OWN_PRECISION
 from kfac_fx.optim.rule import BlockStep, CheckedRule, Outcome, Update
 from kfac_fx.optim.schedule import Due, Rates, StepCosts
 from kfac_fx.optim.standstill import GRADIENT, LOSS, NO_CASES, UPDATE
@@ -220,6 +221,7 @@ def accumulate(state: StepState, due: Due, loss_scale: float) -> None:
         state.estimator.take_no_cases()
 
 
+@OWN_PRECISION.entered()
 def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: float) -> Tensor:
     """Make the check of this step, and go back to the last one if the loss has risen since. Returns whether the step is
     taken: a batch after a step that made the loss rise is in no average."""
@@ -228,7 +230,8 @@ def checked_by_batch(state: StepState, step: BlockStep, ok: Tensor, loss_scale: 
     with state.phases.measure("update"):
         step.check = new_check(state, rule, loss_scale)
         if state.schedule.counter:
-            step.risen = risen = revert(step.size, step.flat, step.check, partial(rule.tolerated_rise, step), ok)
+            tolerance, known = partial(rule.tolerated_rise, step), rule.known_rise(step, step.check)
+            step.risen = risen = revert(step.size, step.flat, step.check, tolerance, ok, known)
             rule.reverted(step, step.check, risen)
             ok = ok & ~risen
     return ok
@@ -353,6 +356,7 @@ def moved_in_blocks(state: StepState, step: BlockStep, changes: list[Tensor] | N
     return ok
 
 
+@OWN_PRECISION.entered()
 def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check, ok: Tensor) -> Tensor:
     """Make the move whose length the check decides, and undo it if the loss of the batch rises by too much. Returns
     whether the move stayed, 0-dim."""

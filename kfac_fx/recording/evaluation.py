@@ -48,7 +48,7 @@ def evaluated(recorder: Recorder, parameters: Mapping[str, Tensor], values: Any)
             recorder.kernels_reason = against(kernels, recorder, parameters, values)
             recorder.kernels = kernels if recorder.kernels_reason is None else None
     if recorder.kernels is None:
-        return recorder.outputs(parameters, values)
+        return recorder.outputs(parameters, values, taps=False)
     return by_kernels(recorder.kernels, recorder, parameters, values)
 
 
@@ -70,7 +70,7 @@ def by_kernels(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[st
     with warnings.catch_warnings(), without_cudnn() if noise else nullcontext():
         # Other parameters than the module's lie apart, as the user cannot change.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-        return recorder.outputs(parameters, values, kernels)
+        return recorder.outputs(parameters, values, kernels, taps=False)
 
 
 def against(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, Tensor], values: Any) -> str | None:

@@ -553,19 +553,29 @@ class Recorder:
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
 
-    def outputs(self, parameters: Mapping[str, Tensor], values: Any, kernels: EmittedGraph | None = None) -> RunOutputs:
+    def outputs(
+        self,
+        parameters: Mapping[str, Tensor],
+        values: Any,
+        kernels: EmittedGraph | None = None,
+        taps: bool = True,
+    ) -> RunOutputs:
         """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes.
 
-        kernels: `self.kernels` to run that.
+        kernels: `self.kernels` to run that. taps: whether to run the graph that recordings run.
         """
         emitted, given = self.emitted if kernels is None else kernels, self.given(parameters)
         live = {
             name: given[name] if name in given else real_numbers(self.model.get_parameter(name).detach())
             for name in emitted.parameter_names
         }
-        probes = [None] * len(emitted.program.registrations)
         with self.emitted.isolated():
-            output, fisher = emitted.run(live, self.copied_buffers(), values, probes, compiled=False)
+            buffers = self.copied_buffers()
+            if taps or not isinstance(emitted, EmittedGraph):
+                probes = [None] * len(emitted.program.registrations)
+                output, fisher = emitted.run(live, buffers, values, probes, compiled=False)
+            else:
+                output, fisher = emitted.evaluate(live, buffers, values)
         return self.capture.unflatten(output), fisher
 
 

@@ -18,6 +18,7 @@ from kfac_fx.compiled.jacobian_products import load_forward_mode
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.precision import OWN_PRECISION, CheckPrecision
 from kfac_fx.passes.tracing.signature import autocast
 from tests.tables import pairs
 
@@ -215,3 +216,26 @@ def test_only_products_with_the_jacobian_need_the_plain_formula_of_attention() -
     net = compile(Net(), (X,), loss="categorical")
     with mock.patch("kfac_fx.compiled.jacobian_products.sdpa_kernel", side_effect=AssertionError):
         checks(net, nullcontext, nullcontext, 1)
+
+
+def test_a_precision_that_is_entered_twice_is_set_once_and_left_at_the_end() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with OWN_PRECISION.entered(), half():
+            with OWN_PRECISION.entered():
+                assert torch.is_autocast_enabled("cpu")  # nothing was set again
+            with CheckPrecision(autocast=(("cpu", torch.float16),)).entered():
+                assert torch.get_autocast_dtype("cpu") == torch.float16
+            assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high" and not autocast()
+        with OWN_PRECISION.entered():  # it was left
+            assert torch.get_float32_matmul_precision() == "highest"
+        with pytest.raises(ZeroDivisionError), OWN_PRECISION.entered():
+            raise ZeroDivisionError
+        assert torch.get_float32_matmul_precision() == "high"
+        with half(), OWN_PRECISION.entered():
+            assert not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_float32_matmul_precision(before)

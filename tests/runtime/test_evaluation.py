@@ -313,3 +313,63 @@ def test_models_with_bags_have_exact_products(python: bool) -> None:
         optimizer.step()
     assert int(optimizer.skipped) == 0 and "reverse mode" not in str(net.report)
     assert float(F.cross_entropy(net(ids), torch.tensor([0, 1, 2])).detach()) < float(loss.detach())
+
+
+# --- without taps -----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One weight by two names, a table that no state has, a buffer that forward writes, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head, self.norm = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False), nn.BatchNorm1d(4)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("table", torch.linspace(0, 1, 4), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(F.dropout(self.norm(self.tokens(ids) + self.table), 0.3) * torch.tensor([2.0]))
+        return logits
+
+
+WITHOUT_RECURRENCE: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
+    "tied": (Tied, torch.tensor([1, 5, 2, 0, 6]), "categorical"),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)),
+        torch.randn(5, 2, 6, 6),
+        "normal",
+    ),
+    "weight norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)),
+        torch.randn(5, 3),
+        "normal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_RECURRENCE)
+def test_values_without_taps_are_those_of_the_model_with_other_parameters(name: str) -> None:
+    """Under the same noise; the model is left as it was, and no tap is called."""
+    torch.manual_seed(0)
+    make, x, loss = WITHOUT_RECURRENCE[name]
+    net = kfac_fx.compile(make(), (x,), loss=loss)
+    recorder = net.recorder((x,), {})
+    values, parameters = recorder.capture.flatten((x,), {}), at_others(recorder)
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    taps = [tap for of_registration in recorder.emitted.taps.values() for tap in of_registration]
+    calls: list[nn.Module] = []
+    for tap in taps:
+        tap.register_forward_hook(lambda module, *_: calls.append(module))
+    torch.manual_seed(1)
+    output, (fisher,) = evaluated(recorder, parameters, values)
+    torch.manual_seed(1)
+    buffers = {key: value.clone() for key, value in net.model.named_buffers()}
+    expected = torch.func.functional_call(net.model, {**parameters, **buffers}, (x,))
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(fisher, expected)
+    assert taps and not calls
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, state[key])
+    torch.manual_seed(1)
+    recorder.outputs(parameters, values)
+    assert calls  # recordings have them

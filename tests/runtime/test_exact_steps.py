@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
+from kfac_fx.optim.checks import Check
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rules import exact_steps
@@ -177,6 +178,70 @@ def test_a_full_batch_is_fitted_much_further_than_by_bounded_steps() -> None:
 def test_fresh_batches_are_trained_as_without_exact_steps_to_the_last_bit() -> None:
     (opt, exact), (_, bounded) = trained(fresh(), 45), trained(fresh(), 45, exact_steps=False)
     assert torch.equal(exact, bounded) and scalar(opt, "exact_steps") == 0
+
+
+def test_a_check_behind_a_check_of_the_same_batch_knows_the_rise_without_a_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The steps are those with that forward up to rounding, which is what the change of the loss in a step is."""
+    forwards: list[int] = []
+    original, known_rise = Check.values_at, exact_steps.known_rise
+
+    def counted(check: Check, there: Any) -> Any:
+        forwards[-1] += 1
+        return original(check, there)
+
+    monkeypatch.setattr(Check, "values_at", counted)
+    ends, numbers = [], []
+    for known in (True, False):
+        monkeypatch.setattr(exact_steps, "known_rise", known_rise if known else lambda step, check: None)
+        net, opt = made()
+        forwards, of_exact = [], []
+        for _ in range(30):
+            before = scalar(opt, "exact_steps")
+            forwards.append(0)
+            step(net, opt)
+            of_exact += [forwards[-1]] * (scalar(opt, "exact_steps") > before)
+        assert len(of_exact) > 10
+        ends.append(theta(net))
+        numbers.append(of_exact)
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-7, atol=1e-9)
+    assert set(numbers[0][1:]) == {4} and set(numbers[1]) == {5}  # three directions, and the new parameters
+
+
+def test_a_rise_that_is_known_is_that_of_the_model() -> None:
+    net, opt = made()
+    for _ in range(12):
+        before = gradients(net, opt, FULL)
+        opt.step()
+        after = gradients(net, opt, FULL)
+        assert scalar(opt, "followed") == 1
+        assert scalar(opt, "after") == pytest.approx(after, rel=1e-9)
+        assert scalar(opt, "change") == pytest.approx(after - before, rel=1e-6, abs=1e-12)
+        if not opt._step_state.schedule.checking:
+            break
+    assert scalar(opt, "exact_steps") > 3
+
+
+def test_weights_that_change_behind_a_check_are_seen_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss after the last step is not that of these weights, so no rise is known."""
+    known: list[Tensor | None] = []
+    original = exact_steps.known_rise
+
+    def spied(step: Any, check: Check) -> Tensor | None:
+        known.append(original(step, check))
+        return known[-1]
+
+    monkeypatch.setattr(exact_steps, "known_rise", spied)
+    net, opt = made()
+    for _ in range(8):
+        step(net, opt)
+    assert known[-1] is not None and opt._step_state.schedule.checking
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(3.0)
+    step(net, opt)
+    assert known[-1] is None
 
 
 @pytest.mark.parametrize("number", [2, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -416,3 +417,14 @@ def test_a_first_use_without_a_gradient_loses_no_sums() -> None:
     rows = torch.autograd.grad(kfac_fx.losses.Normal(outputs[1], targets=y).evaluate(), outputs)
     assert sums["count"] == 10
     torch.testing.assert_close(sums["G"][0], sum(row.mT @ row for row in rows))
+
+
+@pytest.mark.parametrize("function", [gathering.Gather, gathering.HandOver])
+def test_a_tap_binds_its_arguments_as_a_function_does(function: Any) -> None:
+    signature, arguments = inspect.signature(function.forward), tuple(range(7))
+    bound, plain = (of.bind(*arguments) for of in (signature, inspect.Signature(list(signature.parameters.values()))))
+    for arguments_of in (bound, plain):
+        arguments_of.apply_defaults()
+    assert (bound.args, dict(bound.kwargs)) == (plain.args, plain.kwargs)
+    with pytest.raises(AssertionError, match="bug in kfac_fx: a tap that is called with arguments by name"):
+        signature.bind(*arguments, more=1)

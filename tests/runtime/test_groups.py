@@ -12,15 +12,18 @@ from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.optim.first_order import FirstOrder
 from kfac_fx.optim.groups import (
     FIRST_LR,
+    IN_CACHE,
     OF_GROUPS,
     FlatParameters,
     Group,
     GroupedParameters,
+    inner,
     keep_first_lr,
     split_group,
 )
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import Regular
+from kfac_fx.optim.rules.eigen_moments import EigenMoments
 from tests.runtime.toy_optimizers import made, train, values
 
 
@@ -201,3 +204,37 @@ def test_parameters_in_no_group_do_not_move_and_are_in_the_report() -> None:
     assert "2.{bias, weight}: in no parameter group, so KFAC does not move it" in " ".join(str(net.report).split())
     opt.add_param_group({"params": net.model[2].parameters()})
     assert "in no parameter group" not in str(net.report)
+
+
+@pytest.mark.parametrize("number", [5, IN_CACHE, IN_CACHE + 1, 3 * IN_CACHE + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inner_products_of_long_vectors_are_exact_up_to_rounding(number: int, dtype: torch.dtype) -> None:
+    """A sum of terms of one sign loses most where terms are added up one after another."""
+    first, second = (torch.rand(number, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    expected = (first.double() * second.double()).sum()
+    found = inner(first, second)
+    assert found.dtype == torch.float32 and float(found) == pytest.approx(float(expected), rel=3e-7)
+
+
+def test_the_move_of_a_plain_step_takes_the_memory_of_the_gradient_and_changes_no_other_number() -> None:
+    """Two trainings, one of a class of a user that may keep the gradient; `.grad` stays what it was."""
+
+    class Kept(EigenMoments):
+        pass
+
+    ends, gradients = [], []
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    for rule in (EigenMoments(), Kept()):
+        torch.manual_seed(0)
+        net = compile(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), (x,), loss="normal")
+        optimizer = KFAC(net, rule=rule, seed=0)
+        for _ in range(25):
+            optimizer.zero_grad()
+            (net(x + 0.1 * torch.randn_like(x)).square().sum() / len(x)).backward()
+            before = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+            optimizer.step()
+            after = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+            assert all(map(torch.equal, before, after))
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+        gradients.append(before)
+    assert torch.equal(*ends) and len(gradients[0]) == 4

@@ -370,7 +370,10 @@ class EigenMoments(CheckedRule):
         multiplier.copy_(torch.where(ok, grown, multiplier))
 
     def move(self, step: BlockStep, update: Update) -> Tensor:
-        return step.flat.displacement(update.vector, RATE * step.scalars["multiplier"] / step.size.divisor)
+        rate = RATE * step.scalars["multiplier"] / step.size.divisor
+        # Memory of its own costs as much as a product where it is large. The rule of a user may keep the gradient.
+        gradient = step.g if type(self) is EigenMoments else None
+        return step.flat.displacement(update.vector, rate, instead=gradient)
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         exact_steps.give_back(step.scalars)
@@ -441,6 +444,8 @@ class EigenMoments(CheckedRule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
+        if self.may_be_exact(step, check):
+            exact_steps.note_outcome(step.scalars, check, outcome)
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         promised = (-outcome.predicted).clamp(min=0.0)
@@ -467,6 +472,9 @@ class EigenMoments(CheckedRule):
         if step.check is None or not self.may_be_exact(step, step.check):
             return usual
         return exact_steps.tolerated_in_phase(step.scalars, usual, was, same)
+
+    def known_rise(self, step: BlockStep, check: Check) -> Tensor | None:
+        return exact_steps.known_rise(step, check) if self.may_be_exact(step, check) else None
 
     def divisor(self, step: BlockStep) -> Tensor:
         """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""

@@ -29,9 +29,11 @@ batch rise undoes them, and ends their phase.
 **The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
 at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
 the loss has changed by what the earlier check predicted, because the value is not known of every loss. Outputs that are
-the same for all cases tell no batch from another. Where a batch comes back without being the next one, or where the
-batches of a training begin to repeat, the step after a check has a check, too, to find that out. After `PROBES` of
-these have found another batch, no more are made.
+the same for all cases tell no batch from another. In consecutive steps no forward is needed for this: if the loss at
+the present parameters has the value that the earlier check found behind its step, then the loss has changed since by
+what it changed in that step. Where a batch comes back without being the next one, or where the batches of a training
+begin to repeat, the step after a check has a check, too, to find that out. After `PROBES` of these have found another
+batch, no more are made.
 
 **Other terms.** A penalty of the weights is in the gradient, and no part of the loss that checks know. A gradient that
 the user has clipped or changed is not that of the loss either. Then the loss may rightly rise in a step. So the slope
@@ -87,6 +89,9 @@ EXACT_SCALARS: Mapping[str, float] = {
     "rate": 0.0,  # by which the logarithm of the loss fell in a step of the last long phase
     "undone": 0.0,  # 1: the last step was exact, and undone
     "others": 0.0,  # 1: at the last check the gradient was that of the loss and of other terms
+    "followed": 0.0,  # 1: the loss after the step of the last check is known
+    "after": 0.0,  # this loss, of the batch of that check
+    "change": 0.0,  # of this loss in the step; 0 if the step was undone
     "held": 0.0,  # m before the last step, if that was exact and the next one has a check; else 0
 }
 EXACT_VALUES: Mapping[str, Values] = {
@@ -102,6 +107,7 @@ EXACT_VALUES: Mapping[str, Values] = {
     "rate": NOT_NEGATIVE,
     "undone": A_FLAG,
     "others": A_FLAG,
+    "followed": A_FLAG,
 }
 
 
@@ -133,16 +139,40 @@ def moves_without_curvature(step: BlockStep) -> bool:
     return any(not step.flat.gradients.keys().isdisjoint(r.owners) for r in blocks if r.reason == NO_LOSS)
 
 
+def note_outcome(scalars: Mapping[str, Tensor], check: Check, outcome: Outcome) -> None:
+    """Note the loss of a check's batch after its step, for a check in the next step."""
+    change = torch.where(outcome.kept, outcome.change, 0.0)
+    after = check.value + change
+    known = outcome.tried & after.isfinite()
+    scalars["followed"].copy_(known)
+    scalars["after"].copy_(torch.where(known, after, 0.0))
+    scalars["change"].copy_(torch.where(known, change, 0.0))
+
+
+def known_rise(step: BlockStep, check: Check) -> Tensor | None:
+    """The rise of the loss since the last check, 0-dim, if that was in the last step, and the loss of the batch at the
+    present parameters has the value that it had there after the step; else None."""
+    scalars, value = step.scalars, check.value
+    if check.steps > 1:
+        return None
+    agrees = (scalars["followed"] > 0) & ((value - scalars["after"]).abs() <= SAME * value.abs()) & (check.norm > 0)
+    return scalars["change"].clone() if check.batch.agreed(agrees) else None
+
+
 def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> None:
     """Note at a later check whether the batch repeats, and if it does, what the steps since the last check did.
 
     agrees: whether the loss has changed by what the last check predicted. risen: whether these steps were undone. Both
         are 0-dim.
     """
-    assert check.last is not None, "bug in kfac_fx: a check that did not look at the last one"
-    repeats, norm = step.scalars["repeats"], check.batch.norm(check.last)
-    alike = (norm - step.scalars["outputs"]).abs() <= SAME * norm
-    check.same = check.batch.agreed((norm > 0) & (step.size.same | (alike & agrees)))
+    repeats = step.scalars["repeats"]
+    step.scalars["followed"].zero_()
+    if check.last is None:
+        check.same = True
+    else:
+        norm = check.batch.norm(check.last)
+        alike = (norm - step.scalars["outputs"]).abs() <= SAME * norm
+        check.same = check.batch.agreed((norm > 0) & (step.size.same | (alike & agrees)))
     if check.steps == 1:
         in_vain = 0.0 if repeats > 0 else (repeats - 1).clamp(min=-PROBES)
         repeats.copy_(torch.as_tensor(1.0 if check.same else in_vain))
@@ -198,7 +228,7 @@ def exact_move(step: BlockStep, check: Check, bounded_move: MeasuredMove, longes
         longest: the largest squared Fisher norm of that step.
     """
     scalars, flat = step.scalars, step.flat
-    scalars["outputs"].copy_(check.batch.norm(check.before))
+    scalars["outputs"].copy_(check.norm)
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
     apart = flat.inner(step.g, bounded_move.move) - bounded_move.slope
     others = not check.batch.agreed(apart.abs() <= OTHER * bounded_move.slope.abs())
