@@ -276,8 +276,8 @@ class ModelSpectrum(Spectrum):
             rank: replace the matrix of every block and example by the nearest matrix of this rank, which takes less
                 memory and time.
 
-        Raises ValueError if `rank` is not positive, if `measurement` returns something else, or if an eigenvalue of
-        s F + δ I is zero.
+        Raises ValueError if `rank` is not positive, if `measurement` returns something else or has no gradient, if no
+        parameter of the spectrum is behind it, or if an eigenvalue of s F + δ I is zero.
         """
         check_rank(rank)
         self.refuse_singular()
@@ -295,6 +295,13 @@ class ModelSpectrum(Spectrum):
 
         self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
+        if not matrices:
+            names = ", ".join(name for key in self.keys for name in key)
+            raise ValueError(
+                f"{'the loss' if measurement is None else 'the measurement'} of these examples depends on no parameter "
+                f"of this spectrum, so their queries are zero: {names}. Take the spectrum of the whole model, or of "
+                "the parameters behind it."
+            )
         # Blocks that this path of the model does not use are zero in the queries.
         return Queries(
             of_rank(matrices, rank), recording(self.net, [*matrices], self.weights), net=self.net, weights=self.weights
