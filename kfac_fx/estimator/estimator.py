@@ -183,6 +183,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.replicas = None if process_group is None else Replicas(process_group)
         self.agreed: Agreed | None = None  # makes the options that all processes have, where a fold sends a message
         self.params_stats: dict[str, Tensor] = {}
+        self.kept_is_finite: Tensor | None = None  # of the last batch that was kept for a fold; it is left out if False
         self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
         self.net: CompiledModule = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
@@ -281,6 +282,7 @@ class FisherEstimator(BlockDiagonalFisher):
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
             batch.registrations, batch.multiplied = self._registrations, moments.multiplied
             finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
+        self.kept_is_finite = finite
         if finite is not None:
             for block in (due[key] for key in recorded if due[key].group.here):
                 block.group.skipped[block.member] += ~finite

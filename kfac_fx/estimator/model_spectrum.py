@@ -17,7 +17,7 @@ from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.estimator.batches import as_batch, refuse_no_batches
+from kfac_fx.estimator.batches import NotFinite, as_batch, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, in_order, recording
 from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text
@@ -25,7 +25,7 @@ from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, mat
 from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.linear_maps import applied
-from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.linalg.matrices import are_finite, full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined, like_vector, real_vector
@@ -141,14 +141,18 @@ class ModelSpectrum(Spectrum):
         Returns a spectrum with the same eigenvectors. If its factors are sums over processes, so are these squares: all
         processes call this, each with its own part of the data, and have the same result.
 
+        A batch whose squares are not finite is left out, with a warning that names its place.
+
         Raises ValueError for an unknown case or mode, for a mode beside a measurement, which has none, and if there are
-        no batches.
+        no batches, or none that is finite.
         """
         refuse_no_batches("correct", batches)
         correction = Correction(self, case, mode, measurement, generator)
-        total = len(batches) if isinstance(batches, Sized) else 0
-        for batch in tracked(((1, item) for item in batches), total, "corrected eigenvalues"):
-            correction.add(batch)
+        total, not_finite = len(batches) if isinstance(batches, Sized) else 0, NotFinite()
+        shown = tracked(((1, item) for item in batches), total, "corrected eigenvalues")
+        for number, batch in enumerate(shown, 1):
+            not_finite.add(number, correction.add(batch))
+        not_finite.tell(refuse=self.replicas is None or self.replicas.number == 1)
         return correction.result()
 
     def places(self) -> Mapping[Key, tuple[System, int]]:
@@ -509,7 +513,8 @@ class Correction:
 
     Attributes:
         totals: the sums of squares by block, of this process.
-        number: the number of cases that the mean is over, of this process.
+        number: the number of cases that the mean is over, of this process; a tensor, because only the device knows
+            which batches are finite.
     """
 
     def __init__(
@@ -529,19 +534,24 @@ class Correction:
         self.measurement, self.generator = measurement, generator
         self.places = places_of(self.spectrum.systems)  # of F, whatever its damping
         self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in self.places.items()}
-        self.number = 0
+        self.number = torch.zeros((), dtype=torch.int64, device=next(iter(self.totals.values())).device)
 
-    def add(self, batch: Any) -> None:
-        """Record a batch."""
+    def add(self, batch: Any) -> Tensor:
+        """Record a batch. Returns whether its squares are finite, 0-dim; if not, it is left out.
+
+        The squares of one batch take the memory of `totals`.
+        """
         self.spectrum.refuse_other_weights()
         by_row, batch = self.case == "row", as_batch(batch)
+        squares: dict[Key, Tensor] = {}
 
         @torch.no_grad()
         def add(key: Key, cases: Cases) -> None:
             system, index = self.places[key]
             for kind in cases.by_position() if self.case == "position" else [cases]:
                 for _, turned in system.in_basis(index, kind):
-                    self.totals[key] += sum_of_squares(turned)
+                    of_part = sum_of_squares(turned)
+                    squares[key] = squares[key] + of_part if key in squares else of_part
 
         counts = self.spectrum.net.record_cases(
             batch.args,
@@ -554,31 +564,38 @@ class Correction:
             measurement=self.measurement,
             generator=self.generator,
         )
-        self.number += counts.examples if self.case == "sequence" else counts.rows
+        device = self.number.device
+        each = [are_finite(value.unsqueeze(0)).to(device) for value in squares.values()]
+        finite = torch.cat(each).all() if each else torch.ones((), dtype=torch.bool, device=device)
+        for key, value in squares.items():
+            self.totals[key] += torch.where(finite.to(value.device), value, 0)
+        self.number += torch.where(finite, counts.examples if self.case == "sequence" else counts.rows, 0)
+        return finite
 
     def state(self) -> dict[str, Tensor]:
         """The sums as tensors by name, and the state of the random stream."""
         generator = {} if self.generator is None else {"generator": self.generator.get_state()}
         sums = {f"{key_text(key)}/squares": total for key, total in self.totals.items()}
-        return {**sums, "cases": torch.tensor(self.number), **generator}
+        return {**sums, "cases": self.number, **generator}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a `state()` of the same blocks."""
         for key, total in self.totals.items():
             total.copy_(state[f"{key_text(key)}/squares"])
-        self.number = int(state["cases"])
+        self.number = state["cases"].to(self.number.device)
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
 
     def result(self) -> ModelSpectrum:
         """The spectrum with the mean as its eigenvalues. Raises ValueError if there were no cases."""
-        totals, number = self.totals, self.number
+        totals, count = self.totals, self.number
         if self.spectrum.replicas is not None:
-            count = torch.tensor(number, device=next(iter(totals.values())).device)
             *each, count = self.spectrum.replicas.total([*totals.values(), count])
-            totals, number = dict(zip(totals, each, strict=True)), int(count)
-        if not number:
-            raise ValueError("the eigenvalues were to be corrected without cases: `batches` has none.")
+            totals = dict(zip(totals, each, strict=True))
+        if not (number := int(count)):
+            raise ValueError(
+                "the eigenvalues were to be corrected without cases: `batches` has none, or none that is finite."
+            )
         systems = [
             replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
             for system in self.spectrum.systems

@@ -281,6 +281,17 @@ class Spectrum:
             if not bool((~self.zeros(system, index)).all())
         ]
 
+    @cached_property
+    def not_numbers(self) -> list[str]:
+        """The blocks with eigenvalues of NaN. Waits for the device."""
+        return [
+            ", ".join(registration.parameters)
+            for system in self.used
+            if not self.is_far_from_singular(system)
+            for registration, values in zip(system.group.registrations, self.shifted(system), strict=True)
+            if bool(values.isnan().any())
+        ]
+
     def is_far_from_singular(self, system: System) -> bool:
         """Whether no eigenvalue of any block is small enough for `zeros`, which takes more operations."""
         low, high = self.shifted(system).detach().aminmax()
@@ -288,6 +299,11 @@ class Spectrum:
 
     def refuse_singular(self, what: str = "inverse") -> None:
         """Raises ValueError if there are such blocks. what: they have none."""
+        if unknown := self.not_numbers:
+            raise ValueError(
+                f"{len(unknown)} of {len(self.keys)} blocks have eigenvalues of NaN, so they have no {what}: "
+                f"{'; '.join(unknown)}.\nLook for NaN in the factors that it was made of, and make it anew."
+            )
         if self.singular:
             raise ValueError(
                 f"{len(self.singular)} of {len(self.keys)} blocks have eigenvalues of zero, so they have no {what}: "

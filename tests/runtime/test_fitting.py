@@ -402,3 +402,109 @@ def test_a_measurement_is_that_of_the_correction(tmp_path: Path) -> None:
             fit_spectrum(net, data, case="row", measurement=other, **options)
     with pytest.raises(ValueError, match='case=None corrects none: pass case="sequence"'):
         fit_spectrum(net, data, measurement=weighed)
+
+
+# --- batches that are not finite, and parameters that are frozen ------------------------------------------------------
+
+
+def digits() -> tuple[nn.Module, kfac_fx.CompiledModule, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(12, 3).double(), torch.randint(2, (12,))
+    return model, kfac_fx.compile(model, (x[:2],), loss="categorical"), [*zip(x.split(4), y.split(4), strict=True)]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pytest.mark.parametrize("case", [None, "row", "sequence", "position"])
+def test_a_batch_that_is_not_finite_is_left_out_with_a_warning(case: str | None, mode: str, place: int) -> None:
+    _, net, batches = digits()
+    broken = [(x.clone(), y) for x, y in batches]
+    broken[place][0][2, 1] = torch.nan
+    expected = fit_spectrum(net, batches[:place] + batches[place + 1 :], case=case, mode=mode)
+    with pytest.warns(
+        UserWarning,
+        match=rf"of 3 batches of `batches`, these are not finite, .* all their examples: number {place + 1}\.",
+    ) as caught:
+        found = fit_spectrum(net, broken, case=case, mode=mode, parts=2)
+    assert len(caught) == 1
+    for key, values in found.eigenvalues().items():
+        torch.testing.assert_close(values, expected.eigenvalues()[key])
+
+
+def test_sampled_factors_and_measurements_leave_out_batches_that_are_not_finite() -> None:
+    _, net, batches = digits()
+    batches[1][0][0, 0] = torch.inf
+    with pytest.warns(UserWarning, match="these are not finite, .*: number 2"):
+        assert all(values.isfinite().all() for values in fit_spectrum(net, batches, case="row").eigenvalues().values())
+    batches[1][0][0, 0] = 0
+    measured = {"measurement": lambda logits, y: 1 / (logits - logits).abs().sum(1)}
+    with pytest.raises(
+        ValueError, match="no batch of `batches` is finite, so there is nothing to record. Look for NaN"
+    ):
+        fit_spectrum(net, batches, mode="exact", case="row", **measured)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [None, "row"])
+def test_without_a_finite_batch_a_fit_says_so(case: str | None) -> None:
+    model, net, batches = digits()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="no batch of `batches` is finite, so .* Look for NaN .*, targets, parameters"):
+        fit_spectrum(net, batches, case=case, mode="empirical")
+
+
+def test_a_run_that_saves_its_sums_warns_before_it_does(tmp_path: Path) -> None:
+    _, net, batches = digits()
+    broken = [(torch.full_like(x, torch.nan) if n == 0 else x, y) for n, (x, y) in enumerate(batches)]
+
+    def killed() -> Any:
+        yield from broken[:2]
+        raise KeyboardInterrupt
+
+    class Killed(list[Any]):
+        def __iter__(self) -> Any:
+            return killed()
+
+    with pytest.warns(UserWarning, match="of 1 batches .*: number 1"), pytest.raises(KeyboardInterrupt):
+        fit_spectrum(net, Killed(broken), mode="exact", folder=tmp_path, save_every=1)
+    resumed = fit_spectrum(net, broken, mode="exact", folder=tmp_path, save_every=1)
+    for key, values in fit_spectrum(net, batches[1:], mode="exact").eigenvalues().items():
+        torch.testing.assert_close(resumed.eigenvalues()[key], values)
+
+
+def test_a_correction_leaves_out_batches_that_are_not_finite() -> None:
+    _, net, batches = digits()
+    spectrum = fit_spectrum(net, batches, mode="exact")
+    broken = [(batches[0][0] * torch.nan, batches[0][1]), *batches[1:]]
+    with pytest.warns(UserWarning, match="of 3 batches of `batches`, .*: number 1"):
+        found = spectrum.correct(broken)
+    for key, values in spectrum.correct(batches[1:]).eigenvalues().items():
+        torch.testing.assert_close(found.eigenvalues()[key], values)
+    with pytest.raises(ValueError, match="no batch of `batches` is finite"):
+        spectrum.correct(broken[:1])
+
+
+def test_eigenvalues_of_nan_have_words_of_their_own() -> None:
+    _, net, batches = digits()
+    spectrum = fit_spectrum(net, batches, damping=1.0)
+    for system in spectrum.systems:
+        system.values.fill_(torch.nan)
+    with pytest.raises(
+        ValueError, match=r"2 of 2 blocks have eigenvalues of NaN, so they have no logarithm .*0\.weight"
+    ):
+        spectrum.log_determinant()
+
+
+def test_frozen_parameters_are_refused_with_the_cause() -> None:
+    model, net, batches = digits()
+    model[0].requires_grad_(False)
+    with pytest.raises(RegistrationError, match=r"frozen after kfac_fx.compile: 0\.weight, 0\.bias\.\n.*Compile again"):
+        fit_spectrum(net, batches)
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(*batches[0][:1])
+    with pytest.raises(kfac_fx.FactorNotReady, match=r"0\.weight.* first\. If its parameters are frozen, nothing"):
+        estimator.spectrum()
+    frozen = kfac_fx.compile(model.requires_grad_(False), (batches[0][0],), loss="categorical")
+    with pytest.raises(RegistrationError, match=r"all 4 are frozen, with requires_grad=False\.\nUnfreeze the"):
+        fit_spectrum(frozen, batches)

@@ -66,7 +66,10 @@ def test_a_measurement_is_one_number_for_every_example() -> None:
         (lambda outputs: (outputs[:, 0] > 0).float(), "it cuts it off, as detach"),
         (lambda outputs: outputs[:, 0].detach(), "it cuts it off, as detach"),
         (lambda outputs: torch.zeros(3, requires_grad=True), "it is computed from other tensors"),
-        (lambda outputs: torch.complex(outputs[:, 0], outputs[:, 1]), "complex numbers have no derivative, and need abs"),
+        (
+            lambda outputs: torch.complex(outputs[:, 0], outputs[:, 1]),
+            "complex numbers have no derivative, and need abs",
+        ),
     ],
 )
 def test_a_measurement_without_a_gradient_is_refused(measurement: Callable[[Tensor], Tensor], why: str) -> None:
