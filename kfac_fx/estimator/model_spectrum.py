@@ -6,6 +6,7 @@ batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,6 +45,7 @@ from kfac_fx.recording.output_gradients import OutputGradients, OutputsOf
 from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key, Rows, homogeneous
 
+FAR = 30.0  # a scale, or its inverse, above which a product without it is told from one with it
 CASE_KINDS = ("row", "position", "sequence")
 UNMEASURED = (
     "a measurement made the eigenvalues of this spectrum, and these gradients are of the loss that the module knows: "
@@ -203,7 +205,8 @@ class ModelSpectrum(Spectrum):
 
         Args:
             vector: v; all its tensors may have the same additional dimensions in front, for many right-hand sides.
-            product: H v, without the damping, for a vector with the same dimensions as v. s F approximates H.
+            product: H v, without the damping, for a vector with the same dimensions as v. s F approximates H, so with a
+                scale of N it is N times `net.fisher_product(x)`; a product that lacks the scale has a warning.
             tolerance: of the residual, as a part of |v|.
             iterations: the most. If a residual is larger then, there is a ConvergenceWarning.
             exponent: the preconditioner is (s F + δ I)^exponent; 0: none.
@@ -231,8 +234,38 @@ class ModelSpectrum(Spectrum):
 
         given, vector = vector, real_vector(vector)
         self.many(vector)  # is checked before it is differentiated
+        self.warn_of_scale(vector, of_real)
         x = applied(solved, vector)
         return Solution(like_vector(x, given), *solutions[0][1:])
+
+    @torch.no_grad()
+    def warn_of_scale(self, like: Vector, product: NamedProduct) -> None:
+        """Warn if the product lacks the scale of the spectrum. Waits for the device.
+
+        For random signs z, the means of zᵀ H z and s zᵀ F z are the traces of H and s F, which are about the same if
+        the one approximates the other. Only a scale far from 1 can be told from an approximation that is rough.
+        """
+        scale = float(self.scale)
+        if not scale or 1 / FAR < scale < FAR:
+            return
+        generator = torch.Generator(next(iter(like.values())).device).manual_seed(0)
+        halves = {name: torch.full_like(tensor, 0.5) for name, tensor in like.items()}
+        signs = {name: 2 * torch.bernoulli(half, generator=generator) - 1 for name, half in halves.items()}
+        curved, of_blocks = product(signs), self.at(damping=0.0).multiply(signs)
+        check_fits(curved, {name: tensor.shape for name, tensor in signs.items()})
+        traces = [sum(float((signs[n] * of[n]).sum()) for n in signs) for of in (curved, of_blocks)]
+        if min(traces) <= 0 or not all(map(math.isfinite, traces)):
+            return
+        ratio = math.log(traces[0] / traces[1])
+        if abs(ratio + math.log(scale)) < abs(ratio):
+            warn_user(
+                UserWarning(
+                    f"solve has a spectrum s F of scale {scale:g}, and a product H v of about {math.exp(ratio):.1g} "
+                    f"times its size: it seems to lack the scale, so that the damping counts {scale:g} times as "
+                    "much. Write lambda v: {name: s * t for name, t in product(v).items()} for the product, or take "
+                    "spectrum.at(scale=1.0) if damping and product are meant without it."
+                )
+            )
 
     def solved(
         self, vector: Vector, product: NamedProduct, tolerance: float, iterations: int, exponent: float

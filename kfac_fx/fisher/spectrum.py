@@ -393,8 +393,8 @@ class Spectrum:
         return diagonal if root is None else diagonal * root.square()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]. Raises ValueError for singular
-        blocks."""
+        """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]. They are deviations: weights of
+        a Laplace approximation are those of the model plus a sample. Raises ValueError for singular blocks."""
         whole_number(1, "samples")("count", count)
         self.refuse_singular()
 
