@@ -203,10 +203,10 @@ def test_a_first_batch_that_is_not_finite_is_no_fault_of_the_distribution() -> N
 
 def resumed(kind: type[LossFunction]) -> bool:
     """Whether a training that resumes in a new process, with another state of torch's stream, has the same losses."""
-    x, counts = torch.randn(20, 4), torch.randint(5, (20, 1)).float()
+    x, counts = torch.randn(20, 4), torch.randint(5, (20, 3)).float()
 
     def started() -> tuple[kfac_fx.CompiledModule, kfac_fx.KFAC]:
-        net = kfac_fx.compile(nn.Linear(4, 1), (x,), loss=kind)
+        net = kfac_fx.compile(nn.Linear(4, 3), (x,), loss=kind)
         return net, kfac_fx.KFAC(net, cov_update_every=1, invert_every=1)
 
     def steps(net: kfac_fx.CompiledModule, optimizer: kfac_fx.KFAC) -> list[float]:
