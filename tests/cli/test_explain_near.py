@@ -198,3 +198,30 @@ def test_a_users_layer_is_told_where_the_parameter_has_a_block_of_another_layer(
     )
     plain = explain(kfac_fx.compile(Rotated(True), (x,), loss="mse").program, "weight")
     assert "  not " not in plain.partition("for another")[0]  # layers of the library are told only without a block
+
+
+def test_a_layer_of_two_matrices_is_none_and_says_why() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(5, 4, bias=False), nn.Linear(5, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) * torch.sigmoid(self.k(x))
+
+    @layer(
+        rows=lambda x, attrs: x[:, None],
+        grad_rows=lambda dy, attrs: dy[:, None],
+        layouts={"weight": "o i -> o i", "bias": "o i -> o i"},
+        example=lambda: (Gate(), torch.randn(4, 5)),
+    )
+    def gate(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight) * torch.sigmoid(nn.functional.linear(x, bias))
+
+    x = torch.randn(6, 5)
+    with pytest.raises(
+        kfac_fx.LinkError, match=r"(?s)q\.weight  linked with k\.weight.*A block has one matrix, .*Take"
+    ):
+        kfac_fx.compile(Gate(), (x,), loss="normal", layers=[gate], linked=[("q.weight", "k.weight")])
+    told = " ".join(explain(kfac_fx.compile(Gate(), (x,), loss="normal", layers=[gate]).program, "q.weight").split())
+    assert "not gate: its bias, as it is laid out, has not one number for each output of its weight at mul" in told
