@@ -67,6 +67,7 @@ from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.case_gradients import warn_of_noise
 from kfac_fx.recording.model_checks import refuse_without_blocks
 from kfac_fx.recording.progress import tracked
 
@@ -170,6 +171,8 @@ def fit_spectrum(
     with telling_how_read(batch, 1):
         net.recorder(args, kwargs)  # proves the registrations, which may change them
     refuse_without_blocks(net.registrations, net.model.named_parameters())
+    if case is None:  # a correction has a warning of its own
+        warn_of_noise(net.model, "the factors of a fit")
     parameters = real_parameters(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)

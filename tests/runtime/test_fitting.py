@@ -508,3 +508,15 @@ def test_frozen_parameters_are_refused_with_the_cause() -> None:
     frozen = kfac_fx.compile(model.requires_grad_(False), (batches[0][0],), loss="categorical")
     with pytest.raises(RegistrationError, match=r"all 4 are frozen, with requires_grad=False\.\nUnfreeze the"):
         fit_spectrum(frozen, batches)
+
+
+@pytest.mark.parametrize("case", [None, "row"])
+def test_a_fit_in_training_mode_warns_once_of_dropout(case: str | None) -> None:
+    x = torch.randn(12, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    with pytest.warns(UserWarning, match="are recorded in training mode, where 1 may draw random.*net.eval") as caught:
+        fit_spectrum(net, [x], case=case)
+    assert len(caught) == 1
+    net.eval()
+    fit_spectrum(net, [x], case=case)
