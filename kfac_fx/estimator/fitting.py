@@ -59,7 +59,7 @@ from kfac_fx.estimator.saved import (
 )
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.fisher.systems import System
-from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
+from kfac_fx.linalg.arguments import a_process_group, a_seed, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.sources import Measurement, check_mode
@@ -145,6 +145,7 @@ def fit_spectrum(
         )
     refuse_no_batches("fit_spectrum", batches)
     check_mode(mode)
+    a_seed("seed", seed)
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:
         raise ValueError("save_every needs a folder, into which the sums are written: pass folder=.")
@@ -583,7 +584,7 @@ def chosen_parts(
     if not isinstance(parts, int):
         named = [frozenset(names) for names in parts]
         for names in named:
-            check_variables(names, registrations)
+            check_variables(names, registrations, "parts")
         if twice := sorted(name for name in frozenset().union(*named) if sum(name in names for names in named) > 1):
             raise RegistrationError(f"parameters are in several parts: {', '.join(twice)}")
         return named

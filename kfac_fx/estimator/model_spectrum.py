@@ -24,7 +24,7 @@ from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
 from kfac_fx.fisher.systems import System
-from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.arguments import choice, wrong_value
 from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import are_finite, full_precision
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
@@ -167,7 +167,7 @@ class ModelSpectrum(Spectrum):
         Raises RegistrationError if a name is in no block, or shares a block or a parameter with one that is not named.
         """
         wanted = frozenset(refuse_other_variables(names, self.net, "names"))
-        check_variables(wanted, self.registrations)
+        check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])
             for system in self.systems
@@ -330,8 +330,10 @@ class ModelSpectrum(Spectrum):
                 matrices = matrices if root is None else matrices * root[index]
                 parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
-        self.record(batch, keep, measurement)
+        counts = self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
+        if not counts.examples:
+            raise ValueError("a batch of queries has no examples: its tensors are of length 0.")
         if not matrices:
             names = ", ".join(name for key in self.keys for name in key)
             raise ValueError(
@@ -532,8 +534,8 @@ def product_with_itself(rows: Tensor, weights: Tensor, diagonal: bool) -> Tensor
 
 
 def check_rank(rank: int | None) -> None:
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank must be positive, got {rank}.")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise wrong_value("rank", rank, "be a whole number, at least 1")
 
 
 def of_rank(matrices: Mapping[Key, Tensor], rank: int | None) -> Mapping[Key, QueryGradients]:

@@ -44,6 +44,19 @@ class Relative:
 
     factor: float | Tensor
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a factor that is no number, or negative."""
+        check_amount("the factor of Relative", self.factor)
+
+
+def check_amount(name: str, value: Any) -> None:
+    """Raises ValueError for what is no number, and for a negative or infinite one unless the host would wait to read
+    it."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        one_element(name, value)
+    else:
+        not_negative(name, value)
+
 
 Amount = float | Tensor | Relative
 Damping = Amount | Mapping[Key, Amount] | Mapping[str, Amount]
@@ -79,10 +92,7 @@ class Spectrum:
         blocks."""
         damping = self.damping
         for name, value in (("scale", self.scale), *(("damping", value) for value in amounts_in(damping))):
-            if isinstance(value, Tensor) and value.device.type != "cpu":  # the host would wait to read it
-                one_element(name, value)
-            else:
-                not_negative(name, value)
+            check_amount(name, value)
         if isinstance(damping, Mapping):
             self.check_damping(damping)
 

@@ -405,6 +405,8 @@ class CaseRecorder:
         """
         check_mode(mode)
         recorder, losses_of = self.recorder, self.losses
+        if grouped is None and not recorder.emitted.examples(values):
+            return Counts(0, 0)
         with self.run(values, only, grouped) as run:
             output, fisher, examples, backward = run.output, run.fisher, run.examples, run.backward
             others = run.others

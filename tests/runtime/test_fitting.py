@@ -270,7 +270,7 @@ def test_wrong_parts_and_batches_are_refused() -> None:
     net, batches = net_and_data()
     with pytest.raises(ValueError, match=r"parts must be at least 1, got 0"):
         fit_spectrum(net, batches, parts=0)
-    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a registration with up\.bias"):
+    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a block with up\.bias"):
         fit_spectrum(net, batches, parts=[["up.weight"]])
     with pytest.raises(RegistrationError, match=r"parameters are in several parts: places"):
         fit_spectrum(net, batches, parts=[["places"], ["places"]])
@@ -520,3 +520,37 @@ def test_a_fit_in_training_mode_warns_once_of_dropout(case: str | None) -> None:
     assert len(caught) == 1
     net.eval()
     fit_spectrum(net, [x], case=case)
+
+
+def test_a_batch_without_examples_counts_as_nothing() -> None:
+    _, net, batches = digits()
+    nothing = batches[0][0][:0], batches[0][1][:0]
+    for case in (None, "row", "sequence", "position"):
+        found, expected = (fit_spectrum(net, data, mode="exact", case=case) for data in ([*batches, nothing], batches))
+        for key, values in expected.eigenvalues().items():
+            torch.testing.assert_close(found.eigenvalues()[key], values)
+    spectrum = fit_spectrum(net, batches, damping=0.1)
+    assert spectrum.self_scores(nothing).shape == (0,)
+    assert spectrum.precondition(batches[0]).scores(nothing).shape == (4, 0)
+    with pytest.raises(ValueError, match="a batch of queries has no examples"):
+        spectrum.precondition(nothing)
+
+
+def test_small_mistakes_are_told() -> None:
+    _, net, batches = digits()
+    with pytest.raises(ValueError, match=r"^seed is 'a'; it must be a whole number"):
+        fit_spectrum(net, batches, seed="a")  # type: ignore[arg-type]
+    spectrum = fit_spectrum(net, batches, damping=0.1)
+    with pytest.raises(ValueError, match=r"^rank is '8'; it must be a whole number, at least 1"):
+        spectrum.precondition(batches[0], rank="8")  # type: ignore[arg-type]
+    for factor in ("a", -1.0, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"^the factor of Relative is .*; it must "):
+            kfac_fx.Relative(factor)  # type: ignore[arg-type]
+    with pytest.raises(
+        RegistrationError, match=r"^`names` does not .*\n  0\.weight  shares a block with 0\.bias: name both"
+    ):
+        spectrum.part(["0.weight"])
+    with pytest.raises(
+        RegistrationError, match=r"^`parts` does not .*\n  0\.weight  shares a block with 0\.bias: name both"
+    ):
+        fit_spectrum(net, batches, parts=[["0.weight"]])

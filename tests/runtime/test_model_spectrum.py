@@ -326,7 +326,7 @@ def test_a_part_of_a_spectrum_has_the_scores_of_its_blocks() -> None:
     assert set(part.keys) == {("up.weight", "up.bias"), ("places",)} == set(part.self_scores((x, y), by="block"))
     for key, scores in part.self_scores((x, y), by="block").items():
         torch.testing.assert_close(scores, blocks[key])
-    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a registration with up\.bias"):
+    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a block with up\.bias"):
         spectrum.part(["up.weight"])
 
 
@@ -352,7 +352,7 @@ def test_groups_of_parameters_have_dampings_of_their_own() -> None:
         spectrum.at(damping={"upp": 1.0, "*": 0.5})
     with pytest.raises(RegistrationError, match=r"is missing"):
         spectrum.at(damping={"up": 1.0})
-    with pytest.raises(ValueError, match=r"damping is -1.*; it must not be negative"):
+    with pytest.raises(ValueError, match=r"the factor of Relative is -1.*; it must not be negative"):
         spectrum.at(damping=Relative(-1))
 
 
@@ -387,7 +387,7 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.correct([x])
     with pytest.raises(ValueError, match=r"by 'position' is none of 'sum', 'block'\."):
         spectrum.self_scores((x, y), by="position")
-    with pytest.raises(ValueError, match=r"rank must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"rank is 0; it must be a whole number, at least 1"):
         spectrum.precondition((x, y), rank=0)
     with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
         spectrum.precondition(x, measurement=lambda logits: logits.sum())
