@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.losses.declared import structure
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes.errors import LossError, fatal
 from kfac_fx.passes.matrix import precise
@@ -52,7 +53,7 @@ def check_samples(loss: LossFunction) -> None:
     drawn = called(loss, "_sample", generator_for(loss))
     if not isinstance(drawn, Tensor) or list(drawn.shape) != wanted:
         raise LossError(
-            f"{name}._sample returned {described(drawn)}, and targets of all cases are of shape {wanted}, as the "
+            f"{name}._sample returned {structure(drawn)}, and targets of all cases are of shape {wanted}, as the "
             "outputs. Draw one target for each of them; for targets of another shape define _target_shape(self), too."
         )
     if drawn.is_floating_point() and not bool(drawn.isfinite().all()):
@@ -60,7 +61,7 @@ def check_samples(loss: LossFunction) -> None:
     value = called(loss, "_negative_log_likelihood", drawn)
     if not isinstance(value, Tensor) or value.dim():
         raise LossError(
-            f"{name}._negative_log_likelihood returned {described(value)}, and the loss is one number, the sum over "
+            f"{name}._negative_log_likelihood returned {structure(value)}, and the loss is one number, the sum over "
             "all cases and elements: end it with .sum(), without a mean."
         )
     if loss.inputs.requires_grad and not value.requires_grad:
@@ -80,14 +81,14 @@ def check_factor(loss: LossFunction) -> None:
             product = called(loss, "multiply_fisher_factor", vector)
             if not isinstance(product, Tensor) or product.shape != wanted:
                 raise LossError(
-                    f"{name}.multiply_fisher_factor returned {described(product)} for a vector {list(vector.shape)}, "
+                    f"{name}.multiply_fisher_factor returned {structure(product)} for a vector {list(vector.shape)}, "
                     f"and B v is of shape {list(wanted)}: that of the outputs, behind the dimensions that the vector "
                     f"has in front{hint}."
                 )
         transposed = called(loss, "multiply_fisher_factor_transpose", w)
         if not isinstance(transposed, Tensor) or transposed.shape != inner:
             raise LossError(
-                f"{name}.multiply_fisher_factor_transpose returned {described(transposed)} for a vector "
+                f"{name}.multiply_fisher_factor_transpose returned {structure(transposed)} for a vector "
                 f"{list(outputs)} of the shape of the outputs, and Bᵀ v is of shape {list(inner)}{hint}."
             )
         left = precise(called(loss, "multiply_fisher_factor", v)) * precise(w)
@@ -146,7 +147,7 @@ def called(loss: LossFunction, method: str, *args: Any) -> Any:
             return function(*args)
     except Exception as error:
         if not fatal(error):
-            given = ", ".join(described(argument) for argument in args)
+            given = ", ".join(structure(argument) for argument in args)
             error.add_note(
                 f"{name}.{method} raised this, called with {given}, for outputs {list(loss.inputs.shape)}. "
                 "kfac_fx calls the methods of a distribution once on the first batch, to check them."
@@ -158,12 +159,6 @@ def signature_of(method: str) -> str:
     """The first line of a method as it is to be written."""
     parameters = list(inspect.signature(getattr(LossFunction, method)).parameters)
     return f"def {method}({', '.join(parameters)})"
-
-
-def described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
-    return f"a {type(value).__name__}"
 
 
 def generator_for(loss: LossFunction) -> torch.Generator:

@@ -94,22 +94,22 @@ class OtherTranspose(Poisson):
     [
         (
             OtherCases,
-            r"OtherCases\._sample returned a tensor \[7, 3\], and targets of .* \[30, 2\], as the outputs\. Draw",
+            r"OtherCases\._sample returned a Tensor \[7, 3\], and targets of .* \[30, 2\], as the outputs\. Draw",
         ),
         (NoTensor, r"NoTensor\._sample returned a float"),
         (NotFinite, r"NotFinite\._sample drew targets that are not finite"),
         (WithoutGenerator, r"WithoutGenerator\._sample does not .*too many .*Write def _sample\(self, generator\)"),
         (
             Averaged,
-            r"Averaged\._negative_log_likelihood returned a tensor \[30\], and the loss is one .* with \.sum\(\)",
+            r"Averaged\._negative_log_likelihood returned a Tensor \[30\], and the loss is one .* with \.sum\(\)",
         ),
         (Detached, r"Detached\._negative_log_likelihood has no gradient by self\.inputs: compute it"),
         (
             Wide,
-            r"Wide\.multiply_fisher_factor returned a tensor \[30, 4\] for .*\[30, 2\].*fisher_factor_inner_shape, too",
+            r"Wide\.multiply_fisher_factor returned a Tensor \[30, 4\] for .*\[30, 2\].*fisher_factor_inner_shape, too",
         ),
-        (SingleVectors, r"SingleVectors\.multiply_fisher_factor returned a tensor \[30, 2\] for a vector \[2, 30, 2\]"),
-        (Narrow, r"Narrow\.multiply_fisher_factor_transpose returned a tensor \[30, 0\] for .* is of shape \[30, 2\]"),
+        (SingleVectors, r"SingleVectors\.multiply_fisher_factor returned a Tensor \[30, 2\] for a vector \[2, 30, 2\]"),
+        (Narrow, r"Narrow\.multiply_fisher_factor_transpose returned a Tensor \[30, 0\] for .* is of shape \[30, 2\]"),
         (OtherTranspose, r"OtherTranspose\.multiply_fisher_factor_transpose is not the transpose of OtherTranspose"),
     ],
 )
@@ -126,7 +126,7 @@ def test_an_error_of_a_method_has_a_note_with_its_name() -> None:
     with pytest.raises(RuntimeError) as caught:
         compiled(Fails)
     (note,) = (note for note in caught.value.__notes__ if "multiply_fisher_factor" in note)
-    assert "Fails.multiply_fisher_factor raised this, called with a tensor [30, 2], for outputs [30, 2]. kfac" in note
+    assert "Fails.multiply_fisher_factor raised this, called with a Tensor [30, 2], for outputs [30, 2]. kfac" in note
 
 
 def test_a_class_that_lacks_methods_is_refused_with_their_names() -> None:
