@@ -602,8 +602,9 @@ class Correction:
         device = self.number.device
         each = [are_finite(value.unsqueeze(0)).to(device) for value in squares.values()]
         finite = torch.cat(each).all() if each else torch.ones((), dtype=torch.bool, device=device)
+        known = device.type == "cpu" and bool(finite)  # on a CPU nothing waits, and most batches are finite
         for key, value in squares.items():
-            self.totals[key] += torch.where(finite.to(value.device), value, 0)
+            self.totals[key] += value if known else torch.where(finite.to(value.device), value, 0)
         self.number += torch.where(finite, counts.examples if self.case == "sequence" else counts.rows, 0)
         return finite
 
