@@ -335,8 +335,8 @@ def page(results: Mapping[str, Any]) -> str:
 
 WHY_SLOWER = (
     "Those of the regression take milliseconds on a network of 151 parameters. The comparison with the model's own "
-    "outputs, the code of a recording and, in the first gradients of single examples, writing the graph anew with "
-    "other taps cost about as much on a network of any size."
+    "outputs, that of the weights with those of the spectrum, and the code of a recording cost about as much on a "
+    "network of any size."
 )
 
 

@@ -340,7 +340,7 @@ def posterior_of_ours(options: Posterior, problem: Problem) -> Run:
             with torch.no_grad():
                 errors += problem.losses(problem.model(x), y).sum()
         fisher.fold()
-        kept["spectrum"], kept["errors"] = fisher.spectrum(damping=1.0).at(scale=n), errors
+        kept["spectrum"], kept["errors"] = fisher.spectrum(scale=n, damping=1.0), errors
 
     def evidence() -> None:
         logs = theta.new_zeros(2) + float(regression)

@@ -33,6 +33,7 @@ from .graphs.operations import changes_memory, has_effect, no_grad_region
 from .graphs.spelling import as_written
 from .ir import ROW_MASK, Program, Registration, Use, tensor_attrs
 from .parametrization import Computed, Value, nodes_of
+from .torch_private import hold_apart, submodules_of
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower
@@ -50,6 +51,39 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
         for use in registration.uses:
             emission.add_tap(number, registration, use, tap)
     return emission.module(program)
+
+
+def same_graph(program: Program, other: Program) -> bool:
+    """Whether the modules of two programs differ in nothing but their taps."""
+    same = program.graph is other.graph and program.root is other.root
+    return same and tapped_places(program) == tapped_places(other)
+
+
+def tapped_places(program: Program) -> list[Any]:
+    """All that decides on the graph of the emitted module, but for the program's own. Links have no places here: a
+    program with series is like no other."""
+    places: list[Any] = [*program.outputs]
+    for registration in program.registrations:
+        uses = [(use.output, use.input, tensor_attrs(use), bool(use.mask_dims)) for use in registration.uses]
+        places.append((registration.parameters, uses, object() if registration.structure.series else None))
+    return places
+
+
+def with_taps(module: fx.GraphModule, program: Program, tap: TapFactory) -> fx.GraphModule:
+    """Another module of the graph of an emitted one, with taps of its own. Code, tensors and functions are shared.
+
+    program: it, or that of `same_graph`.
+    """
+    taps, names = nn.Module(), Numbered()
+    for registration in program.registrations:
+        for use in registration.uses:
+            name = names.fresh(tap_name(registration))
+            names[name] = tap(registration, use)
+            taps.add_module(name, names[name])
+    other: fx.GraphModule = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    hold_apart(other, {**submodules_of(module), "taps": taps})
+    return other
 
 
 class Emission:

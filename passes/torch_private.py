@@ -61,6 +61,12 @@ def share_state(module: nn.Module, other: nn.Module) -> None:
     module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
 
 
+def hold_apart(module: nn.Module, submodules: dict[str, nn.Module | None]) -> None:
+    """`module`, a copy whose attributes are those of another one, has these submodules and the other one keeps its own.
+    The public functions register one at a time, in the dictionary that both have."""
+    module.__dict__["_modules"] = submodules
+
+
 # The attribute that nn.Module.compile sets: what runs instead of the module's own call, its hooks and its forward.
 # Copies and pickles of a module drop it. Public hooks cannot replace a forward, and another `forward` would be copied.
 CALL = "_compiled_call_impl"

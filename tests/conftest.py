@@ -59,6 +59,16 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.fixture
+def free_memory_is_nan() -> Iterator[None]:
+    """New tensors without values, as of `torch.empty`, are NaN: deterministic algorithms fill them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

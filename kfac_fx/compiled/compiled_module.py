@@ -61,7 +61,7 @@ from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.recording.backends import COMPILE_BACKENDS, CompiledForward
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts
-from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model
+from kfac_fx.recording.equivalence import coarsest_rounding, differs_from_model, sampled_elements
 from kfac_fx.recording.examples import Examples, ExamplesOf
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import (
@@ -334,6 +334,23 @@ class CompiledModule(nn.Module):
         return self.captures.run(args, kwargs, record)
 
     @runs_the_model
+    def record_compared(
+        self, /, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+    ) -> tuple[Moments, Tensor]:
+        """(`record`, whether the model computes other outputs than the recording had); see `differs`."""
+        recorded: list[list[Tensor]] = []
+
+        def record(recorder: Recorder, values: tuple[Any, ...]) -> tuple[Moments, Tensor]:
+            moments = recorder.record(
+                values, on_outputs=lambda outputs: recorded.append(sampled_elements(outputs)), **options
+            )
+            if self.captures.structure.sharded:
+                return moments, self.not_compared
+            return moments, differs_from_model(recorder, args, kwargs, values, recorded[-1])
+
+        return self.captures.run(args, kwargs, record)
+
+    @runs_the_model
     def record_cases(
         self, /, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
     ) -> Counts:
@@ -379,6 +396,8 @@ class CompiledModule(nn.Module):
         if len(devices) != 1 or any(tensor.device.type != "cpu" for tensor in tensors):
             return tuple(args), dict(kwargs), targets
         (device,) = devices
+        if device.type == "cpu":
+            return tuple(args), dict(kwargs), targets
         moved: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.to(device, non_blocking=True), (tuple(args), dict(kwargs), targets)
         )
@@ -446,22 +465,23 @@ class CompiledModule(nn.Module):
         return FisherProduct(self.model, losses, ggn=ggn)
 
     @runs_the_model
-    def differs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Sequence[Tensor] | None = None
-    ) -> Tensor:
+    def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `recording.equivalence`.
 
-        recorded: a sample of the outputs of a recording that was just made, see `sampled_elements`.
-
-        Two forwards that leave no trace; one, if there is a recording. The recordings of a sharded model are compared
-        with the user's forwards instead, because its units gather and drop parameters.
+        Two forwards that leave no trace. The recordings of a sharded model are compared with the user's forwards
+        instead, because its units gather and drop parameters.
         """
         self.captures.structure.check()
         if self.captures.structure.sharded:
-            return torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device)
+            return self.not_compared
         return self.captures.run(
-            args, kwargs, lambda recorder, values: differs_from_model(recorder, args, kwargs, values, recorded)
+            args, kwargs, lambda recorder, values: differs_from_model(recorder, args, kwargs, values)
         )
+
+    @property
+    def not_compared(self) -> Tensor:
+        """The answer of `differs` where nothing is compared."""
+        return torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device)
 
     def rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """The ε of the coarsest precision that takes part in a forward of the model."""

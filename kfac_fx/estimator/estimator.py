@@ -42,7 +42,6 @@ from kfac_fx.linalg.arguments import (
 from kfac_fx.linalg.entries import generator_fault
 from kfac_fx.linalg.matrices import (
     Root,
-    are_finite,
     at_least_float32,
     full_precision,
     pack_symmetric,
@@ -51,11 +50,11 @@ from kfac_fx.linalg.matrices import (
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, is_sharded, scattered
 from kfac_fx.losses.sources import check_mode, is_exact
 from kfac_fx.passes.approximations import Approximation
-from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.errors import FactorNotReady, ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.equivalence import OutputWatch, sampled_elements
+from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.model_checks import (
     refuse_inference_mode,
     refuse_untrained,
@@ -221,22 +220,14 @@ class FisherEstimator(BlockDiagonalFisher):
         beside = compared and self.fraction == 1.0 and self.net.repeats_recordings
         if differs is not None and compared and not beside:
             self.outputs.add(differs(inputs, kwargs))
-        recorded: list[list[Tensor]] = []
         options: dict[str, Any] = {} if self.variables is None else {"only": self.variables}
+        options |= {"mode": self.estimation_mode, "targets": targets, "fraction": self.fraction}
+        options |= {"generator": self._generator, **self._options}
         if beside:
-            options["on_outputs"] = lambda outputs: recorded.append(sampled_elements(outputs))
-        moments = self.net.record(
-            inputs,
-            kwargs,
-            mode=self.estimation_mode,
-            targets=targets,
-            fraction=self.fraction,
-            generator=self._generator,
-            **self._options,
-            **options,
-        )
-        if differs is not None and beside:
-            self.outputs.add(differs(inputs, kwargs, recorded[-1]))
+            moments, apart = self.net.record_compared(inputs, kwargs, **options)
+            self.outputs.add(apart)
+        else:
+            moments = self.net.record(inputs, kwargs, **options)
         self.accumulate(moments, guarded=not fold)
         if fold:
             self.fold(decay=None if should_decay else 1.0)
@@ -507,10 +498,21 @@ class FisherEstimator(BlockDiagonalFisher):
             ValueError: another dtype, or a device that is not there.
             ApproximationError: a series is too wide to be dense.
         """
+        self.refuse_frozen()
         systems = self._systems(dtype, device)
         damping = self.damping.clone() if damping is None else damping
         shapes, mode = self._shapes, self.estimation_mode
         return ModelSpectrum(systems, shapes, scale, damping, net=self.net, mode=mode, replicas=self.replicas)
+
+    def refuse_frozen(self) -> None:
+        """Raises FactorNotReady if blocks have no factors because their parameters are frozen, and others have some."""
+        frozen = {name for name, parameter in self.net.named_parameters() if not parameter.requires_grad}
+        waiting = [b.registration for key, b in self.blocks.items() if key not in self._recorded]
+        names = [
+            name for registration in waiting for name in registration.owners if frozen.issuperset(registration.owners)
+        ]
+        if self._recorded and names:
+            raise frozen_after(names)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""
@@ -539,6 +541,15 @@ class FisherEstimator(BlockDiagonalFisher):
             "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
             "load_state_dict(est.state_dict())."
         )
+
+
+def frozen_after(names: Iterable[str]) -> FactorNotReady:
+    """The error for blocks without factors, because these parameters are frozen."""
+    return FactorNotReady(
+        f"{', '.join(names)} were frozen after the model was compiled, so nothing is recorded of them, and their "
+        "blocks have no factors. Compile the model again with the parameters frozen; or let them require a "
+        "gradient while batches are recorded."
+    )
 
 
 def unchanged(before: Iterable[Registration], now: Iterable[Registration]) -> set[Key]:
@@ -637,7 +648,7 @@ class PendingBatch:
         finite, lost = None, cast(int | Tensor, 0)
         if guarded and recorded:
             each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
-            finite = torch.cat([are_finite(value.unsqueeze(0)).to(device) for value in each]).all()
+            finite = torch.stack([value.sum().isfinite().to(device) for value in each]).all()
             recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
             gradients = only_where(finite, gradients)
             lost = torch.where(finite, 0, cases)

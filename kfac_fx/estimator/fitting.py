@@ -33,7 +33,7 @@ from kfac_fx.estimator.batches import (
     refuse_no_batches,
     with_batch,
 )
-from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.estimator.estimator import FisherEstimator, frozen_after
 from kfac_fx.estimator.files import damaged, path_of, plain_name, read_tensors, write_tensors
 from kfac_fx.estimator.manifests import (
     NAME,
@@ -127,8 +127,9 @@ def fit_spectrum(
             writes into it. None: this process alone.
 
     Raises:
-        RegistrationError: the parts do not fit the registrations, a block is larger than `memory`, or parameters are
-            frozen.
+        FactorNotReady: parameters were frozen after the model was compiled.
+        RegistrationError: the parts do not fit the registrations, a block is larger than `memory`, or no parameter is
+            trained.
         TypeError: the module is not compiled.
         ValueError: there are no batches, or none that is finite, they are an iterator and several passes are needed,
             the folder holds another spectrum, or there is a measurement and no case.
@@ -229,17 +230,11 @@ def first_batch(batches: Iterator[Any]) -> Batch:
 
 
 def refuse_frozen(net: CompiledModule, registrations: Iterable[Registration]) -> None:
-    """Raises RegistrationError if blocks are of parameters that were frozen after compile: nothing is recorded of
-    them."""
+    """Raises FactorNotReady for blocks of parameters that were frozen after compile: nothing is recorded of them."""
     every = net.model.named_parameters(remove_duplicate=False)
     trained = {name for name, parameter in every if parameter.requires_grad}
-    frozen = [", ".join(block.parameters) for block in registrations if trained.isdisjoint(block.owners)]
-    if frozen:
-        raise RegistrationError(
-            f"these blocks are of parameters that were frozen after kfac_fx.compile: {'; '.join(frozen)}.\n"
-            "Nothing is recorded of frozen parameters. Compile again without them, as in net = "
-            "kfac_fx.compile(net.model, ...), or unfreeze them, as with net.model.requires_grad_(True)."
-        )
+    if frozen := [name for block in registrations if trained.isdisjoint(block.owners) for name in block.owners]:
+        raise frozen_after(frozen)
 
 
 def check_parts_of_data(replicas: Replicas, net: CompiledModule, batch: Batch, batches: Iterable[Any]) -> None:

@@ -26,7 +26,7 @@ from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, mat
 from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import choice, wrong_value
 from kfac_fx.linalg.linear_maps import applied
-from kfac_fx.linalg.matrices import are_finite, full_precision
+from kfac_fx.linalg.matrices import are_finite
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined, like_vector, real_vector
@@ -424,7 +424,7 @@ class ModelSpectrum(Spectrum):
 
         def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
             system, index = self.places()[key]
-            with torch.set_grad_enabled(graph), full_precision():
+            with torch.set_grad_enabled(graph):  # and in full precision, as all recordings
                 found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
             parts.setdefault(key, []).append((gradients.first, found))
 
@@ -483,7 +483,7 @@ def variance_of_outputs(
 
     weights: (s Λ + δ)⁻¹, [g, o, i].
     """
-    if gradients.lone is not None and system.group.separable and system.root is None:
+    if gradients.lone is not None and system.turns_rows:
         lone = Cases(gradients.lone.matrix, (gradients.lone,))
         (rows,) = system.turned_rows(lone, system.group.operators_of(index, system.operators)).uses
         # The matrix of output c is d_c rᵀ, so the sum over its inputs is the same for all outputs.

@@ -80,16 +80,17 @@ def tensors_of(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
 
 def stacked(tensors: Mapping[str, Tensor]) -> Tensor:
     """The sums over several tensors, [tensors, 3]."""
-    sums = [sums_of(tensor) for tensor in tensors.values()]
-    return torch.stack([of_one.to(sums[0].device) for of_one in sums]) if sums else torch.zeros(0, 3)
+    sums = [of_one for tensor in tensors.values() for of_one in sums_of(tensor)]
+    if not sums:
+        return torch.zeros(0, 3)
+    return torch.nan_to_num(torch.stack([of_one.to(sums[0].device) for of_one in sums])).view(-1, 3)
 
 
-def sums_of(tensor: Tensor) -> Tensor:
-    """The sum of the sampled numbers, that of every third, and the root of that of the squares, [3], in double
-    precision."""
+def sums_of(tensor: Tensor) -> list[Tensor]:
+    """The sum of the sampled numbers, that of every third, and the root of that of the squares, in double precision."""
     numbers = real_numbers(dense(tensor))
     numbers = numbers.view(-1) if numbers.is_contiguous() else numbers.flatten()
     numbers = numbers[:: max(1, -(-numbers.numel() // SAMPLED))]
     numbers = numbers if numbers.is_floating_point() and numbers.element_size() > 1 else numbers.double()
     sums = [part.sum(dtype=torch.float64) for part in (numbers, numbers[::STRIDE])]
-    return torch.nan_to_num(torch.stack([*sums, torch.linalg.vector_norm(numbers, dtype=torch.float64)]))
+    return [*sums, torch.linalg.vector_norm(numbers, dtype=torch.float64)]

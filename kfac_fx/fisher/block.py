@@ -426,6 +426,12 @@ class BlockDiagonalFisher(Operator):
             for group, extras in zip(groups, self.new_extras(groups), strict=True):
                 group.extras = extras
 
+    def damp_sides(self, part: float | None) -> None:
+        """Damp every side by this part of its mean eigenvalue from the next inverses or bases on; None: split λ."""
+        self.relative_damping = part
+        for group in self.groups:
+            group.relative_damping = part
+
     def keep_bases_as(self, kind: str | None) -> None:
         """Keep the bases of wide sides as this kind of device does; None: as the device of each group does. Those that
         get another shape are zero until they are loaded."""

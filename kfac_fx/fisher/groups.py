@@ -159,8 +159,7 @@ class Factor:
         if not self.total_weight.item():
             raise FactorNotReady(
                 f"factor {self.name} of {self.owner} read before its first update: "
-                "call estimator.update_covariances(inputs) first. If its parameters are frozen, nothing is recorded of "
-                "them: unfreeze them, or compile the model again without them."
+                "call estimator.update_covariances(inputs) first."
             )
         return self.moment / self.total_weight
 
@@ -441,8 +440,7 @@ class BlockGroup:
         if not self.updated:
             raise FactorNotReady(
                 f"factors of {self.registrations[0]} read before their first update: "
-                "call estimator.update_covariances(inputs) first. If its parameters are frozen, nothing is recorded of "
-                "them: unfreeze them, or compile the model again without them."
+                "call estimator.update_covariances(inputs) first."
             )
         if not self.here:
             raise NotRegisteredError(kept_elsewhere(str(self.registrations[0]), self.owner))

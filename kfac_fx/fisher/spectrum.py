@@ -304,8 +304,10 @@ class Spectrum:
 
     def is_far_from_singular(self, system: System) -> bool:
         """Whether no eigenvalue of any block is small enough for `zeros`, which takes more operations."""
-        low, high = self.shifted(system).detach().aminmax()
-        return bool((low > torch.finfo(low.dtype).eps * high) & (1 / low).isfinite() & high.isfinite())
+        shifted = self.shifted(system).detach()
+        low, high = torch.stack(shifted.aminmax()).tolist()
+        limits = torch.finfo(shifted.dtype)
+        return bool(low > limits.eps * high and low * limits.max > 1 and high <= limits.max)
 
     def refuse_singular(self, what: str = "inverse") -> None:
         """Raises ValueError if there are such blocks. what: they have none."""

@@ -56,6 +56,11 @@ class System:
         factors = {name: factor[list(members)] for name, factor in self.factors.items()}
         return System(self.group.without_factors(members), self.values[list(members)], stacked, factors)
 
+    @property
+    def turns_rows(self) -> bool:
+        """Whether Qᵀ turns rows and gradient rows apart: it is a product of two sides, or unit vectors."""
+        return self.root is None and (self.group.separable or (len(self.group.sides) == 1 and self.group.left.diagonal))
+
     def in_basis(self, index: int, cases: Cases) -> Iterator[tuple[slice, Cases]]:
         """Qᵀ times the gradients of cases of one block, divided by R: (which cases, these cases) in parts.
 
@@ -64,7 +69,7 @@ class System:
         group, (o, i) = self.group, self.values.shape[-2:]
         operators = group.operators_of(index, self.operators)
         of_rows = cases.positions * (o * o + i * i) < o * i * (o + i)
-        if cases.whole is None and group.separable and of_rows and self.root is None:
+        if cases.whole is None and self.turns_rows and (of_rows or not group.separable):
             yield slice(0, len(cases)), self.turned_rows(cases, operators)
             return
         for part, some in cases.chunks():

@@ -64,6 +64,8 @@ def pulled(
     if not pairs or not wanted:
         return [None] * len(leaves)
     roots, vectors = [o for o, _ in pairs], [c.to(o.dtype) for o, c in pairs]
+    if len(roots) == 1 and roots[0].grad_fn is None:  # a leaf, whose gradient is the cotangent
+        return [vectors[0] if leaf is roots[0] else None for leaf in leaves]
     grads = iter(
         torch.autograd.grad(roots, wanted, vectors, retain_graph=keep, allow_unused=True, is_grads_batched=batched)
     )
@@ -102,6 +104,9 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
     A bias makes sides of odd width. A CPU takes 2/3 of the time if every row of the result begins a line of its cache;
     where the rows of the operands begin does not matter. Compilers and autograd cannot handle such results.
+
+    The memory between the rows of a result is zero. The next product may be in bfloat16, and processors with AMX read a
+    number behind every row of odd width there and multiply it by 0: a NaN in free memory became a NaN in the result.
     """
     if has_autocast(left.device):  # it would round the products of an estimator
         with without_autocast(left.device):
@@ -111,7 +116,9 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     if left.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return left @ right
-    result = left.new_empty(*left.shape[:-1], width)[..., :columns]
+    padded = left.new_empty(*left.shape[:-1], width)
+    padded[..., columns:] = 0
+    result = padded[..., :columns]
     for a, b, out in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
         torch.mm(a, b, out=out)
     return result

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kfac_fx.fisher.block import key_text
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
-from kfac_fx.optim.checks import StepSize
+from kfac_fx.optim.checks import Place, StepSize
 from kfac_fx.optim.first_order import new_adam_state
 from kfac_fx.optim.groups import Group, rule_state
 from kfac_fx.optim.options import KFACOptions
@@ -192,6 +192,7 @@ def restore(
     if rule.checked:
         for name in STEP_SIZE:
             getattr(state.checks.size, name).copy_(values[name])
+        state.checks.place = Place()  # the next step begins elsewhere
         schedule.intervals = schedule.with_given(StepIntervals(*values["intervals"].tolist()))
         schedule.overhead = float(values["overhead"])
         state.estimator.cov_ema_decay = schedule.decay

@@ -33,6 +33,7 @@ from kfac_fx.optim.batch_loss import SHARE, BatchLoss, Values, part_of_batch, sh
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.precision import COARSE
 from kfac_fx.passes.graphs.labels import gradient_stop
+from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.users_code import warn_user, where
 
 RISE = 0.5
@@ -43,6 +44,7 @@ SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
 Tolerance = Callable[[Tensor, Tensor], Tensor]  # from 0-dim tensors to one
 STEPS_TO_READ = 5  # from a check to the step in which the host reads it, at least
 MOST_SHORTENED = 1e30  # of r, which doubles with every step that is undone, and must come down again
+ROUNDED = 1e-3  # of its largest element, by which a parameter may differ that was changed and changed back
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -201,10 +203,39 @@ class Watch:
 
 
 @dataclass
+class Place:
+    """Where a step has left the parameters, as far as the smallest of them tells.
+
+    Others write into parameters, too, as `load_state_dict` does. A loss that rises then is no fault of the steps. SAM
+    and averaged weights write into them and take it back, up to rounding.
+    """
+
+    name: str = ""
+    values: Tensor | None = None
+    versions: int = 0  # the sum of those of all parameters
+
+    def note(self, parameters: Tensors) -> None:
+        """parameters: by name, as this process has them."""
+        self.versions = sum(map(version, parameters.values()))
+        if self.name not in parameters:
+            sizes = {name: parameter.numel() for name, parameter in parameters.items() if parameter.numel()}
+            self.name = min(sizes, key=sizes.__getitem__, default="")
+        self.values = parameters[self.name].clone() if self.name else None
+
+    def left(self, parameters: Tensors) -> Tensor | None:
+        """Whether the parameters are at another place now, 0-dim; None if nobody has written into them."""
+        there = self.values
+        if there is None or self.versions == sum(map(version, parameters.values())) or self.name not in parameters:
+            return None
+        return ((parameters[self.name] - there).abs() > ROUNDED * there.abs().max()).any()
+
+
+@dataclass
 class Checks:
     """The checks of an optimizer: what they keep from one to the next, and why they are not as they should be."""
 
     size: StepSize
+    place: Place = field(default_factory=Place)
     watch: Watch = field(default_factory=Watch)
     unobserved: bool = False  # a check did not know the gradient of the outputs
     by_product: str | None = None  # why the last check took a product with the Jacobian
@@ -288,6 +319,13 @@ def has_risen(
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
     same = (was - size.value).abs() <= SAME * was.abs()
     return (rise > rise_tolerated(was, same)) | (lost & check.batch.finite(there)), same
+
+
+def begin_here(place: Place, flat: FlatParameters) -> None:
+    """Take the present parameters for those of the last check, if they have left the place of the last step: what has
+    moved them was no step, so the next check does not undo it."""
+    if (left := place.left(flat.copies)) is not None:
+        copy_if_(left, flat.state["checkpoint"], flat.flat.joined(flat.parameters).to(flat.state["checkpoint"].dtype))
 
 
 def revert(size: StepSize, flat: FlatParameters, check: Check, rise_tolerated: Tolerance, finite: Tensor) -> Tensor:

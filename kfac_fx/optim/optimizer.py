@@ -463,9 +463,10 @@ class KFAC(Optimizer, Joinable):
         rule = self.options.rule
         if rule.side_damping is not None and not rule.first_damping:
             raise ValueError(
-                f"{rule.written} has no damping to change: sides of blocks are damped by {rule.side_damping:g} of "
-                "their mean eigenvalue, the option relative_damping. For shorter steps write a smaller lr in "
-                "optimizer.param_groups; for a damping of your own, make the optimizer with KFAC(net, damping=...)"
+                f"{rule.written} has no damping to change: sides of blocks are damped by "
+                f"{self.estimator.relative_damping:g} of their mean eigenvalue, the option relative_damping. "
+                "For shorter steps write a smaller lr in optimizer.param_groups; for a damping of your own, "
+                "make the optimizer with KFAC(net, damping=...)"
             )
         self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
 

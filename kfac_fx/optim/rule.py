@@ -324,6 +324,10 @@ class Rule:
         given: float | None = getattr(self, "relative_damping", None)
         return 0.003 if given is None and self.has_bases else given
 
+    def side_damping_with(self, weight_decay: float) -> float | None:
+        """`side_damping`, where the largest weight decay of all groups is this."""
+        return self.side_damping
+
     @property
     def first_damping(self) -> float | Tensor:
         """λ before the first step."""

@@ -24,7 +24,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.processes import divided_like, shard
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.checks import MOST_SHORTENED, Check, revert, take
+from kfac_fx.optim.checks import MOST_SHORTENED, Check, begin_here, revert, take
 from kfac_fx.optim.forwards import evaluating, without_batch
 from kfac_fx.optim.groups import OF_GROUPS, FlatParameters, Group
 from kfac_fx.optim.measured_step import Losses, check_losses, measure_late, measured_move
@@ -81,6 +81,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     step = None if in_blocks is None else state.block_step(in_blocks)
     finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
     finite += [] if others is None else [others.is_finite(others.g)]
+    if step is not None and state.options.checks is not None:
+        begin_here(state.checks.place, step.flat)
     usable = estimator.usable(expected=due.recording or rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
@@ -111,7 +113,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         return
     if due.adapting_late:
         measure_late(state, losses)
-    renew_inverses(state, due)
+    renew_inverses(state, due, groups)
     if due.first:
         forwards.check_coverage({n: part for flat in moving for n, part in flat.flat.parts(flat.g).items()})
     with state.phases.measure("update"):
@@ -126,6 +128,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         schedule.advance(state.checks.size.calm, step.check_next)
     else:
         schedule.advance(None)
+    if state.options.checks is not None and step is not None:
+        state.checks.place.note(step.flat.copies)
     if (rule_with_checks := state.options.checks) is not None and step is not None and undone is not None:
         told = torch.zeros_like(undone) if step.on_trial else undone
         state.checks.watch.look(rule_with_checks.divisor(step), told, schedule.last_check)
@@ -278,7 +282,7 @@ def choose_intervals(state: StepState) -> None:
     estimator.cov_ema_decay = state.schedule.decay
 
 
-def renew_inverses(state: StepState, due: Due) -> None:
+def renew_inverses(state: StepState, due: Due, groups: Sequence[Group]) -> None:
     """Compute the inverses or bases that are due: all, or those of blocks that are young."""
     schedule, estimator = state.schedule, state.estimator
     if schedule.counter > 0:
@@ -288,6 +292,7 @@ def renew_inverses(state: StepState, due: Due) -> None:
         return
     rule = state.options.rule
     estimator.damping.copy_(state.damping * rule.precon_damping_mult)
+    estimator.damp_sides(rule.side_damping_with(max(float(group["weight_decay"]) for group in groups)))
     with state.phases.measure("inverses"):
         try:
             rule.decompose(estimator, None if due.inverting else young)

@@ -45,7 +45,7 @@ from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Matrix
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
-from kfac_fx.passes.graphs.labels import ancestors, differentiated, shape_of, symbolic_sizes
+from kfac_fx.passes.graphs.labels import differentiated, shape_of, symbolic_sizes
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import class_of, pytree
@@ -53,13 +53,13 @@ from kfac_fx.passes.users_code import warn_user, where
 from kfac_fx.recording.examples import Examples
 from kfac_fx.recording.meeting_cases import (
     LossRows,
-    apart_by_graph,
     by_example,
     cases_reached,
     collected,
     collecting,
     collecting_taps,
     keys_that_meet,
+    nodes_of_rows,
     row_probes,
 )
 from kfac_fx.recording.recorder import Recorder
@@ -361,7 +361,7 @@ class CaseRecorder:
         program = emitted.program
         if program.cut:
             emitted = emitted.but(program=program.but(outputs=(*program.outputs, *program.cut)))
-        self.recorder = replace(recorder, emitted=emitted)
+        self.plain, self.recorder = recorder, replace(recorder, emitted=emitted)
         self.losses = recorder.losses if emitted.whole else self.recorder.losses
         self.complete: bool | None = None  # whether the inputs of its losses tell all of the returned loss's gradient
         self.apart = {
@@ -426,7 +426,10 @@ class CaseRecorder:
                 fisher, others = self.apart_from_cut(outputs)
                 constants, losses = losses_of.of_constants(output, fisher, values, "" if follows else mode, targets)
                 more = [other.detach().requires_grad_() for other in others] if follows else []
-                tensors = [*(loss.inputs for _, loss in losses), *more]
+                tensors = [
+                    *by_examples(losses, losses_of.examples_of_pieces(losses, values, examples), examples),
+                    *more,
+                ]
                 return LossRows((*fisher, *others) if follows else fisher, [*constants, *more], tensors)
 
             returned = losses_of.returned(output) if follows else []
@@ -446,7 +449,11 @@ class CaseRecorder:
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:
-                    return [self.slots(loss.inputs, loss.case_axes, leaves, backward) for _, loss in losses]
+                    pieces = losses_of.examples_of_pieces(losses, values, examples) if grouped is None else {}
+                    return [
+                        self.slots(loss.inputs, loss.case_axes, leaves, backward, pieces.get(number))
+                        for number, (_, loss) in enumerate(losses)
+                    ]
 
                 if grouped is not None and not self.grouped:
                     self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
@@ -620,7 +627,8 @@ class CaseRecorder:
             return
         if nodes:
             rows = loss_rows(run.output, (*run.fisher, *run.others))
-            apart = apart_by_graph(self.recorder.program, rows, nodes, examples)
+            ends = nodes_of_rows(rows, nodes, examples)
+            apart = frozenset() if ends is None else self.plain.kept_apart(ends)
             compared |= unknown & apart
             unknown -= apart
         if not unknown:
@@ -635,7 +643,9 @@ class CaseRecorder:
                 rows = loss_rows(output, outputs)
                 whole = [tensor for tensor in rows.tensors if tensor.dim() and len(tensor) % examples == 0]
                 several = any(len(tensor) > examples for tensor in whole)
-                return replace(rows, tensors=[by_example(tensor, examples, interleaved) for tensor in whole])
+                uneven = [tensor for tensor in rows.tensors if tensor.dim() and len(tensor) % examples]
+                tensors = [by_example(tensor, examples, interleaved) for tensor in whole]
+                return replace(rows, tensors=tensors, pooled=uneven)
 
             if meeting and several:
                 emitted = self.recorder.emitted
@@ -648,10 +658,21 @@ class CaseRecorder:
         self.compared[kind] |= meeting
 
     def slots(
-        self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward
+        self,
+        inputs: Tensor,
+        case_axes: int,
+        leaves: Sequence[Tensor],
+        backward: Backward,
+        owners: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`."""
+        """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`.
+
+        owners: the example of every row, flat, if they are known; None: the order of the rows is to be found.
+        """
         shape, examples = inputs.shape[:case_axes], backward.examples
+        if owners is not None:
+            wide = (*shape, *[1] * (inputs.dim() - len(shape)))
+            return owners.reshape(wide), Examples(owners, examples).slots(owners).reshape(wide)
         if backward.grouped is not None:
             owners = backward.grouped.owners(shape or (1,))
             if owners is None:
@@ -866,6 +887,23 @@ class Backward:
         return dense_or_zero(pulled(self.outputs, cotangents, leaves, keep=keep), leaves)
 
 
+def by_examples(losses: WeightedLosses, owners: Mapping[int, Tensor], examples: int) -> list[Tensor]:
+    """The inputs of the losses; of pieces, those of all together, with a row for every example.
+
+    owners: of the rows of pieces, by the number of the loss.
+    """
+    whole = [loss.inputs for number, (_, loss) in enumerate(losses) if number not in owners]
+    alike: dict[Any, list[int]] = {}  # pieces whose rows are of one shape
+    for number in owners:
+        loss = losses[number][1]
+        alike.setdefault((loss.inputs.dtype, loss.inputs.shape[loss.case_axes :]), []).append(number)
+    for numbers in alike.values():
+        rows = torch.cat([losses[n][1].inputs.flatten(0, losses[n][1].case_axes - 1) for n in numbers])
+        every = torch.cat([owners[n] for n in numbers])
+        whole.append(Examples(every, examples).by_example(rows, every))
+    return whole
+
+
 def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]]:
     """Every source, and whether it is the last."""
     source = next(sources, None)
@@ -923,7 +961,7 @@ def is_read_elsewhere(program: Program, registration: Registration) -> bool:
     ways than its uses, as an auxiliary term of a second pass through the layers does."""
     ends = set(program.returned_losses)
     returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
-    roots = [*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))]
+    roots = {*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))}
     owners = set(registration.owners)
     of_owners = (use for other in program.registrations if owners & {*other.owners} for use in other.uses)
     # The bias of an output that is permuted is added behind it, at the last node of the use.
@@ -932,8 +970,16 @@ def is_read_elsewhere(program: Program, registration: Registration) -> bool:
     def operands(node: fx.Node) -> list[fx.Node]:
         return differentiated(node) if node not in uses else [uses[node].input]
 
-    reached = ancestors(roots, operands=operands)
-    return any(node.op == "get_attr" and program.owner(str(node.target)) in owners for node in reached)
+    reads = [node for node in program.graph.find_nodes(op="get_attr") if program.owner(str(node.target)) in owners]
+    seen = set(reads)
+    while reads:
+        node = reads.pop()
+        if node in roots:
+            return True
+        following = [user for user in node.users if user not in seen and node in operands(user)]
+        seen.update(following)
+        reads += following
+    return False
 
 
 def may_sort_cases(node: fx.Node, cases: str | None) -> bool:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,12 +29,12 @@ from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.operations import OWN_BACKWARD, computed, is_random, op_name
+from kfac_fx.passes.graphs.operations import CASTS, OWN_BACKWARD, PARTS, PERMUTES, computed, is_random, op_name
 from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.returned_loss import weights_on
-from kfac_fx.passes.rewrite import renamed, rewrite
-from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.rewrite import renamed, rewrite, same_graph, with_taps
+from kfac_fx.passes.torch_private import parameters_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.random_streams import accelerators, same_random
 from kfac_fx.passes.tracing.signature import under_autocast
@@ -42,6 +43,8 @@ from kfac_fx.recording.statistics import Key
 from kfac_fx.recording.taps import Link, Tap
 
 Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
+VALUES_CHANGED = CASTS | {"masked_fill"}  # operations whose elements stay where they are
+REARRANGED = VALUES_CHANGED | PARTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel"}
 RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
 
 # --- graphs on shards -------------------------------------------------------------------------------------------------
@@ -111,7 +114,9 @@ class EmittedModel(ABC):
         model: the original module.
         backend: of `run`; see `compiled_graph`.
         make_tap: the kind of taps.
+        like: the same capture emitted before, whose code may serve; None once this one is emitted.
         taps: those of the emitted module.
+        collecting: the same capture with collecting taps, if it was asked for; see `meeting_cases.collecting`.
         parameter_names, buffer_names: those that a run reads.
         whole: whether one graph is the whole model, so that none of its Python code runs.
         case_dims: the dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all.
@@ -123,7 +128,9 @@ class EmittedModel(ABC):
     model: nn.Module
     backend: str = "eager"
     make_tap: type[Tap] = Tap
+    like: Self | None = field(default=None, repr=False)
     taps: Taps = field(default_factory=dict, init=False)
+    collecting: EmittedModel | None = field(default=None, init=False, repr=False)
     parameter_names: list[str] = field(init=False)
     buffer_names: list[str] = field(init=False)
     case_dims: tuple[int, ...] = field(default=(), init=False)
@@ -144,9 +151,17 @@ class EmittedModel(ABC):
         """Why a graph runs without `backend`; None if none does."""
         return next((reason for graph in self.graphs if (reason := getattr(graph, "reason", None))), None)
 
+    @cached_property
+    def holders(self) -> list[tuple[str, dict[str, Any], str]]:
+        """(name, the dictionary of its module that holds it, its key there) of every parameter that a run reads.
+
+        Modules stay those of the capture, or `Structure.check` raises an error."""
+        ends = [(name, *name.rpartition(".")[::2]) for name in self.parameter_names]
+        return [(name, parameters_of(self.model.get_submodule(path)), key) for name, path, key in ends]
+
     def but(self, **changes: Any) -> Self:
         """The same capture emitted again, with another program, backend or kind of tap (`make_tap`)."""
-        return replace(self, **changes)
+        return replace(self, **changes, like=self)
 
     @abstractmethod
     def run(
@@ -202,23 +217,47 @@ class EmittedModel(ABC):
 
 @dataclass
 class EmittedGraph(EmittedModel):
-    """One graph of the whole model."""
+    """One graph of the whole model.
+
+    Attributes:
+        module: with the taps.
+        renamed: see `passes.rewrite.renamed`.
+        tied: whether it reads parameters or buffers under several names.
+        random: whether it draws random numbers.
+        case_axes: the dimension of the cases in every input.
+    """
+
+    module: fx.GraphModule = field(init=False, repr=False)
+    renamed: dict[str, str] = field(init=False, repr=False)
+    tied: bool = field(init=False)
+    random: bool = field(init=False)
+    case_axes: list[int | None] = field(init=False, repr=False)
 
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        layers = self.program.layers
-        self.module = rewrite(
-            self.program,
-            tap_factory(self.taps, self.make_tap, layers),
-            lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
-        )
-        self.renamed, read = renamed(self.module), attributes_read(self.module)
-        self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
-        self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
-        self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
-        self.random = any(is_random(node) for node in self.module.graph.nodes)
+        layers, like, self.like = self.program.layers, self.like, None
+        make_tap = tap_factory(self.taps, self.make_tap, layers)
+        if like is not None and self.backend == "eager" and same_graph(self.program, like.program):
+            self.module = with_taps(like.module, self.program, make_tap)
+            self.renamed, self.tied, self.random = like.renamed, like.tied, like.random
+            self.parameter_names, self.buffer_names = like.parameter_names, like.buffer_names
+            self.holders = like.holders
+        else:
+            self.module = rewrite(
+                self.program,
+                make_tap,
+                lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
+            )
+            self.renamed, read = renamed(self.module), attributes_read(self.module)
+            self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
+            self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
+            self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
+            self.random = any(is_random(node) for node in self.module.graph.nodes)
         self.placeholders = self.program.inputs
+        sizes_of_inputs = map(symbolic_sizes, self.placeholders)
+        cases = self.program.cases
+        self.case_axes = [sizes.index(cases) if cases in sizes else None for sizes in sizes_of_inputs]
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
         places = {node: place for place, node in enumerate(results.tree_leaves(self.program.returned))}
@@ -279,8 +318,7 @@ class EmittedGraph(EmittedModel):
             return None
         if self.program.cases is None:
             return 0 if value.dim() else None
-        sizes = symbolic_sizes(self.placeholders[position])
-        return sizes.index(self.program.cases) if self.program.cases in sizes else None
+        return self.case_axes[position]
 
     def examples(self, values: Any) -> int:
         axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
@@ -307,6 +345,30 @@ class EmittedGraph(EmittedModel):
     def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
         known = dict(zip(self.placeholders, values, strict=True))
         return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
+
+    def places(self, node: Any, values: Any, examples: int) -> Tensor | None:
+        """The example of every element of a tensor that is made of parts of an input with a dimension of the cases, in
+        another order; None if it is no such tensor, or if a parameter tells which parts these are."""
+        steps: list[fx.Node] = []
+        while isinstance(node, fx.Node) and op_name(node) in REARRANGED and isinstance(node.args[0], fx.Node):
+            steps.append(node)
+            node = node.args[0]
+        sizes = symbolic_sizes(node) if isinstance(node, fx.Node) and node.op == "placeholder" else []
+        first = not self.case_dims and not any(self.case_axes)  # targets may have a symbol of their own
+        if self.program.cases is None or not sizes or not (first or self.program.cases in sizes):
+            return None
+        source, dim = self.value(node, values), sizes.index(self.program.cases) if self.program.cases in sizes else 0
+        numbers: Any = torch.arange(examples, device=source.device).view(-1, *[1] * (source.dim() - dim - 1))
+        numbers = numbers.expand(source.shape).contiguous() if source.shape[dim] == examples else None
+        try:
+            for step in reversed(steps) if numbers is not None else ():
+                if op_name(step) not in VALUES_CHANGED:
+                    rest = fx.map_arg(step.args[1:], lambda n: self.value(n, values))
+                    kwargs = fx.map_arg(step.kwargs, lambda n: self.value(n, values))
+                    numbers = computed(step, (numbers, *rest), kwargs)
+        except LossError:
+            return None
+        return numbers if isinstance(numbers, Tensor) else None
 
     def value(self, node: fx.Node, values: Any) -> Any:
         return value_of(node, dict(zip(self.placeholders, values, strict=True)), self.constant)
@@ -344,8 +406,10 @@ def renamed_tensors(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
     """`function`, which runs `graph`, under `backend`."""
+    if backend == "eager":
+        return function
     has_functions = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
-    return function if backend == "eager" else CompiledOrPlain(function, backend, has_functions, has_statistics=True)
+    return CompiledOrPlain(function, backend, has_functions, has_statistics=True)
 
 
 @contextmanager

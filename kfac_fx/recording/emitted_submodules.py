@@ -501,6 +501,7 @@ class EmittedSubmodules(EmittedModel):
     uncaptured: UncapturedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.like = None
         registrations = self.program.registrations
         self.structured = {
             name for registration in registrations if not registration.generic for name in registration.owners

@@ -194,10 +194,14 @@ class ExactPass:
             and any(use.batch_independent for use in registration.uses) is free
         ]
         named_leaves = [(name, probe) for _, probes in structured for name, probe in probes.items()]
-        inputs = self.of_inputs([probe for name, probe in named_leaves if named(name).power == 0])
+        of_inputs = [probe for name, probe in named_leaves if named(name).power == 0]
         leaves = [probe for name, probe in named_leaves if named(name).power > 0]
-        for grads in or_none(self.sources(leaves, by_case=free), leaves):
-            each, once = iter(grads), iter(inputs)
+        masked = any(use.mask_dims for registration, _ in structured for use in registration.uses)
+        both = bool(leaves) and not masked and self.number_of_sources(free) == 1  # one source reaches what any reaches
+        inputs = [] if both else self.of_inputs(of_inputs)
+        for grads in or_none(self.sources(leaves + of_inputs if both else leaves, by_case=free), leaves):
+            each = iter(grads)
+            once = iter([grad[0] for grad in grads[len(leaves) :]] if both else inputs)
             for registration, probes in structured:
                 chunk = {name: next(each if named(name).power > 0 else once) for name in probes}
                 sums = chunk_sums(registration.structure, chunk, registration.parameters not in total)
@@ -220,6 +224,9 @@ class ExactPass:
         batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
         return [grad[0] for grad in self.pullback(leaves)(batched)]
 
+    def number_of_sources(self, by_case: bool) -> int:
+        return number_of_sources(self.losses, self.mode, by_case or self.rows_reason is not None)
+
     def pullback(self, leaves: Sequence[Tensor]) -> Pullback:
         return Pullback(self.outputs, leaves, self.verify, self.loop_reason)
 
@@ -227,9 +234,8 @@ class ExactPass:
         """Gradients of the leaves [k, ...], chunk by chunk."""
         if not leaves:
             return
-        by_case = by_case or self.rows_reason is not None
         size = self.saved + sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        total = number_of_sources(self.losses, self.mode, by_case)
+        total, by_case = self.number_of_sources(by_case), by_case or self.rows_reason is not None
         chunk = max(1, min(self.memory // max(1, size), total))
         pullback = self.pullback(leaves)
         chunks = exact_sources(self.mode, self.losses, self.leaves, chunk, by_case)

@@ -97,6 +97,13 @@ class Examples:
             mask=placed(mask, False),
         )
 
+    def by_example(self, rows: Tensor, owners: Tensor) -> Tensor:
+        """The rows [rows, ...] of all examples as [examples, most rows, ...], zero where an example has fewer."""
+        order, place = self.places(owners)
+        most = 1 + int(place.max()) if len(place) else 1
+        empty = rows.new_zeros(self.count, most, *rows.shape[1:])
+        return empty.index_put((owners[order], place), rows[order])
+
     def slots(self, owners: Tensor) -> Tensor:
         """The place of every row within its example; 0 for rows of none."""
         flat = owners.reshape(-1)

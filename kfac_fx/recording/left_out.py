@@ -45,7 +45,8 @@ class LeftOut:
             f"of {plural(len(self.rows), 'block')} are means over all of their rows: {100 * left_out / rows:.0f}% of "
             f"those of {', '.join(worst)} have no gradient. The gradients, and so G, are of the cases with a target.\n"
             "Leave cases without a target out of the batch; if they are positions, name them with "
-            "compile(..., padding_mask=), or let the forward of a model that one graph holds compute the loss."
+            "compile(..., padding_mask=), or let the forward of a model that one graph holds compute the loss: in one "
+            "piece, and with the mask in the sizes of the inputs, as (losses.view(len(x), -1) * mask).sum()."
         )
 
 

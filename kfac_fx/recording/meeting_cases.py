@@ -9,7 +9,7 @@ those of others.
 
 Three ask for the registrations of which this is true: an exact recording and a recording of single examples, for cases
 that meet before the loss, and the proof, for cases that meet before the outputs. The operations of the graph tell of
-most registrations that their cases stay apart (`apart_by_graph`). A batch tells it of the others (`keys_that_meet`).
+most registrations that their cases stay apart (`passes.apart`). A batch tells it of the others (`keys_that_meet`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from torch import Tensor, fx
 from kfac_fx.linalg.matrices import pulled, with_gradient
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.losses.sources import Cotangents
-from kfac_fx.passes.apart import kept_apart
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.cases import without_mask
-from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.statistics import Key, Rows
 from kfac_fx.recording.taps import ROWS, CollectingTap, Tap
@@ -101,20 +100,24 @@ def in_one_order(view: Tensor, tensor: Tensor) -> bool:
     return whole and view.is_contiguous() and tensor.is_contiguous()
 
 
-def apart_by_graph(program: Program, rows: LossRows, nodes: Sequence[fx.Node], examples: int) -> frozenset[Key]:
-    """The registrations whose cases stay apart up to the rows of the loss in every batch, as the graph tells.
+def nodes_of_rows(rows: LossRows, nodes: Sequence[fx.Node], examples: int) -> list[fx.Node] | None:
+    """The nodes whose row n is a row of the loss, for every example; None if they are not known.
 
     nodes: of the leaves.
     """
     places = [leaf_with_rows_of(tensor, rows.leaves, examples) for tensor in rows.tensors if tensor.dim()]
     if not nodes or any(place is None for place in places):
-        return frozenset()
-    return kept_apart(program, [nodes[place] for place in places if place is not None])
+        return None
+    return [nodes[place] for place in places if place is not None]
 
 
 def collecting(emitted: EmittedModel) -> EmittedModel:
-    """The same capture with collecting taps, without a compiler."""
-    return with_all_rows(emitted, CollectingTap)
+    """The same capture with collecting taps, without a compiler. One graph has one for all that ask."""
+    if not emitted.whole:  # its submodules may be captured and proved later
+        return with_all_rows(emitted, CollectingTap)
+    if emitted.collecting is None:
+        emitted.collecting = with_all_rows(emitted, CollectingTap)
+    return emitted.collecting
 
 
 def with_all_rows(emitted: EmittedModel, make_tap: type[Tap]) -> EmittedModel:
@@ -207,6 +210,12 @@ def keys_that_meet(
             return None
         leaves = [probe for by_name in probes for probe in by_name.values()]
 
+        def of_steps(key: Key, cases: Tensor) -> Tensor:
+            """[examples], for the rows of the steps of a recurrent layer, which are one behind another."""
+            examples = emitted.examples(values)
+            steps = {tap.use.steps for tap in taps[key] if not tap.use.steps_in_positions} - {1}
+            return cases.view(-1, examples).any(0) if len(cases) in {n * examples for n in steps} else cases
+
         def meeting(among: Collection[Key], reads_x: bool) -> set[Key]:
             """Those with gradient rows, or gradients, of a case for the losses of several examples."""
             reached = cases_reached if reads_x else lambda rows: has_numbers(rows.d)
@@ -234,7 +243,7 @@ def keys_that_meet(
                         if key in in_order and number == len(others) and bool((mask & others).any())
                     }  # fmt: skip
             for of_first in of_loss.first_rows():
-                found |= {key for (key, _), cases in cases_of(of_first).items() if int(cases.sum()) > 1}
+                found |= {key for (key, _), cases in cases_of(of_first).items() if int(of_steps(key, cases).sum()) > 1}
             return found
 
         # A case without gradient rows has no gradient, so most models need no second look, and no patches.

@@ -110,6 +110,8 @@ def record_outputs(
             if example is not None:
                 here = torch.arange(run.examples, device=chosen.device) == example
                 vectors = vectors * here.unsqueeze(-1)
+            if outputs is None:  # they are the numbers of the only leaf
+                return [vectors.view(-1, *leaves[0].shape)]
             return pulled([chosen], [vectors], constants, keep=True, batched=True)
 
         of_all, by_key = cotangents(), calls_by_key(run, calls)
@@ -196,7 +198,7 @@ class SpreadRows:
         """x [N, 1, g, i] and d [N, C, g, o], or [1, C, g, o] if these are the same for all examples, as those of a last
         layer are, whose rows are the outputs. The host waits for the comparison."""
         d = self.rows.d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
-        same = len(self.rows.x) == len(d) and bool((d == d[:1]).all())
+        same = len(self.rows.x) == len(d) and torch.equal(d, d[:1].expand(d.shape))
         return replace(self.rows, d=d[:1] if same else d)
 
     def cases(self) -> Rows:

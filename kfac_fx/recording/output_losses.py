@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, fatal, first_line
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Dims
+from kfac_fx.passes.ir import Dims, LossSite
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of
@@ -218,6 +219,27 @@ class OutputLosses:
         each = self.declared.cases_by_loss(losses)
         pairs = [(with_mean_weight(c, loss), n) for (c, loss), n in zip(losses, each, strict=True)]
         return [(c * share(loss.cases, n), loss) for (c, loss), n in pairs]
+
+    def examples_of_pieces(self, losses: WeightedLosses, values: Any, examples: int) -> dict[int, Tensor]:
+        """By the number of a loss the example of each of its rows, [rows], for those that forward computes over some
+        rows of one loss each: the pieces of the targets tell which rows these are."""
+        sites, emitted = self.emitted.loss_sites, self.emitted
+        if self.given is not None or not isinstance(emitted, EmittedGraph):
+            return {}
+        pieces = Counter(site.chunk_of for site in sites)
+        found: dict[int, Tensor] = {}
+        for number, (site, (_, loss)) in enumerate(zip(sites, losses, strict=True)):
+            if pieces[site.chunk_of] == 1 or not isinstance(site, LossSite):
+                continue
+            numbers = emitted.places(site.targets, values, examples)
+            rows = loss.inputs.shape[: loss.case_axes]
+            if numbers is not None and numbers.shape[: loss.case_axes] == rows:
+                found[number] = (
+                    numbers.flatten(loss.case_axes)[..., 0].flatten()
+                    if numbers.dim() > len(rows)
+                    else numbers.flatten()
+                )
+        return found
 
     # --- the loss that forward returns ------------------------------------------------------------------------------
 

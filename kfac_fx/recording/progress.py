@@ -36,7 +36,6 @@ def tracked(
     total: the sum of the amounts; 0 if it is not known. console: where the bar is shown, if it is a terminal; None:
     stderr.
     """
-    console = console or Console(file=sys.stderr)
     start, done = time.monotonic(), 0
     bar: Progress | None = None
     try:
@@ -44,10 +43,12 @@ def tracked(
             yield item
             done += amount
             waited = time.monotonic() - start >= after
-            if bar is None and console.is_terminal and waited and done != total and SHOWN.acquire(blocking=False):
-                bar = Progress(console=console, transient=True)
-                bar.start()
-                task = bar.add_task(what, total=total or None)
+            if bar is None and waited and done != total:
+                console = console or Console(file=sys.stderr)
+                if console.is_terminal and SHOWN.acquire(blocking=False):
+                    bar = Progress(console=console, transient=True)
+                    bar.start()
+                    task = bar.add_task(what, total=total or None)
             if bar is not None:
                 bar.update(task, completed=done)
     finally:

@@ -186,7 +186,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         for registration, wanted, computed, bound in gradients.pairs:
             conclusive = conclusive and bool(wanted.isfinite().all())
             differs[registration.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
-        mixing = mixing_cases(prover, values, gradients.fisher) if conclusive else frozenset()
+        mixing = mixing_cases(recorder, values, gradients.fisher) if conclusive else frozenset()
     if not conclusive:
         return Verdict(recorder.program, {}, conclusive=False)
     taps, towers = proof_taps(prover), prover.losses.declared.tower_cases(gradients.fisher)
@@ -363,16 +363,16 @@ def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
     return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
 
 
-def mixing_cases(prover: Recorder, values: Any, fisher: Sequence[Tensor]) -> frozenset[Key]:
+def mixing_cases(recorder: Recorder, values: Any, fisher: Sequence[Tensor]) -> frozenset[Key]:
     """Among the registrations for which the user asked for a block made of gradients of cases, those whose cases meet
     between them and the outputs. fisher: the Fisher's outputs."""
-    structured = (registration for registration in prover.registrations if not registration.generic)
-    asked = {registration.parameters for registration in structured if by_case(prover.program, registration)}
-    if not asked or prover.emitted.examples(values) < 2:
+    structured = (registration for registration in recorder.registrations if not registration.generic)
+    asked = {registration.parameters for registration in structured if by_case(recorder.program, registration)}
+    if not asked or recorder.emitted.examples(values) < 2:
         return frozenset()
-    parameters, buffers = prover.live_parameters(), prover.copied_buffers()
-    towers = len(prover.losses.declared.tower_cases(fisher)) > 1
-    return keys_that_meet_in_outputs(collecting(prover.emitted), parameters, buffers, values, fisher, asked, towers)
+    parameters, buffers = recorder.live_parameters(), recorder.copied_buffers()
+    towers = len(recorder.losses.declared.tower_cases(fisher)) > 1
+    return keys_that_meet_in_outputs(collecting(recorder.emitted), parameters, buffers, values, fisher, asked, towers)
 
 
 def by_case(program: Program, registration: Registration) -> bool:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nested import nested_tensor_from_jagged
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
@@ -32,7 +32,7 @@ from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import real_numbers
-from kfac_fx.passes.torch_private import class_of, parameters_of, pytree
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
@@ -84,6 +84,7 @@ class Recorder:
         mean_reason: why that is a guess; None: it is none.
         division: how the number is read that forward divides a sum by; None: no batch has told it.
         rows_are_outputs: whether the rows of the losses are those of the Fisher's outputs, as the proof has seen.
+        apart_up_to: what `kept_apart` found, by nodes.
     """
 
     emitted: EmittedModel
@@ -112,6 +113,7 @@ class Recorder:
     mean_reason: str | None = None
     division: Division | None = None
     rows_are_outputs: bool = False
+    apart_up_to: dict[tuple[fx.Node, ...], frozenset[Key]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def capture(self) -> Capture:
@@ -192,15 +194,7 @@ class Recorder:
     # --- what a run is given ----------------------------------------------------------------------------------------
 
     def live_parameters(self) -> dict[str, Tensor]:
-        return {name: real_numbers(holder[key]) for name, holder, key in self.holders}
-
-    @cached_property
-    def holders(self) -> list[tuple[str, dict[str, Any], str]]:
-        """(name, the dictionary of its module that holds it, its key there) of every parameter that a run reads.
-
-        Modules stay those of the capture, or `Structure.check` raises an error."""
-        ends = [(name, *name.rpartition(".")[::2]) for name in self.emitted.parameter_names]
-        return [(name, parameters_of(self.model.get_submodule(path)), key) for name, path, key in ends]
+        return {name: real_numbers(holder[key]) for name, holder, key in self.emitted.holders}
 
     @cached_property
     def in_pairs(self) -> frozenset[str]:
@@ -451,7 +445,7 @@ class Recorder:
         unknown = {r.parameters: r for r in self.registrations if is_among(r, only)}
         unknown = {key: registration for key, registration in unknown.items() if key not in self.looked_at}
         if unknown and examples > 1 and self.rows_are_outputs:
-            apart = kept_apart(self.program, self.program.outputs)
+            apart = self.kept_apart(self.program.outputs)
             self.looked_at |= unknown.keys() & apart
             unknown = {key: registration for key, registration in unknown.items() if key not in apart}
         if unknown and examples > 1:
@@ -476,6 +470,13 @@ class Recorder:
                 if uneven:
                     self.meeting |= of_cases
         return frozenset(self.meeting)
+
+    def kept_apart(self, ends: Sequence[fx.Node]) -> frozenset[Key]:
+        """The registrations whose cases stay apart up to these nodes in every batch, as the graph tells."""
+        nodes = tuple(ends)
+        if nodes not in self.apart_up_to:
+            self.apart_up_to[nodes] = kept_apart(self.program, nodes)
+        return self.apart_up_to[nodes]
 
     def tell_left_out(
         self, losses: WeightedLosses, values: Any, targets: Any, mode: str, only: Collection[str] | None

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -442,10 +443,14 @@ class Tap(nn.Module):
         assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
         self.matrix, bias = registration.rows
         self.tower, self.transposed = use.tower, use.transposed
-        both = self.both_rows(registration, use, layer)
         names = list(tensor_attrs(use))
-        mask, cases = (names.index(key) if key in names else None for key in (ROW_MASK, CASES))
-        real = real_rows(use, layer) if use.mask_dims else None
+        places = (names.index(key) if key in names else None for key in (ROW_MASK, CASES))
+        self.place_of_mask, self.place_of_cases = places
+        self.real: RealRows | None = real_rows(use, layer) if use.mask_dims else None
+        self.prepare(registration, use, layer, self.both_rows(registration, use, layer), bias)
+
+    def prepare(self, registration: Registration, use: Use, layer: Layer, both: BothRows, bias: bool) -> None:
+        """Set up what happens in a backward. both: see `both_rows`. bias: whether the matrix has a bias column."""
         self.sampling = sampled_parts(registration, use, layer)
         if self.sampling is not None:
             self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
@@ -457,18 +462,13 @@ class Tap(nn.Module):
             both = with_patch_mask(both)
         axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
         short = moment_and_grad_rows(registration, use, layer) if self.sampling is None else None
-        sums = self.sums(both, bias, mask, real, axis, short)
-        self.function = tap_function(sums, use.tower, registration.towers, cases)
-        summed = short is not None or cases is not None or self.transposed or self.sampling is not None
-        self.waiting_rows = None if summed else waiting_rows(both, self.matrix, bias, mask, real)
+        sums = sums_of(both, self.matrix, bias, self.place_of_mask, self.real, self.sampling, axis, short)
+        self.function = tap_function(sums, use.tower, registration.towers, self.place_of_cases)
+        summed = short is not None or self.place_of_cases is not None or self.transposed or self.sampling is not None
+        self.waiting_rows = None if summed else waiting_rows(both, self.matrix, bias, self.place_of_mask, self.real)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
-
-    def sums(
-        self, both: BothRows, bias: bool, mask: int | None, real: RealRows | None, axis: int, short: BothRows | None
-    ) -> SumsOf:
-        return sums_of(both, self.matrix, bias, mask, real, self.sampling, axis, short)
 
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
@@ -684,43 +684,67 @@ class CollectingTap(Tap):
     reads_x: bool = True
     calls: list[TappedCall] | None = None
 
-    def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
-        super().__init__(registration, use, layer)
+    sampling = None  # it gets all rows
+
+    def prepare(self, registration: Registration, use: Use, layer: Layer, both: BothRows, bias: bool) -> None:
         self.use = use
 
-    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
-        whole, short = both_rows(registration, use, layer), lone_grad_rows(registration, use, layer)
-
-        def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
-            return (whole if self.reads_x or short is None else short)(output_grad, input, *tensors)
-
-        return both
-
-    def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
-        tapped = super().forward(output, input, probes, *tensors)
-        if self.calls is not None and probes:
-            self.calls.append(TappedCall(self, tapped, input.detach(), tensors))
-        return tapped
-
-    def sums(
-        self, both: BothRows, bias: bool, mask: int | None, real: RealRows | None, axis: int, short: BothRows | None
-    ) -> SumsOf:
         def rows_of(output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> Rows:
-            row_mask = None if mask is None else values[mask]
-            row_mask = row_mask if real is None else real(output_grad, row_mask)
+            row_mask = None if self.place_of_mask is None else values[self.place_of_mask]
+            row_mask = row_mask if self.real is None else self.real(output_grad, row_mask)
             with without_autocast(output_grad.device):
                 rows, grad_rows = both(output_grad, input, *values)
                 return canonical(rows, grad_rows, bias, self.matrix, row_mask)
 
-        def collected(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
-            if self.sink is not None:
-                rows = rows_of(output_grad, input, values)
-                # Saved tensors are part of the graph, and functions of the rows may be differentiated.
-                self.sink(replace(rows, x=rows.x.detach(), d=rows.d.detach()))
-            return lambda name: output_grad.new_zeros((), dtype=torch.float32)
-
         self.rows_of = rows_of
-        return collected
+
+    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
+        whole = both_rows(registration, use, layer)
+        short = cache(lambda: lone_grad_rows(registration, use, layer))
+
+        def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
+            find = whole if self.reads_x else short() or whole
+            return find(output_grad, input, *tensors)
+
+        return both
+
+    def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
+        if not probes:
+            return output
+        tapped: Tensor = Collected.apply(output, input, probes[ROWS], self, *tensors)  # type: ignore[no-untyped-call]
+        if self.calls is not None:
+            self.calls.append(TappedCall(self, tapped, input.detach(), tensors))
+        return tapped
+
+
+class Collected(torch.autograd.Function):
+    """The function of all collecting taps. It runs without a compiler and in no transformation of torch.func, so the
+    tap is one of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, input: Tensor, probe: Tensor, tap: CollectingTap, *values: Any) -> Tensor:
+        ctx.is_tap, ctx.tap = True, tap
+        ctx.set_materialize_grads(False)
+        ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (output_grad,) = grads
+        if output_grad is None:  # the loss leaves this use out, so it has no rows
+            return tuple(None for _ in ctx.needs_input_grad)
+        tap: CollectingTap = ctx.tap
+        if tap.sink is not None:
+            input, *tensors = ctx.saved_tensors
+            saved = iter(tensors)
+            values = [next(saved) if size is None else size for size in ctx.sizes]
+            with torch.no_grad(), full_precision_in_eager():
+                rows = tap.rows_of(output_grad, as_computed_with(input, output_grad), values)
+                # Saved tensors are part of the graph, and functions of the rows may be differentiated.
+                tap.sink(replace(rows, x=rows.x.detach(), d=rows.d.detach()))
+        zero = output_grad.new_zeros((), dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        return output_grad, None, zero, None, *(None for _ in ctx.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -733,8 +757,9 @@ class TappedCall:
     values: Sequence[Any]
 
     def rows(self, output_grad: Tensor) -> Rows:
-        """The rows of this use for a gradient of its output; without side effects, so it runs under vmap, too."""
-        with torch.no_grad(), full_precision_in_eager():
+        """The rows of this use for a gradient of its output; without side effects, so it runs under vmap, too. Products
+        have the precision that is set."""
+        with torch.no_grad():
             return self.tap.rows_of(output_grad, as_computed_with(self.input, output_grad), self.values)
 
 

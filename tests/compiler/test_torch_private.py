@@ -100,6 +100,17 @@ def test_shared_state_goes_on_being_shared() -> None:
     assert dict(module.named_parameters()).keys() == {"weight", "bias", "added"}
 
 
+def test_a_copy_has_submodules_apart_from_those_of_the_original() -> None:
+    module = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    private.hold_apart(other, {**private.submodules_of(module), "1": nn.ReLU()})
+    x = torch.tensor([[-1.0, 2.0]])
+    assert torch.equal(other(x), module.get_submodule("0")(x).relu())
+    assert torch.equal(module(x), module.get_submodule("0")(x).tanh())
+    assert other.get_parameter("0.weight") is module.get_parameter("0.weight")
+
+
 def test_a_call_is_replaced_as_torch_compile_replaces_it_and_copies_have_their_own() -> None:
     module, x = nn.Linear(2, 3), torch.ones(1, 2)
     private.replace_call(module, lambda x: private.own_call(module)(x) + 1)

@@ -57,7 +57,7 @@ def test_a_loss_that_has_risen_since_the_last_check_is_undone(kind: str) -> None
     ratio = size.ratio.clone()
     with torch.no_grad():
         for p in net.parameters():
-            p.mul_(30)
+            p.data.mul_(30)  # as wrong steps do: a write that is seen is not undone
     for number in (6, 7):
         step(net, opt, number)
     assert not torch.equal(theta(net), checkpoint)
@@ -90,8 +90,8 @@ def test_a_rise_of_the_loss_of_the_same_batch_is_undone_from_a_half_or_ninefold(
         if number == 7:
             skipped = opt.skipped.item()
             with torch.no_grad():
-                model.weight.mul_(math.sqrt(factor))
-                model.bias.mul_(math.sqrt(factor))
+                model.weight.data.mul_(math.sqrt(factor))
+                model.bias.data.mul_(math.sqrt(factor))
         opt.step()  # the ninth is a check
     assert opt.skipped.item() - skipped == undone
 

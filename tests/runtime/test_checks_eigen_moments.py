@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx import LossScaleWarning
@@ -284,3 +284,38 @@ def test_a_loss_that_is_too_large_for_a_number_does_not_loosen_the_bound() -> No
         opt.step()
     assert loss.isinf() and net.model.weight.grad.isfinite().all()  # type: ignore[union-attr, operator]
     assert opt._step_state.checks.size.ratio > 1e3
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_type": "adaptive"}], ids=["eigen_moments", "adaptive"])
+@pytest.mark.parametrize("by", ["load_state_dict", "copy_"])
+def test_weights_that_are_loaded_during_a_training_stay(options: dict[str, Any], by: str) -> None:
+    """The loss is higher there than at the last check. Trainings that write into weights and take it back, as SAM and
+    averaged weights do, are checked as before."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3)), torch.randn(1024, 10)
+    y = (x @ torch.randn(10, 3)).argmax(1)
+    net = compile(model, loss="categorical")
+    opt = KFAC(net, seed=0, damping_adaptation_interval=4, exact_steps=False) if not options else KFAC(net, **options)
+    bad = {name: -20 * tensor for name, tensor in net.state_dict().items()}
+    for number in range(30):
+        if number == 22:  # between two checks
+            if by == "load_state_dict":
+                net.load_state_dict(bad)
+            else:
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        parameter.copy_(bad[name])
+        with torch.no_grad():  # an average is swapped in and out
+            for parameter in model.parameters():
+                parameter.mul_(3).div_(3)
+        part = torch.arange(64) + 64 * (number % 16)
+        opt.zero_grad()
+        F.cross_entropy(net(x[part]), y[part]).backward()
+        opt.step()
+        if number == 21:
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        if number >= 22:
+            parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            to_loaded, to_last = (sum(float((parameters[n] - of[n]).norm()) for n in of) for of in (bad, before))
+            assert to_loaded < to_last, number
+    assert opt.skipped == 0

@@ -367,6 +367,8 @@ class Slow:
         {},
         {"momentum": 0.0},
         {"second_moment_decay": 0.5, "weight_decay": 0.1},
+        {"weight_decay": 0.001},
+        {"weight_decay": 0.1, "relative_damping": 0.01},
         {"eigenvalue_exponent": 0.0},
         {"eigenvalue_exponent": 1.0, "relative_damping": 0.1},
     ],
@@ -376,6 +378,8 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     momentum = options.get("momentum", 0.9)
     exponent, damping = options.get("eigenvalue_exponent", 0.5), options.get("relative_damping", 0.003)
+    if "relative_damping" not in options:
+        damping = max(damping, options.get("weight_decay", 0.0))
     slow = Slow(net, (momentum, momentum), options.get("second_moment_decay", 0.95), exponent=exponent, damping=damping)
     for number in range(10):
         step(net, opt, number)
@@ -383,6 +387,22 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
         for name, parameter in zip(("w", "b"), (net.model[2].weight, net.model[2].bias), strict=True):
             torch.testing.assert_close(parameter.detach(), getattr(slow, name)[1], rtol=1e-6, atol=1e-8)
     assert opt.skipped == 0
+
+
+def test_the_damping_of_sides_follows_the_largest_weight_decay_of_the_groups() -> None:
+    """Bases that come after a change have the new damping; a `relative_damping` that is given stays."""
+    net = two_layers()
+    layers = [list(net.model[n].parameters()) for n in (0, 2)]  # type: ignore[index, union-attr]
+    opt = optimizer(net, params=[{"params": layers[0], "weight_decay": 0.2}, {"params": layers[1]}])
+    step(net, opt, 0)
+    assert {group.relative_damping for group in opt.estimator.groups} == {0.2}
+    opt.param_groups[1]["weight_decay"] = 0.5
+    for number in range(1, 4):
+        step(net, opt, number)
+    assert {group.relative_damping for group in opt.estimator.groups} == {0.5}
+    net, opt = made(weight_decay=0.5, relative_damping=0.01)
+    step(net, opt, 0)
+    assert {group.relative_damping for group in opt.estimator.groups} == {0.01}
 
 
 @pytest.mark.parametrize(

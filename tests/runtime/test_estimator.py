@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, NotRegisteredError, RegistrationError
@@ -297,6 +298,19 @@ def test_inverses_before_factors_say_what_to_call() -> None:
         est.update_inverses()
 
 
+def test_a_spectrum_names_parameters_that_were_frozen_before_anything_was_recorded_of_them() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4)
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    model[0].requires_grad_(False)
+    text = r"^0\.weight, 0\.bias were frozen after the model was compiled, so nothing is recorded of them, and their"
+    with pytest.raises(FactorNotReady, match=text):
+        kfac_fx.fit_spectrum(net, [x], damping=0.1)
+    again = kfac_fx.compile(model, (x,), loss="categorical")
+    assert kfac_fx.fit_spectrum(again, [x], damping=0.1).keys == [("2.weight", "2.bias")]
+    model[0].requires_grad_(True)
+    assert len(kfac_fx.fit_spectrum(net, [x], damping=0.1).keys) == 2
+
+
 def test_moments_must_cover_every_registration() -> None:
     net = deep()
     moments = net.record((batch(),), {}, mode="exact")
@@ -327,7 +341,7 @@ def test_only_the_chosen_variables_are_estimated() -> None:
 
 def test_variables_must_fit_the_registrations() -> None:
     est = FisherEstimator(deep(), variables=["0.weight", "2.wieght"])
-    text = r"fit the registrations:\n  0\.weight  shares a reg.* with 0\.bias\n  2\.wieght  is registered nowhere\. Did"
+    text = r"fit the registrations:\n  0\.weight  shares a block with 0\.bias: .*\n  2\.wieght  is registered nowhere\. Did"
     with pytest.raises(RegistrationError, match=text):
         _ = est.blocks
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.quadratic_model import QuadraticModel
@@ -221,6 +222,32 @@ def test_there_are_no_exact_steps_where_they_are_not_defined(options: dict[str, 
     for _ in range(12):
         step(net, opt)
     assert scalar(opt, "exact_steps") == 0
+
+
+@pytest.mark.filterwarnings("ignore::kfac_fx.LossScaleWarning")
+def test_a_head_in_no_registered_loss_is_moved_by_bounded_steps() -> None:
+    """The quadratic model has no curvature along it, so an exact step was thousands of times too long there."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(10, 3), nn.Linear(10, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(x)
+
+    x, y, z = torch.randn(64, 10), torch.randint(3, (64,)), torch.randn(64, 1)
+    net = compile(Heads(), loss=lambda outputs: losses.Categorical(outputs[0]))
+    opt, values_of_loss = KFAC(net), []
+    for _ in range(20):
+        opt.zero_grad()
+        classes, values = net(x)
+        loss = F.cross_entropy(classes, y) + 10 * F.mse_loss(values, z)
+        loss.backward()
+        opt.step()
+        values_of_loss.append(float(loss.detach()))
+    assert max(values_of_loss) < 2 * values_of_loss[0] and values_of_loss[-1] < values_of_loss[0]
+    assert opt.scalars["exact_steps"] == 0
 
 
 def test_groups_with_other_learning_rates_have_no_exact_steps() -> None:

@@ -73,6 +73,7 @@ def test_a_fit_that_stops_within_a_pass_goes_on_to_the_same_bits(
         monkeypatch.setattr(CompiledModule, name, count)
 
     counted("record")
+    counted("record_compared")
     counted("record_cases")
     options |= {"folder": tmp_path, "save_every": 2}
     passes = 2 if case is None else 4

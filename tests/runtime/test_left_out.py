@@ -121,3 +121,26 @@ def test_masked_rows_are_no_such_rows() -> None:
     x[..., 0] = torch.where(y < 0, 0, x[..., 0].abs() + 1)
     net = kfac_fx.compile(Net(), (x,), loss="categorical", padding_mask=lambda x: x[..., 0] != 0)
     assert told(net, "exact", (x, y)) == []
+
+
+@pytest.mark.parametrize("sizes", ["of the inputs", "of the targets", "in pieces"])
+def test_a_mask_in_the_sizes_of_the_inputs_is_followed_as_the_warning_says(sizes: str) -> None:
+    class Masked(Net):
+        def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            logits = super().forward(x).flatten(0, 1)
+            if sizes == "in pieces":
+                pieces = zip(logits.split(9), y.flatten().split(9), mask.flatten().split(9), strict=True)
+                kept = [(F.cross_entropy(*piece, reduction="none") * of_piece).sum() for *piece, of_piece in pieces]
+                return torch.stack(kept).sum() / mask.sum()
+            losses = F.cross_entropy(logits, y.flatten(), reduction="none")
+            return (losses.view((len(x), -1) if sizes == "of the inputs" else y.shape) * mask).sum() / mask.sum()
+
+    x, y, mask = torch.randn(12, 5, 4), torch.randint(3, (12, 5)), (torch.arange(5) < 3).float().expand(12, 5).clone()
+    net = kfac_fx.compile(Masked(), (x, y, mask))
+    messages = told(net, "exact", (x, y, mask, None))
+    if sizes == "of the inputs":
+        assert not messages
+    else:
+        (message,) = messages
+        assert message.startswith("24 of 60 cases of the loss have no target, and the input factors A of 2 blocks")
+        assert message.endswith("in the sizes of the inputs, as (losses.view(len(x), -1) * mask).sum().")

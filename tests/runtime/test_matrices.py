@@ -53,6 +53,17 @@ def test_a_product_is_one_whatever_rows_its_result_has(columns: int) -> None:
     assert columns < linalg.WORTH_ALIGNING or found.stride(-2) % linalg.CACHE_LINE == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_between_the_rows_of_a_product_is_zero(dtype: torch.dtype, free_memory_is_nan: None) -> None:
+    """On processors with AMX, a product in bfloat16 reads a number behind each of its rows of odd width."""
+    left, right = torch.ones(1, 1, 4, 5, dtype=dtype), torch.ones(1, 1, 5, linalg.WORTH_ALIGNING + 1, dtype=dtype)
+    with torch.no_grad():
+        found = linalg.matmul(left, right)[0, 0]
+        whole = found.as_strided((4, found.stride(0)), found.stride())
+    assert whole.shape[1] > found.shape[1]
+    torch.testing.assert_close(whole.sum(1), 5.0 * found.new_full((4,), linalg.WORTH_ALIGNING + 1))
+
+
 def test_a_product_with_wide_rows_has_a_gradient_and_no_graph_break() -> None:
     left, right = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 3, linalg.WORTH_ALIGNING + 1, requires_grad=True)
     linalg.matmul(left, right).sum().backward()

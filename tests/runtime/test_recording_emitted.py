@@ -13,6 +13,7 @@ import kfac_fx
 from kfac_fx import LossError
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, value_of
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
+from kfac_fx.recording.meeting_cases import collecting
 from kfac_fx.recording.proof import ProofTap
 from tests.whole.divided import Branching, Normalized
 
@@ -126,3 +127,46 @@ def test_only_buffers_that_the_graph_reads_are_copied_for_a_run() -> None:
     model.register_buffer("unread", torch.zeros(1000))
     graph = emitted(model)
     assert graph.buffer_names == ["1.running_mean", "1.running_var"]
+
+
+def test_other_taps_stand_in_the_same_code_and_others_graphs_are_emitted_anew() -> None:
+    first = emitted(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
+    assert isinstance(first, EmittedGraph)
+    other = first.but(make_tap=ProofTap)
+    assert type(other.module) is type(first.module)  # each emission has a class of its own
+    (key, *_), counted = first.taps, sum(map(len, first.taps.values()))
+    assert all(isinstance(tap, ProofTap) for taps in other.taps.values() for tap in taps)
+    assert not any(isinstance(tap, ProofTap) for tap in first.module.modules())
+    assert [tap for tap in other.module.modules() if isinstance(tap, ProofTap)] == [
+        t for ts in other.taps.values() for t in ts
+    ]
+    assert sum(map(len, other.taps.values())) == counted and other.like is None
+    fewer = first.program.but(registrations=tuple(r for r in first.program.registrations if r.parameters != key))
+    assert type(first.but(program=fewer).module) is not type(first.module)
+    assert type(first.but(backend="aot_eager").module) is not type(first.module)
+    behind = first.program.but(outputs=(first.program.outputs[0], first.program.registrations[0].uses[0].output))
+    _, outputs = first.but(program=behind).run(*state(first.model), (X,), without_probes(first))
+    assert len(outputs) == 2
+
+
+def test_one_graph_has_one_emission_with_collecting_taps() -> None:
+    graph, submodules = emitted(Straight()), emitted(Branching())
+    assert collecting(graph) is collecting(graph) and collecting(graph).like is None
+    assert collecting(submodules) is not collecting(submodules)
+
+
+def test_masks_of_padding_are_in_the_graph_of_taps_that_read_them_alone() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            return self.last((hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
+
+    inputs = torch.randn(6, 7, 4), (torch.rand(6, 7) < 0.7).float().index_fill(1, torch.tensor(0), 1.0)
+    net = kfac_fx.compile(Masked(), inputs, loss="normal", padding_mask="mask")
+    first = net.captures.first
+    assert first is not None and first.program.mask is not None
+    assert type(collecting(first.emitted).module) is not type(first.emitted.module)  # type: ignore[attr-defined]

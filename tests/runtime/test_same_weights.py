@@ -14,7 +14,7 @@ from torch import nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator
-from kfac_fx.estimator.weights import sums_of
+from kfac_fx.estimator.weights import stacked
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
 
@@ -137,7 +137,7 @@ def test_an_estimator_s_spectrum_is_of_the_weights_of_its_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool])
 def test_sums_tell_numbers_apart(dtype: torch.dtype) -> None:
     numbers = torch.arange(12).view(3, 4).remainder(5).to(dtype)
-    assert not torch.equal(sums_of(numbers), sums_of(numbers.flip(0)))
-    assert torch.equal(sums_of(numbers), sums_of(numbers.clone()))
+    assert not torch.equal(stacked({"": numbers}), stacked({"": numbers.flip(0)}))
+    assert torch.equal(stacked({"": numbers}), stacked({"": numbers.clone()}))
     with_nan = torch.tensor([1.0, torch.nan])
-    assert torch.equal(sums_of(with_nan), sums_of(with_nan.clone()))
+    assert torch.equal(stacked({"": with_nan}), stacked({"": with_nan.clone()}))

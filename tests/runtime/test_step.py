@@ -58,6 +58,10 @@ class FakeEstimator:
     def usable(self, expected: bool) -> Tensor | None:
         return self.agrees
 
+    def damp_sides(self, part: float | None) -> None:
+        """The rules here split λ."""
+        assert part is None
+
     def take_no_cases(self) -> None:
         """There is one process."""
 

@@ -239,7 +239,11 @@ class Dense:
         self.velocity, self.squares = mu * self.velocity + (1 - mu) * g, 0.95 * self.squares + 0.05 * g.square()
         mean, square = self.velocity / (1 - mu**self.t), self.squares / (1 - 0.95**self.t)
         n, root = mu * mean + (1 - mu) * g, square.sqrt() + 1e-8
-        return torch.cat([*map(between_adam_and_kfac, *(v.split(self.sizes) for v in (n, root, self.eigenvalues)))])
+        parts, damping = (
+            (v.split(self.sizes) for v in (n, root, self.eigenvalues)),
+            max(0.003, self.chosen["weight_decay"]),
+        )
+        return torch.cat([between_adam_and_kfac(*of_block, damping) for of_block in zip(*parts, strict=True)])
 
     def checked_move(self, delta: Tensor, g: Tensor, loss: Tensor, x: Tensor, y: Tensor) -> None:
         """Far below the bound, with checks after 0, 1, 2 and 5 steps."""
@@ -270,10 +274,10 @@ class Dense:
         return min(1.0, math.sqrt(1e-3 / float(step @ damped @ step))) * update
 
 
-def between_adam_and_kfac(n: Tensor, root: Tensor, eigenvalues: Tensor) -> Tensor:
+def between_adam_and_kfac(n: Tensor, root: Tensor, eigenvalues: Tensor, part: float) -> Tensor:
     """The step of a block with a diagonal F: as long as Adam's, n / root."""
     mean = eigenvalues.mean()
-    damped = eigenvalues + torch.where(mean > 0, 0.003 * mean, 1.0)
+    damped = eigenvalues + torch.where(mean > 0, part * mean, 1.0)
     direction = n / (root * damped).sqrt()
     return direction * (n / root).norm() / direction.norm().clamp(min=1e-300)
 

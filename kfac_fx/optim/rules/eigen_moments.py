@@ -25,6 +25,10 @@ diagonal blocks that of the parameters.
 It is grafted on Adam's length (Agarwal et al. 2020, "Disentangling adaptive gradient methods from learning rates"), so
 the scale of Λ̃ does not matter. `eigenvalues` has Λ_G / λ_G + 1 and Λ_A / λ_A + 1.
 
+**With weight decay** the loss on new data matters, and there the small eigenvalues do harm. They are mostly noise, as
+those of pixels that few images have, and a step along their eigenvectors fits the noise of the targets. So δ is at
+least the weight decay, if none is given.
+
 **Between them**, w = 1/2 is the geometric mean of both divisors. v̂ has what the Kronecker product leaves out, and the
 noise of batches, whose root takes most of the curvature out of a direction; Λ̃ has the curvature alone.
 
@@ -183,7 +187,7 @@ class EigenMoments(CheckedRule):
         second_moment_decay: β₂, where 1 weighs all steps alike.
         eigenvalue_exponent: w, from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with Adam's length.
         relative_damping: every side of a block is damped by this part of its mean eigenvalue, λ_A = c tr A / dim A.
-            None means 0.003.
+            None means 0.003, or the largest weight decay of the parameter groups if that is more.
         norm_constraint: c; the squared exact Fisher norm of a step is at most c max(1, loss).
         overhead: what statistics, inverses and checks may cost in a step, as a part of the training step. A cost model
             of the network chooses their intervals at the first step (`kfac_fx.optim.schedule`), and net.report prints
@@ -242,6 +246,11 @@ class EigenMoments(CheckedRule):
                 f"relative_damping={self.relative_damping} has no effect without an eigenvalue_exponent above 0: leave "
                 "it out"
             )
+
+    def side_damping_with(self, weight_decay: float) -> float | None:
+        """At least the weight decay, if no `relative_damping` is given."""
+        damping = self.side_damping
+        return damping if damping is None or self.relative_damping is not None else max(damping, weight_decay)
 
     @property
     def of_groups(self) -> dict[str, float]:

@@ -56,6 +56,7 @@ from kfac_fx.optim.checks import LEAST_RISE, SAME, Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rule import BlockStep, MeasuredMove, Outcome
+from kfac_fx.recording.proof import NO_LOSS
 
 WORTH, NEARLY = 2.0, 1.0
 OMEGA = 0.7  # ω
@@ -121,7 +122,15 @@ def may_be_exact(step: BlockStep, check: Check) -> bool:
         and batch.share == 1.0
         and batch.observed
         and batch.has_names
+        and not moves_without_curvature(step)
     )
+
+
+def moves_without_curvature(step: BlockStep) -> bool:
+    """Whether parameters are moved that no registered loss depends on. The quadratic model has their slope alone, so
+    nothing in it bounds a step along them."""
+    blocks = (block.registration for block in step.estimator.blocks.values())
+    return any(not step.flat.gradients.keys().isdisjoint(r.owners) for r in blocks if r.reason == NO_LOSS)
 
 
 def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> None:
