@@ -246,6 +246,11 @@ def lay_over(
     except LayerError:  # such as a 3-D weight in a matmul, which is no linear layer
         binding.refuse(Mismatch.SHAPE, root)
         return []
+    if len(bound) == 2 and not pattern.layer.parts:
+        (groups, outputs, *_), of_bias = bound["weight"].canonical.result, bound["bias"].canonical.result
+        if of_bias != (groups, outputs):  # such as two matrices, which are no single matrix
+            binding.refuse(Mismatch.OUTPUTS, root)
+            return []
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
     # Where dimensions are permuted, the gradient of the sum is that of the form's own output, permuted.
     output = root if binding.output is None else binding.output
@@ -320,6 +325,7 @@ class Mismatch(Enum):
     WHERE = auto()
     ITSELF = auto()
     SHAPE = auto()
+    OUTPUTS = auto()
 
 
 @dataclass

@@ -411,7 +411,9 @@ def leftovers(
     if unmatched:
         raise LinkError(
             f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"
-            "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...])."
+            "A block has one matrix, of a weight, of a bias, or of both, with one bias for each output: other groups "
+            "cannot be linked. Take them out of `linked`; or, for a weight and its bias, declare a layer that has both "
+            "in its form: compile(..., layers=[...])."
         )
     return generics, tuple(name for name in program.shapes if name not in taken and name not in edges)
 

@@ -101,7 +101,8 @@ def block_lines(program: Program, registration: Registration) -> Iterator[str]:
 
 
 def place_lines(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
-    """Every place where the parameter meets the data: its layer, or the layers that nearly match.
+    """Every place where the parameter meets the data: its layer, or the layers that nearly match. Layers of the user
+    that are not the layer there are always among these.
 
     Places that follow each other and have the same layers, as the steps of a recurrent module, are one line.
     """
@@ -109,6 +110,7 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
     edges = [act for (_, act), names in entries(program).items() if names & parts]
     places = list(dict.fromkeys(edges))
     expressed = program if program.submodules else express(program)  # `cut` has removed the expressions
+    users = any(LAYERS.get(name) is not layer for name, layer in program.layers.items())
     yield f"{plural(len(places), 'place')} where it meets the data:"
     layers = {place: layers_at(place, parts, registrations) for place in places}
     alike = [(layers[place], op_name(place), source_line(place)) if layers[place] else place for place in places]
@@ -116,19 +118,27 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
         (_, first), *others = group
         last = f" to {where(others[-1][1])}" if others else ""
         yield f"  {node_words(program, first)}{last}: {layers[first] or 'no layer'}"
-        if not layers[first]:
-            yield from map(near_line, near_matches(expressed, first)[:NEAR])
+        used = {use.layer for use, _ in uses_at(first, parts, registrations)}
+        if not used or users:
+            near = near_matches(expressed, first)
+            wanted = [match for match in near if not used or (match.declared and match.layer not in used)]
+            yield from map(near_line, wanted[:NEAR])
 
 
-def layers_at(place: fx.Node, parts: set[str], registrations: list[Registration]) -> str:
-    return ", ".join(
-        f"{use.layer}, as {role}{calls(use)}"
+def uses_at(place: fx.Node, parts: set[str], registrations: list[Registration]) -> list[tuple[Use, str]]:
+    """The uses of some parameters at a place, each with the role of the parameter."""
+    return [
+        (use, role)
         for registration in registrations
         for use in registration.uses
         if place in use.nodes
         for role, bound in use.parameters.items()
         if bound.parameter in parts
-    )
+    ]
+
+
+def layers_at(place: fx.Node, parts: set[str], registrations: list[Registration]) -> str:
+    return ", ".join(f"{use.layer}, as {role}{calls(use)}" for use, role in uses_at(place, parts, registrations))
 
 
 def calls(use: Use) -> str:
@@ -247,6 +257,7 @@ WORDS = {
     Mismatch.WHERE: "its condition on shapes and settings fails at {place}",
     Mismatch.ITSELF: "a parameter is in two operands of {place}",
     Mismatch.SHAPE: "a parameter has another shape than it takes at {place}",
+    Mismatch.OUTPUTS: "its bias, as it is laid out, has not one number for each output of its weight at {place}",
 }
 
 

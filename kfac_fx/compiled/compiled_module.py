@@ -447,6 +447,8 @@ class CompiledModule(nn.Module):
         product = net.fisher_product(x)
         step = spectrum.solve(gradient, product).vector     # (F + δ I)⁻¹ g, with the spectrum as the preconditioner
 
+        A spectrum of a scale s needs the product s F v: lambda v: {name: s * t for name, t in product(v).items()}.
+
         Args:
             inputs, kwargs: the arguments of forward.
             targets: only those of -100 count, which are no cases; None: all rows are cases.

@@ -280,15 +280,19 @@ def refuse_other_variables(variables: Any, model: Any, argument: str = "variable
     return names
 
 
-def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
+def check_variables(
+    variables: frozenset[str], registrations: Iterable[Registration], argument: str = "variables"
+) -> None:
     """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
     registered = [name for registration in registrations for name in registration.owners]
     wrong = [(name, f"is registered nowhere.{meant(name, registered)}") for name in variables.difference(registered)]
     for owners in (set(registration.owners) for registration in registrations):
         if absent := sorted(owners - variables):
-            wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
+            wrong += [
+                (n, f"shares a block with {', '.join(absent)}: name both, or none") for n in sorted(owners & variables)
+            ]
     if wrong:
-        raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")
+        raise RegistrationError(f"`{argument}` does not fit the registrations:\n{table(sorted(wrong))}")
 
 
 def meant(name: str, registered: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Batches: what a DataLoader yields, in which order, and which data they are."""
+"""Batches: what a DataLoader yields, in which order, which data they are, and which of them are left out."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from kfac_fx.estimator.manifests import digest
+from kfac_fx.passes.users_code import warn_user
 
 
 class Batch:
@@ -144,3 +145,55 @@ def digest_of_data(batches: Iterable[Any]) -> str:
     for batch in batches:
         total = with_batch(total, batch)
     return total
+
+
+# --- which are left out -----------------------------------------------------------------------------------------------
+
+SHOWN = 10  # numbers of batches in a warning
+
+
+class NotFinite:
+    """The batches that passes over the data left out, because their sums were not finite.
+
+    Attributes:
+        numbers: their places in the data, from 1 on.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self._told: set[int] = set()
+        self._unread: list[tuple[int, Tensor]] = []
+        self._taken = 0
+
+    def add(self, number: int, finite: Tensor | None) -> None:
+        """finite: whether the sums of a batch are, 0-dim; it is read later, so that the host does not wait."""
+        self._taken = max(self._taken, number)
+        if finite is not None:
+            self._unread.append((number, finite))
+
+    def tell(self, refuse: bool) -> None:
+        """Warn once of every batch that was left out; waits for the device.
+
+        Args:
+            refuse: raise ValueError if all batches so far were left out, as behind a pass of one process.
+        """
+        self.numbers |= {number for number, finite in self._unread if not bool(finite)}
+        self._unread = []
+        if refuse and self.numbers and len(self.numbers) == self._taken:
+            raise ValueError(f"no batch of `batches` is finite, so there is nothing to record. {LOOK}")
+        if self.numbers - self._told:
+            self._told |= self.numbers
+            first, more = sorted(self.numbers)[:SHOWN], len(self.numbers) - SHOWN
+            which = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
+            warn_user(
+                UserWarning(
+                    f"of {self._taken} batches of `batches`, these are not finite, and are left out with all their "
+                    f"examples: number {which}. {LOOK}"
+                )
+            )
+
+
+LOOK = (
+    "Look for NaN and infinity in inputs, targets, parameters and what forward returns. In float16, squares of "
+    "gradients overflow: use bfloat16 or float32."
+)

@@ -182,6 +182,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.replicas = None if process_group is None else Replicas(process_group)
         self.agreed: Agreed | None = None  # makes the options that all processes have, where a fold sends a message
         self.params_stats: dict[str, Tensor] = {}
+        self.kept_is_finite: Tensor | None = None  # of the last batch that was kept for a fold; it is left out if False
         self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
         self.net: CompiledModule = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
@@ -272,6 +273,7 @@ class FisherEstimator(BlockDiagonalFisher):
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
             batch.registrations, batch.multiplied = self._registrations, moments.multiplied
             finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
+        self.kept_is_finite = finite
         if finite is not None:
             for block in (due[key] for key in recorded if due[key].group.here):
                 block.group.skipped[block.member] += ~finite
@@ -510,11 +512,7 @@ class FisherEstimator(BlockDiagonalFisher):
             name for registration in waiting for name in registration.owners if frozen.issuperset(registration.owners)
         ]
         if self._recorded and names:
-            raise FactorNotReady(
-                f"{', '.join(names)} were frozen after the model was compiled, so nothing is recorded of them, and "
-                "their blocks have no factors. Compile the model again with the parameters frozen; or let them require "
-                "a gradient while batches are recorded."
-            )
+            raise frozen_after(names)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""
@@ -543,6 +541,15 @@ class FisherEstimator(BlockDiagonalFisher):
             "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
             "load_state_dict(est.state_dict())."
         )
+
+
+def frozen_after(names: Iterable[str]) -> FactorNotReady:
+    """The error for blocks without factors, because these parameters are frozen."""
+    return FactorNotReady(
+        f"{', '.join(names)} were frozen after the model was compiled, so nothing is recorded of them, and their "
+        "blocks have no factors. Compile the model again with the parameters frozen; or let them require a "
+        "gradient while batches are recorded."
+    )
 
 
 def unchanged(before: Iterable[Registration], now: Iterable[Registration]) -> set[Key]:

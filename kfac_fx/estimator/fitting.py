@@ -23,8 +23,17 @@ from torch import Tensor
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables
 from kfac_fx.compiled.report import factor_dtype
-from kfac_fx.estimator.batches import NO_DATA, Batch, as_batch, as_read, digest_of, refuse_no_batches, with_batch
-from kfac_fx.estimator.estimator import FisherEstimator
+from kfac_fx.estimator.batches import (
+    NO_DATA,
+    Batch,
+    NotFinite,
+    as_batch,
+    as_read,
+    digest_of,
+    refuse_no_batches,
+    with_batch,
+)
+from kfac_fx.estimator.estimator import FisherEstimator, frozen_after
 from kfac_fx.estimator.files import damaged, path_of, plain_name, read_tensors, write_tensors
 from kfac_fx.estimator.manifests import (
     NAME,
@@ -50,7 +59,7 @@ from kfac_fx.estimator.saved import (
 )
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.fisher.systems import System
-from kfac_fx.linalg.arguments import a_process_group, optional, whole_number
+from kfac_fx.linalg.arguments import a_process_group, a_seed, optional, whole_number
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.sources import Measurement, check_mode
@@ -58,6 +67,8 @@ from kfac_fx.passes.errors import RegistrationError, plural, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.users_code import warn_user
+from kfac_fx.recording.case_gradients import warn_of_noise
+from kfac_fx.recording.model_checks import refuse_without_blocks
 from kfac_fx.recording.progress import tracked
 
 FACTORS, CORRECTION = "factors", "correction"  # the passes over the data
@@ -88,6 +99,8 @@ def fit_spectrum(
 
     spectrum = kfac_fx.fit_spectrum(net, loader, case="sequence", parts=4, folder="factors")
 
+    A batch whose sums are not finite is left out, with a warning that names its place: one NaN makes all sums NaN.
+
     Args:
         net: the compiled module.
         batches: of the data, iterated once for every part, and once more with a case: a list or a DataLoader; a
@@ -114,10 +127,12 @@ def fit_spectrum(
             writes into it. None: this process alone.
 
     Raises:
-        RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
+        FactorNotReady: parameters were frozen after the model was compiled.
+        RegistrationError: the parts do not fit the registrations, a block is larger than `memory`, or no parameter is
+            trained.
         TypeError: the module is not compiled.
-        ValueError: there are no batches, they are an iterator and several passes are needed, the folder holds another
-            spectrum, or there is a measurement and no case.
+        ValueError: there are no batches, or none that is finite, they are an iterator and several passes are needed,
+            the folder holds another spectrum, or there is a measurement and no case.
     """
     if not isinstance(net, CompiledModule):
         raise TypeError(
@@ -131,6 +146,7 @@ def fit_spectrum(
         )
     refuse_no_batches("fit_spectrum", batches)
     check_mode(mode)
+    a_seed("seed", seed)
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:
         raise ValueError("save_every needs a folder, into which the sums are written: pass folder=.")
@@ -156,6 +172,9 @@ def fit_spectrum(
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
     with telling_how_read(batch, 1):
         net.recorder(args, kwargs)  # proves the registrations, which may change them
+    refuse_without_blocks(net.registrations, net.model.named_parameters())
+    if case is None:  # a correction has a warning of its own
+        warn_of_noise(net.model, "the factors of a fit")
     parameters = real_parameters(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)
@@ -166,6 +185,7 @@ def fit_spectrum(
             "more for its case: pass a list or a DataLoader."
         )
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
+    refuse_frozen(net, registrations)
     of_fit = OfFit(mode, case, measurement, seed, factor_dtype, dtype, device, process_group)
     kept: FitFolder | None = None
     if folder is not None:
@@ -185,12 +205,13 @@ def fit_spectrum(
         kept = FitFolder.of(path_of(folder), here, save_every, replicas)
     batches = chain([batch], iterator) if once else batches
     systems: list[System] = []
+    not_finite = NotFinite()
     for names in chosen:
         blocks = [block for block in net.registrations if block.owners[0] in names]
         if kept is not None and are_written(kept.manifest, blocks):
             systems += read_systems(kept.path, kept.manifest["blocks"], blocks, parameters)
             continue
-        part = fit_part(net, batches, names, of_fit, kept)
+        part = fit_part(net, batches, names, of_fit, kept, not_finite)
         if kept is not None:
             kept.add(part.systems)
         systems += part.systems if kept is None and len(chosen) == 1 else without_factors(part.systems)  # for memory
@@ -206,6 +227,14 @@ def first_batch(batches: Iterator[Any]) -> Batch:
     if first is None:
         raise ValueError("`batches` has no batches.")
     return as_batch(first)
+
+
+def refuse_frozen(net: CompiledModule, registrations: Iterable[Registration]) -> None:
+    """Raises FactorNotReady for blocks of parameters that were frozen after compile: nothing is recorded of them."""
+    every = net.model.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in every if parameter.requires_grad}
+    if frozen := [name for block in registrations if trained.isdisjoint(block.owners) for name in block.owners]:
+        raise frozen_after(frozen)
 
 
 def check_parts_of_data(replicas: Replicas, net: CompiledModule, batch: Batch, batches: Iterable[Any]) -> None:
@@ -241,6 +270,11 @@ class OfFit:
     device: torch.device | str | None
     process_group: Any = None
 
+    @property
+    def alone(self) -> bool:
+        """Whether one process has all batches."""
+        return self.process_group is None or Replicas(self.process_group).number == 1
+
     def generator(self, device: torch.device, place: int) -> torch.Generator:
         """The random stream of a pass over the data. Those of several processes differ."""
         common = torch.Generator(device).manual_seed(self.seed + place)
@@ -248,7 +282,12 @@ class OfFit:
 
 
 def fit_part(
-    net: CompiledModule, batches: Iterable[Any], names: Iterable[str], options: OfFit, folder: FitFolder | None = None
+    net: CompiledModule,
+    batches: Iterable[Any],
+    names: Iterable[str],
+    options: OfFit,
+    folder: FitFolder | None,
+    not_finite: NotFinite,
 ) -> ModelSpectrum:
     """The spectrum of the blocks of some parameters."""
     names, of_parameters = sorted(names), next(iter(net.model.parameters())).device
@@ -264,10 +303,12 @@ def fit_part(
             process_group=options.process_group,
         )
 
-        def record(batch: Batch) -> None:
+        def record(batch: Batch) -> Tensor | None:
             estimator.update_covariances(*batch.args, targets=batch.targets, fold=False, **batch.kwargs)
+            return estimator.kept_is_finite
 
-        over_data(batches, FACTORS, names, record, estimator.pending_state, estimator.load_pending, folder)
+        over_data(batches, FACTORS, names, record, estimator.pending_state, estimator.load_pending, folder, not_finite)
+        not_finite.tell(refuse=options.alone)
         estimator.fold()
         spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
         del estimator, record  # the spectrum has a copy of the factors
@@ -284,7 +325,8 @@ def fit_part(
         folder.keep_decomposed(names, spectrum.systems)
     generator = options.generator(of_parameters, 1)
     correction = Correction(spectrum, options.case, measurement=options.measurement, generator=generator)
-    over_data(batches, CORRECTION, names, correction.add, correction.state, correction.load_state, folder)
+    over_data(batches, CORRECTION, names, correction.add, correction.state, correction.load_state, folder, not_finite)
+    not_finite.tell(refuse=options.alone)
     return correction.result()
 
 
@@ -309,17 +351,20 @@ def over_data(
     batches: Iterable[Any],
     stage: str,
     names: Sequence[str],
-    take: Callable[[Batch], None],
+    take: Callable[[Batch], Tensor | None],
     state: Callable[[], dict[str, Tensor]],
     load_state: Callable[[Mapping[str, Tensor]], None],
     folder: FitFolder | None,
+    not_finite: NotFinite,
 ) -> None:
     """Take all batches of a pass over the data, from the place where a run before this one stopped.
 
     Args:
         stage: `FACTORS` or `CORRECTION`.
         names: of the parameters of the part.
+        take: returns whether the sums of the batch are finite, if it is known.
         state, load_state: of the sums.
+        not_finite: gets the batches that are not.
 
     Raises ValueError if the batches up to there are not those of that run.
     """
@@ -329,7 +374,7 @@ def over_data(
         for number, item in enumerate(shown, 1):
             batch = as_batch(item)
             with telling_how_read(batch, number):
-                take(batch)
+                not_finite.add(number, take(batch))
         return
     progress = folder.progress_of(stage, names)
     done = 0 if progress is None else progress.batches
@@ -349,8 +394,9 @@ def over_data(
                 )
             continue
         with telling_how_read(batch, number):
-            take(batch)
+            not_finite.add(number, take(batch))
         if folder.save_every is not None and number % folder.save_every == 0:
+            not_finite.tell(refuse=False)  # a run that resumes here does not know of them
             folder.keep_progress(Progress(stage, names, number, data, state()))
     if number < done:
         raise ValueError(
@@ -533,7 +579,7 @@ def chosen_parts(
     if not isinstance(parts, int):
         named = [frozenset(names) for names in parts]
         for names in named:
-            check_variables(names, registrations)
+            check_variables(names, registrations, "parts")
         if twice := sorted(name for name in frozenset().union(*named) if sum(name in names for names in named) > 1):
             raise RegistrationError(f"parameters are in several parts: {', '.join(twice)}")
         return named

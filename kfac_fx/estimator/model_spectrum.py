@@ -6,6 +6,7 @@ batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,14 +18,15 @@ from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.estimator.batches import as_batch, refuse_no_batches
+from kfac_fx.estimator.batches import NotFinite, as_batch, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, in_order, recording
 from kfac_fx.estimator.weights import Weights
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
 from kfac_fx.fisher.systems import System
-from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.arguments import choice, wrong_value
 from kfac_fx.linalg.linear_maps import applied
+from kfac_fx.linalg.matrices import are_finite
 from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Vector, check_fits, joined, like_vector, real_vector
@@ -43,6 +45,7 @@ from kfac_fx.recording.output_gradients import OutputGradients, OutputsOf
 from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key, Rows, homogeneous
 
+FAR = 30.0  # a scale, or its inverse, above which a product without it is told from one with it
 CASE_KINDS = ("row", "position", "sequence")
 UNMEASURED = (
     "a measurement made the eigenvalues of this spectrum, and these gradients are of the loss that the module knows: "
@@ -140,14 +143,18 @@ class ModelSpectrum(Spectrum):
         Returns a spectrum with the same eigenvectors. If its factors are sums over processes, so are these squares: all
         processes call this, each with its own part of the data, and have the same result.
 
+        A batch whose squares are not finite is left out, with a warning that names its place.
+
         Raises ValueError for an unknown case or mode, for a mode beside a measurement, which has none, and if there are
-        no batches.
+        no batches, or none that is finite.
         """
         refuse_no_batches("correct", batches)
         correction = Correction(self, case, mode, measurement, generator)
-        total = len(batches) if isinstance(batches, Sized) else 0
-        for batch in tracked(((1, item) for item in batches), total, "corrected eigenvalues"):
-            correction.add(batch)
+        total, not_finite = len(batches) if isinstance(batches, Sized) else 0, NotFinite()
+        shown = tracked(((1, item) for item in batches), total, "corrected eigenvalues")
+        for number, batch in enumerate(shown, 1):
+            not_finite.add(number, correction.add(batch))
+        not_finite.tell(refuse=self.replicas is None or self.replicas.number == 1)
         return correction.result()
 
     def places(self) -> Mapping[Key, tuple[System, int]]:
@@ -160,7 +167,7 @@ class ModelSpectrum(Spectrum):
         Raises RegistrationError if a name is in no block, or shares a block or a parameter with one that is not named.
         """
         wanted = frozenset(refuse_other_variables(names, self.net, "names"))
-        check_variables(wanted, self.registrations)
+        check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])
             for system in self.systems
@@ -198,7 +205,8 @@ class ModelSpectrum(Spectrum):
 
         Args:
             vector: v; all its tensors may have the same additional dimensions in front, for many right-hand sides.
-            product: H v, without the damping, for a vector with the same dimensions as v. s F approximates H.
+            product: H v, without the damping, for a vector with the same dimensions as v. s F approximates H, so with a
+                scale of N it is N times `net.fisher_product(x)`; a product that lacks the scale has a warning.
             tolerance: of the residual, as a part of |v|.
             iterations: the most. If a residual is larger then, there is a ConvergenceWarning.
             exponent: the preconditioner is (s F + δ I)^exponent; 0: none.
@@ -226,8 +234,38 @@ class ModelSpectrum(Spectrum):
 
         given, vector = vector, real_vector(vector)
         self.many(vector)  # is checked before it is differentiated
+        self.warn_of_scale(vector, of_real)
         x = applied(solved, vector)
         return Solution(like_vector(x, given), *solutions[0][1:])
+
+    @torch.no_grad()
+    def warn_of_scale(self, like: Vector, product: NamedProduct) -> None:
+        """Warn if the product lacks the scale of the spectrum. Waits for the device.
+
+        For random signs z, the means of zᵀ H z and s zᵀ F z are the traces of H and s F, which are about the same if
+        the one approximates the other. Only a scale far from 1 can be told from an approximation that is rough.
+        """
+        scale = float(self.scale)
+        if not scale or 1 / FAR < scale < FAR:
+            return
+        generator = torch.Generator(next(iter(like.values())).device).manual_seed(0)
+        halves = {name: torch.full_like(tensor, 0.5) for name, tensor in like.items()}
+        signs = {name: 2 * torch.bernoulli(half, generator=generator) - 1 for name, half in halves.items()}
+        curved, of_blocks = product(signs), self.at(damping=0.0).multiply(signs)
+        check_fits(curved, {name: tensor.shape for name, tensor in signs.items()})
+        traces = [sum(float((signs[n] * of[n]).sum()) for n in signs) for of in (curved, of_blocks)]
+        if min(traces) <= 0 or not all(map(math.isfinite, traces)):
+            return
+        ratio = math.log(traces[0] / traces[1])
+        if abs(ratio + math.log(scale)) < abs(ratio):
+            warn_user(
+                UserWarning(
+                    f"solve has a spectrum s F of scale {scale:g}, and a product H v of about {math.exp(ratio):.1g} "
+                    f"times its size: it seems to lack the scale, so that the damping counts {scale:g} times as "
+                    "much. Write lambda v: {name: s * t for name, t in product(v).items()} for the product, or take "
+                    "spectrum.at(scale=1.0) if damping and product are meant without it."
+                )
+            )
 
     def solved(
         self, vector: Vector, product: NamedProduct, tolerance: float, iterations: int, exponent: float
@@ -275,8 +313,8 @@ class ModelSpectrum(Spectrum):
             rank: replace the matrix of every block and example by the nearest matrix of this rank, which takes less
                 memory and time.
 
-        Raises ValueError if `rank` is not positive, if `measurement` returns something else, or if an eigenvalue of
-        s F + δ I is zero.
+        Raises ValueError if `rank` is not positive, if `measurement` returns something else or has no gradient, if no
+        parameter of the spectrum is behind it, or if an eigenvalue of s F + δ I is zero.
         """
         check_rank(rank)
         self.refuse_singular()
@@ -292,8 +330,17 @@ class ModelSpectrum(Spectrum):
                 matrices = matrices if root is None else matrices * root[index]
                 parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
-        self.record(batch, keep, measurement)
+        counts = self.record(batch, keep, measurement)
         matrices = {key: in_order(parts[key]) for key in self.keys if key in parts}
+        if not counts.examples:
+            raise ValueError("a batch of queries has no examples: its tensors are of length 0.")
+        if not matrices:
+            names = ", ".join(name for key in self.keys for name in key)
+            raise ValueError(
+                f"{'the loss' if measurement is None else 'the measurement'} of these examples depends on no parameter "
+                f"of this spectrum, so their queries are zero: {names}. Take the spectrum of the whole model, or of "
+                "the parameters behind it."
+            )
         # Blocks that this path of the model does not use are zero in the queries.
         return Queries(
             of_rank(matrices, rank), recording(self.net, [*matrices], self.weights), net=self.net, weights=self.weights
@@ -487,8 +534,8 @@ def product_with_itself(rows: Tensor, weights: Tensor, diagonal: bool) -> Tensor
 
 
 def check_rank(rank: int | None) -> None:
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank must be positive, got {rank}.")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise wrong_value("rank", rank, "be a whole number, at least 1")
 
 
 def of_rank(matrices: Mapping[Key, Tensor], rank: int | None) -> Mapping[Key, QueryGradients]:
@@ -501,7 +548,8 @@ class Correction:
 
     Attributes:
         totals: the sums of squares by block, of this process.
-        number: the number of cases that the mean is over, of this process.
+        number: the number of cases that the mean is over, of this process; a tensor, because only the device knows
+            which batches are finite.
     """
 
     def __init__(
@@ -521,19 +569,24 @@ class Correction:
         self.measurement, self.generator = measurement, generator
         self.places = places_of(self.spectrum.systems)  # of F, whatever its damping
         self.totals = {key: torch.zeros_like(system.values[n]) for key, (system, n) in self.places.items()}
-        self.number = 0
+        self.number = torch.zeros((), dtype=torch.int64, device=next(iter(self.totals.values())).device)
 
-    def add(self, batch: Any) -> None:
-        """Record a batch."""
+    def add(self, batch: Any) -> Tensor:
+        """Record a batch. Returns whether its squares are finite, 0-dim; if not, it is left out.
+
+        The squares of one batch take the memory of `totals`.
+        """
         self.spectrum.refuse_other_weights()
         by_row, batch = self.case == "row", as_batch(batch)
+        squares: dict[Key, Tensor] = {}
 
         @torch.no_grad()
         def add(key: Key, cases: Cases) -> None:
             system, index = self.places[key]
             for kind in cases.by_position() if self.case == "position" else [cases]:
                 for _, turned in system.in_basis(index, kind):
-                    self.totals[key] += sum_of_squares(turned)
+                    of_part = sum_of_squares(turned)
+                    squares[key] = squares[key] + of_part if key in squares else of_part
 
         counts = self.spectrum.net.record_cases(
             batch.args,
@@ -546,31 +599,39 @@ class Correction:
             measurement=self.measurement,
             generator=self.generator,
         )
-        self.number += counts.examples if self.case == "sequence" else counts.rows
+        device = self.number.device
+        each = [are_finite(value.unsqueeze(0)).to(device) for value in squares.values()]
+        finite = torch.cat(each).all() if each else torch.ones((), dtype=torch.bool, device=device)
+        known = device.type == "cpu" and bool(finite)  # on a CPU nothing waits, and most batches are finite
+        for key, value in squares.items():
+            self.totals[key] += value if known else torch.where(finite.to(value.device), value, 0)
+        self.number += torch.where(finite, counts.examples if self.case == "sequence" else counts.rows, 0)
+        return finite
 
     def state(self) -> dict[str, Tensor]:
         """The sums as tensors by name, and the state of the random stream."""
         generator = {} if self.generator is None else {"generator": self.generator.get_state()}
         sums = {f"{key_text(key)}/squares": total for key, total in self.totals.items()}
-        return {**sums, "cases": torch.tensor(self.number), **generator}
+        return {**sums, "cases": self.number, **generator}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a `state()` of the same blocks."""
         for key, total in self.totals.items():
             total.copy_(state[f"{key_text(key)}/squares"])
-        self.number = int(state["cases"])
+        self.number = state["cases"].to(self.number.device)
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
 
     def result(self) -> ModelSpectrum:
         """The spectrum with the mean as its eigenvalues. Raises ValueError if there were no cases."""
-        totals, number = self.totals, self.number
+        totals, count = self.totals, self.number
         if self.spectrum.replicas is not None:
-            count = torch.tensor(number, device=next(iter(totals.values())).device)
             *each, count = self.spectrum.replicas.total([*totals.values(), count])
-            totals, number = dict(zip(totals, each, strict=True)), int(count)
-        if not number:
-            raise ValueError("the eigenvalues were to be corrected without cases: `batches` has none.")
+            totals = dict(zip(totals, each, strict=True))
+        if not (number := int(count)):
+            raise ValueError(
+                "the eigenvalues were to be corrected without cases: `batches` has none, or none that is finite."
+            )
         systems = [
             replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
             for system in self.spectrum.systems

@@ -44,6 +44,19 @@ class Relative:
 
     factor: float | Tensor
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a factor that is no number, or negative."""
+        check_amount("the factor of Relative", self.factor)
+
+
+def check_amount(name: str, value: Any) -> None:
+    """Raises ValueError for what is no number, and for a negative or infinite one unless the host would wait to read
+    it."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        one_element(name, value)
+    else:
+        not_negative(name, value)
+
 
 Amount = float | Tensor | Relative
 Damping = Amount | Mapping[Key, Amount] | Mapping[str, Amount]
@@ -79,10 +92,7 @@ class Spectrum:
         blocks."""
         damping = self.damping
         for name, value in (("scale", self.scale), *(("damping", value) for value in amounts_in(damping))):
-            if isinstance(value, Tensor) and value.device.type != "cpu":  # the host would wait to read it
-                one_element(name, value)
-            else:
-                not_negative(name, value)
+            check_amount(name, value)
         if isinstance(damping, Mapping):
             self.check_damping(damping)
 
@@ -281,6 +291,17 @@ class Spectrum:
             if not bool((~self.zeros(system, index)).all())
         ]
 
+    @cached_property
+    def not_numbers(self) -> list[str]:
+        """The blocks with eigenvalues of NaN. Waits for the device."""
+        return [
+            ", ".join(registration.parameters)
+            for system in self.used
+            if not self.is_far_from_singular(system)
+            for registration, values in zip(system.group.registrations, self.shifted(system), strict=True)
+            if bool(values.isnan().any())
+        ]
+
     def is_far_from_singular(self, system: System) -> bool:
         """Whether no eigenvalue of any block is small enough for `zeros`, which takes more operations."""
         shifted = self.shifted(system).detach()
@@ -290,6 +311,11 @@ class Spectrum:
 
     def refuse_singular(self, what: str = "inverse") -> None:
         """Raises ValueError if there are such blocks. what: they have none."""
+        if unknown := self.not_numbers:
+            raise ValueError(
+                f"{len(unknown)} of {len(self.keys)} blocks have eigenvalues of NaN, so they have no {what}: "
+                f"{'; '.join(unknown)}.\nLook for NaN in the factors that it was made of, and make it anew."
+            )
         if self.singular:
             raise ValueError(
                 f"{len(self.singular)} of {len(self.keys)} blocks have eigenvalues of zero, so they have no {what}: "
@@ -379,8 +405,8 @@ class Spectrum:
         return diagonal if root is None else diagonal * root.square()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]. Raises ValueError for singular
-        blocks."""
+        """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]. They are deviations: weights of
+        a Laplace approximation are those of the model plus a sample. Raises ValueError for singular blocks."""
         whole_number(1, "samples")("count", count)
         self.refuse_singular()
 

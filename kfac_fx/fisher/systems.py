@@ -44,7 +44,7 @@ class System:
             raise FactorNotReady(
                 "every batch was skipped as not finite, or no eigenvalues were found, for\n  "
                 + "\n  ".join(failed)
-                + "\nLook for NaN in inputs, outputs and parameters, and call estimator.update_covariances again."
+                + "\nLook for NaN in inputs, outputs and parameters, and record a finite batch."
             )
         factors = {name: stack.value for name, stack in group.factors.items()}
         return System(group.without_factors(range(len(group))), values, operators, factors)

@@ -619,6 +619,12 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         choice("loss", spec, NAMES, LossError, meant, otherwise=UNNAMED)
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
+        if lacking := sorted(getattr(spec, "__abstractmethods__", ())):
+            raise LossError(
+                f"loss={spec.__name__} is no whole distribution: it lacks {', '.join(lacking)}. A class of your own "
+                "says how targets are sampled, their loss, and a factor B of the Fisher with its transpose, see the "
+                "page on losses of your own."
+            )
         if spec.written:
             arguments = inspect.signature(spec).parameters.items()
             wanted = " and a ".join(name for name, argument in arguments if argument.default is argument.empty)

@@ -192,8 +192,34 @@ def measurement_source(
     if not isinstance(values, Tensor) or values.shape != (examples,):
         what = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"a measurement is one number for every example, [{examples}], and this one returned {what}.")
+    refuse_without_gradient("the measurement", values, leaves, "lambda outputs: outputs.log_softmax(1)[:, 3]")
     return CaseSource(
         [values], [torch.ones_like(values)], leaves, lambda: [torch.arange(examples, device=values.device)]
+    )
+
+
+def refuse_without_gradient(what: str, values: Tensor, leaves: Sequence[Tensor], instead: str) -> None:
+    """Raises ValueError if what a function of the user returned has no gradient for any output of the model.
+
+    Args:
+        what: the function, as in "the measurement".
+        values: what it returned.
+        leaves: the outputs as constants, of which it is a function.
+        instead: a function that has one.
+    """
+    if values.is_complex():
+        why = "complex numbers have no derivative, and need abs(), real or imag behind them"
+    elif not values.is_floating_point():
+        why = f"it returned {str(values.dtype).removeprefix('torch.')}, which has none, as argmax and comparisons do"
+    elif not values.requires_grad:
+        why = "it cuts it off, as detach(), torch.no_grad(), .item() and a cast of argmax or of a comparison do"
+    elif all(grad is None for grad in pulled([values], [torch.ones_like(values)], leaves, keep=True)):
+        why = "it is computed from other tensors"
+    else:
+        return
+    raise ValueError(
+        f"{what} has no gradient by the outputs of the model: {why}. Write a differentiable function of what the model "
+        f"returns, such as {instead} of logits."
     )
 
 

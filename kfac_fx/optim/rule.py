@@ -197,6 +197,7 @@ class BlockStep:
     check_next: bool = False
     on_trial: bool = False
     own: str | None = field(init=False, default=None)  # the name of the rule's class, if it is the user's
+    undamped: bool = field(init=False, default=False)  # whether that class has no damping
     ok: Tensor = field(init=False)
 
     @property
@@ -220,11 +221,22 @@ class BlockStep:
 
     def precondition(self, vector: Tensor) -> Tensor:
         """P v, with the damping of the last inverses: a new vector [P]."""
+        self.refuse_undamped()
         return self.product(self.compiled(self.estimator.multiply_inverse_kept))(vector)
 
     def power(self, exp: float, vector: Tensor) -> Tensor:
         """(F̂ + λ)^exp v, with the damping of the last inverses. exp: one of the rule's `exps`."""
+        self.refuse_undamped()
         return self.product(lambda by_name: self.estimator.multiply_power_kept(exp, by_name))(vector)
+
+    def refuse_undamped(self) -> None:
+        """Raises ValueError for a rule of the user that multiplies with inverses and has no damping of its own."""
+        if self.undamped:
+            raise ValueError(
+                f"direction of {self.own} multiplies with powers of F + λ I, and {self.own} has no λ, so that it is 0: "
+                f"write class {self.own}(kfac_fx.rules.Damped) and rule={self.own}(damping=0.1), or define the "
+                "property first_damping."
+            )
 
     @property
     def fisher_product(self) -> Product:
@@ -458,6 +470,7 @@ class Rule:
         name = type(self).__name__
         if not type(self).__module__.startswith("kfac_fx."):
             step.own, step.scalars = name, Known(step.scalars, f"{name}.scalars")
+            step.undamped = type(self).first_damping is Rule.first_damping and self.side_damping is None
         g, state = step.g, step.state
         update = self.direction(step)
         if not isinstance(update, Update):

@@ -356,15 +356,7 @@ class CaseRecorder:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        if noisy := noisy_modules(recorder.model):
-            more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""
-            warn_user(
-                UserWarning(
-                    f"gradients of single examples are recorded in training mode, where {', '.join(noisy[:3])}{more} "
-                    "may draw random numbers or normalize over the batch: every number is that of one draw, and of an "
-                    "example among the others of its batch. Call net.eval() before."
-                )
-            )
+        warn_of_noise(recorder.model, "gradients of single examples")
         emitted = collecting(recorder.emitted)
         program = emitted.program
         if program.cut:
@@ -413,6 +405,8 @@ class CaseRecorder:
         """
         check_mode(mode)
         recorder, losses_of = self.recorder, self.losses
+        if grouped is None and not recorder.emitted.examples(values):
+            return Counts(0, 0)
         with self.run(values, only, grouped) as run:
             output, fisher, examples, backward = run.output, run.fisher, run.examples, run.backward
             others = run.others
@@ -917,6 +911,20 @@ def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]
         following = next(sources, None)
         yield source, following is None
         source = following
+
+
+def warn_of_noise(model: nn.Module, what: str) -> None:
+    """Warn if modules are in training mode whose output for an example is not that of the example alone. what: is
+    recorded."""
+    if noisy := noisy_modules(model):
+        more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""
+        warn_user(
+            UserWarning(
+                f"{what} are recorded in training mode, where {', '.join(noisy[:3])}{more} may draw random numbers or "
+                "normalize over the batch: every number is that of one draw, and of an example among the others of its "
+                "batch. Call net.eval() before."
+            )
+        )
 
 
 def noisy_modules(model: nn.Module) -> list[str]:

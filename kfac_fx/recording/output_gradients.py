@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import is_differentiable, pulled
 from kfac_fx.linalg.vectors import split, vector_form
-from kfac_fx.losses.sources import Cotangents
+from kfac_fx.losses.sources import Cotangents, refuse_without_gradient
 from kfac_fx.passes import results
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.case_gradients import CaseRecorder, CaseRun, Cases
@@ -95,6 +95,8 @@ def record_outputs(
             return LossRows(leaves, constants, [chosen])
 
         leaves, constants, chosen = by_example(run.output)
+        instead = "outputs=lambda outputs: outputs.log_softmax(1)"
+        refuse_without_gradient("the function of the outputs", chosen, constants, instead)
         if grouped is None:
             leaves_of_graph = results.tree_leaves(of.recorder.program.returned) if of.recorder.whole else []
             pairs = zip(leaves_of_graph, results.tree_leaves(run.output), strict=of.recorder.whole)

@@ -36,6 +36,7 @@ from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel
 from kfac_fx.recording.emitted_submodules import among_returned
+from kfac_fx.recording.own_distributions import misfits_of_own
 from kfac_fx.recording.probabilities import taken_for_logits
 
 TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
@@ -94,8 +95,8 @@ class OutputLosses:
             ) from error
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
-        """Sentences about losses that take probabilities for logits, and about declared losses with rows that the
-        padding mask does not tell apart.
+        """Sentences about losses that take probabilities for logits, about distributions of the user whose B is not
+        that of their samples, and about declared losses with rows that the padding mask does not tell apart.
 
         Raises LossError, or the error of the user's function, for losses that do not fit the outputs of a run.
         """
@@ -104,7 +105,11 @@ class OutputLosses:
         losses = self.on(self.rebuilt(output, (), ()), fisher)
         program = self.emitted.program
         nodes = program.outputs if self.emitted.whole else ()
-        sentences = taken_for_logits([loss for _, loss in losses], fisher, nodes, self.given)
+        distributions = [loss for _, loss in losses]
+        sentences = [
+            *misfits_of_own(distributions),
+            *taken_for_logits(distributions, fisher, nodes, self.given),
+        ]
         return sentences + (self.misfits_of_padding(losses, fisher, values) if self.declared.of_outputs else [])
 
     def misfits_of_padding(self, losses: WeightedLosses, fisher: tuple[Tensor, ...], values: Any) -> list[str]:

@@ -380,7 +380,10 @@ def collect(*declared: Layer) -> dict[str, Layer]:
             raise LayerError(f"layers=[...] takes layers that @kfac_fx.layer(...) declares, and got {kind}")
         if other := layers.get(declaration.name):
             places = f"{other.location} and {declaration.location}"
-            raise LayerError(f"layer {declaration.name!r} is declared twice: {places}")
+            raise LayerError(
+                f"layer {declaration.name!r} is declared twice: {places}. If these are two layers, or one of the "
+                f"library and one of your own, rename one: @kfac_fx.layer(..., name='my_{declaration.name}')."
+            )
         layers[declaration.name] = declaration
     return layers
 

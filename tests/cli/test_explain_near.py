@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.cli.explain import NearMatch, near_matches
+import kfac_fx
+from kfac_fx.cli.explain import NearMatch, explain, near_matches
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
@@ -154,3 +155,73 @@ def test_an_operation_that_a_form_lacks_is_spelled_as_in_the_graph() -> None:
     ids = torch.tensor([0, 2])
     condition = at(Table(), "index", table, inputs=(ids, ids))["table"].condition
     assert condition == "its form has no operation index, in a form torch.ops.aten.index.Tensor"
+
+
+class Rotated(nn.Module):
+    """A circulant matrix, or its transpose."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.weight, self.transposed = nn.Parameter(torch.randn(6)), transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        filtered = torch.fft.rfft(self.weight)
+        return torch.fft.irfft(torch.fft.rfft(x) * (filtered.conj() if self.transposed else filtered), x.shape[-1])
+
+
+def rotations(x: Tensor, attrs: Any) -> Tensor:
+    place = torch.arange(x.shape[-1])
+    return x[:, (place[:, None] - place[None, :]) % x.shape[-1]]
+
+
+@layer(
+    rows=rotations,
+    grad_rows=lambda dy, attrs: dy.unsqueeze(-1),
+    layouts={"weight": "i -> () i"},
+    example=lambda: (Rotated(False), torch.randn(4, 6)),
+)
+def circulant(x: Tensor, size: int, *, weight: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.mul(torch.fft.rfft(x), torch.fft.rfft(weight)), size)
+
+
+def test_a_users_layer_is_told_where_the_parameter_has_a_block_of_another_layer() -> None:
+    x = torch.randn(4, 6)
+    net = kfac_fx.compile(Rotated(True), (x,), loss="mse", layers=[circulant])
+    told = " ".join(explain(net.program, "weight").split())
+    assert "Fisher block 0: full" in told
+    assert (
+        "scale_and_shift, as weight not circulant: its form has the operation fft_rfft where the graph has _conj"
+        in told
+    )
+    assert "not circulant" not in explain(
+        kfac_fx.compile(Rotated(False), (x,), loss="mse", layers=[circulant]).program, "weight"
+    )
+    plain = explain(kfac_fx.compile(Rotated(True), (x,), loss="mse").program, "weight")
+    assert "  not " not in plain.partition("for another")[0]  # layers of the library are told only without a block
+
+
+def test_a_layer_of_two_matrices_is_none_and_says_why() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(5, 4, bias=False), nn.Linear(5, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) * torch.sigmoid(self.k(x))
+
+    @layer(
+        rows=lambda x, attrs: x[:, None],
+        grad_rows=lambda dy, attrs: dy[:, None],
+        layouts={"weight": "o i -> o i", "bias": "o i -> o i"},
+        example=lambda: (Gate(), torch.randn(4, 5)),
+    )
+    def gate(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight) * torch.sigmoid(nn.functional.linear(x, bias))
+
+    x = torch.randn(6, 5)
+    with pytest.raises(
+        kfac_fx.LinkError, match=r"(?s)q\.weight  linked with k\.weight.*A block has one matrix, .*Take"
+    ):
+        kfac_fx.compile(Gate(), (x,), loss="normal", layers=[gate], linked=[("q.weight", "k.weight")])
+    told = " ".join(explain(kfac_fx.compile(Gate(), (x,), loss="normal", layers=[gate]).program, "q.weight").split())
+    assert "not gate: its bias, as it is laid out, has not one number for each output of its weight at mul" in told

@@ -82,7 +82,9 @@ def test_what_is_no_declaration_is_refused() -> None:
 
 
 def test_two_layers_of_one_name_are_an_error_with_both_places() -> None:
-    with pytest.raises(LayerError, match=r"layer 'dense' is declared twice: .*test_declaration.py:\d+ and .*:\d+"):
+    with pytest.raises(
+        LayerError, match=r"layer 'dense' is declared twice: .*test_declaration.py:\d+ and .*:\d+\..* name='my_dense'\)"
+    ):
         collect(dense(), dense("other"), dense())
     assert list(collect(dense(), dense("other"))) == ["dense", "other"]
 

@@ -106,7 +106,9 @@ def test_a_linked_group_that_no_layer_matches_is_an_error() -> None:
         "linked parameters that no layer matched as a group:",
         f"  b  linked with c; enters add (test_resolve.py:{tied.__code__.co_firstlineno + 1})",
         f"  c  linked with b; enters add_1 (test_resolve.py:{tied.__code__.co_firstlineno + 1})",
-        "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...]).",
+        "A block has one matrix, of a weight, of a bias, or of both, with one bias for each output: other groups "
+        "cannot be linked. Take them out of `linked`; or, for a weight and its bias, declare a layer that has both in "
+        "its form: compile(..., layers=[...]).",
     ]
 
 

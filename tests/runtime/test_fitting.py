@@ -270,7 +270,7 @@ def test_wrong_parts_and_batches_are_refused() -> None:
     net, batches = net_and_data()
     with pytest.raises(ValueError, match=r"parts must be at least 1, got 0"):
         fit_spectrum(net, batches, parts=0)
-    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a registration with up\.bias"):
+    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a block with up\.bias"):
         fit_spectrum(net, batches, parts=[["up.weight"]])
     with pytest.raises(RegistrationError, match=r"parameters are in several parts: places"):
         fit_spectrum(net, batches, parts=[["places"], ["places"]])
@@ -402,3 +402,155 @@ def test_a_measurement_is_that_of_the_correction(tmp_path: Path) -> None:
             fit_spectrum(net, data, case="row", measurement=other, **options)
     with pytest.raises(ValueError, match='case=None corrects none: pass case="sequence"'):
         fit_spectrum(net, data, measurement=weighed)
+
+
+# --- batches that are not finite, and parameters that are frozen ------------------------------------------------------
+
+
+def digits() -> tuple[nn.Module, kfac_fx.CompiledModule, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(12, 3).double(), torch.randint(2, (12,))
+    return model, kfac_fx.compile(model, (x[:2],), loss="categorical"), [*zip(x.split(4), y.split(4), strict=True)]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pytest.mark.parametrize("case", [None, "row", "sequence", "position"])
+def test_a_batch_that_is_not_finite_is_left_out_with_a_warning(case: str | None, mode: str, place: int) -> None:
+    _, net, batches = digits()
+    broken = [(x.clone(), y) for x, y in batches]
+    broken[place][0][2, 1] = torch.nan
+    expected = fit_spectrum(net, batches[:place] + batches[place + 1 :], case=case, mode=mode)
+    with pytest.warns(
+        UserWarning,
+        match=rf"of 3 batches of `batches`, these are not finite, .* all their examples: number {place + 1}\.",
+    ) as caught:
+        found = fit_spectrum(net, broken, case=case, mode=mode, parts=2)
+    assert len(caught) == 1
+    for key, values in found.eigenvalues().items():
+        torch.testing.assert_close(values, expected.eigenvalues()[key])
+
+
+def test_sampled_factors_and_measurements_leave_out_batches_that_are_not_finite() -> None:
+    _, net, batches = digits()
+    batches[1][0][0, 0] = torch.inf
+    with pytest.warns(UserWarning, match="these are not finite, .*: number 2"):
+        assert all(values.isfinite().all() for values in fit_spectrum(net, batches, case="row").eigenvalues().values())
+    batches[1][0][0, 0] = 0
+    measured = {"measurement": lambda logits, y: 1 / (logits - logits).abs().sum(1)}
+    with pytest.raises(
+        ValueError, match="no batch of `batches` is finite, so there is nothing to record. Look for NaN"
+    ):
+        fit_spectrum(net, batches, mode="exact", case="row", **measured)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [None, "row"])
+def test_without_a_finite_batch_a_fit_says_so(case: str | None) -> None:
+    model, net, batches = digits()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="no batch of `batches` is finite, so .* Look for NaN .*, targets, parameters"):
+        fit_spectrum(net, batches, case=case, mode="empirical")
+
+
+def test_a_run_that_saves_its_sums_warns_before_it_does(tmp_path: Path) -> None:
+    _, net, batches = digits()
+    broken = [(torch.full_like(x, torch.nan) if n == 0 else x, y) for n, (x, y) in enumerate(batches)]
+
+    def killed() -> Any:
+        yield from broken[:2]
+        raise KeyboardInterrupt
+
+    class Killed(list[Any]):
+        def __iter__(self) -> Any:
+            return killed()
+
+    with pytest.warns(UserWarning, match="of 1 batches .*: number 1"), pytest.raises(KeyboardInterrupt):
+        fit_spectrum(net, Killed(broken), mode="exact", folder=tmp_path, save_every=1)
+    resumed = fit_spectrum(net, broken, mode="exact", folder=tmp_path, save_every=1)
+    for key, values in fit_spectrum(net, batches[1:], mode="exact").eigenvalues().items():
+        torch.testing.assert_close(resumed.eigenvalues()[key], values)
+
+
+def test_a_correction_leaves_out_batches_that_are_not_finite() -> None:
+    _, net, batches = digits()
+    spectrum = fit_spectrum(net, batches, mode="exact")
+    broken = [(batches[0][0] * torch.nan, batches[0][1]), *batches[1:]]
+    with pytest.warns(UserWarning, match="of 3 batches of `batches`, .*: number 1"):
+        found = spectrum.correct(broken)
+    for key, values in spectrum.correct(batches[1:]).eigenvalues().items():
+        torch.testing.assert_close(found.eigenvalues()[key], values)
+    with pytest.raises(ValueError, match="no batch of `batches` is finite"):
+        spectrum.correct(broken[:1])
+
+
+def test_eigenvalues_of_nan_have_words_of_their_own() -> None:
+    _, net, batches = digits()
+    spectrum = fit_spectrum(net, batches, damping=1.0)
+    for system in spectrum.systems:
+        system.values.fill_(torch.nan)
+    with pytest.raises(
+        ValueError, match=r"2 of 2 blocks have eigenvalues of NaN, so they have no logarithm .*0\.weight"
+    ):
+        spectrum.log_determinant()
+
+
+def test_frozen_parameters_are_refused_with_the_cause() -> None:
+    model, net, batches = digits()
+    model[0].requires_grad_(False)
+    with pytest.raises(kfac_fx.FactorNotReady, match=r"^0\.weight, 0\.bias were frozen after the model"):
+        fit_spectrum(net, batches, parts=2)
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(*batches[0][:1])
+    with pytest.raises(kfac_fx.FactorNotReady, match=r"0\.weight, 0\.bias were frozen after the model"):
+        estimator.spectrum()
+    frozen = kfac_fx.compile(model.requires_grad_(False), (batches[0][0],), loss="categorical")
+    with pytest.raises(RegistrationError, match=r"all 4 are frozen, with requires_grad=False\.\nUnfreeze the"):
+        fit_spectrum(frozen, batches)
+
+
+@pytest.mark.parametrize("case", [None, "row"])
+def test_a_fit_in_training_mode_warns_once_of_dropout(case: str | None) -> None:
+    x = torch.randn(12, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    with pytest.warns(UserWarning, match="are recorded in training mode, where 1 may draw random.*net.eval") as caught:
+        fit_spectrum(net, [x], case=case)
+    assert len(caught) == 1
+    net.eval()
+    fit_spectrum(net, [x], case=case)
+
+
+def test_a_batch_without_examples_counts_as_nothing() -> None:
+    _, net, batches = digits()
+    nothing = batches[0][0][:0], batches[0][1][:0]
+    for case in (None, "row", "sequence", "position"):
+        found, expected = (fit_spectrum(net, data, mode="exact", case=case) for data in ([*batches, nothing], batches))
+        for key, values in expected.eigenvalues().items():
+            torch.testing.assert_close(found.eigenvalues()[key], values)
+    spectrum = fit_spectrum(net, batches, damping=0.1)
+    assert spectrum.self_scores(nothing).shape == (0,)
+    assert spectrum.precondition(batches[0]).scores(nothing).shape == (4, 0)
+    with pytest.raises(ValueError, match="a batch of queries has no examples"):
+        spectrum.precondition(nothing)
+
+
+def test_small_mistakes_are_told() -> None:
+    _, net, batches = digits()
+    with pytest.raises(ValueError, match=r"^seed is 'a'; it must be a whole number"):
+        fit_spectrum(net, batches, seed="a")  # type: ignore[arg-type]
+    spectrum = fit_spectrum(net, batches, damping=0.1)
+    with pytest.raises(ValueError, match=r"^rank is '8'; it must be a whole number, at least 1"):
+        spectrum.precondition(batches[0], rank="8")  # type: ignore[arg-type]
+    for factor in ("a", -1.0, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"^the factor of Relative is .*; it must "):
+            kfac_fx.Relative(factor)  # type: ignore[arg-type]
+    with pytest.raises(
+        RegistrationError, match=r"^`names` does not .*\n  0\.weight  shares a block with 0\.bias: name both"
+    ):
+        spectrum.part(["0.weight"])
+    with pytest.raises(
+        RegistrationError, match=r"^`parts` does not .*\n  0\.weight  shares a block with 0\.bias: name both"
+    ):
+        fit_spectrum(net, batches, parts=[["0.weight"]])

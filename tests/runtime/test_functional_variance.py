@@ -211,6 +211,7 @@ def test_it_is_differentiable_in_the_damping() -> None:
     [
         (lambda out: out.sum(), r"real numbers \[6, ...\], and these are float64 \[\]. Pass outputs=, a function from"),
         (lambda out: out.argmax(1), r"and these are int64 \[6\]"),
+        (lambda out: out.argmax(1)[:, None].double(), r"the function of the outputs has no gradient .*it cuts it off"),
         (lambda out: {"logits": out}, r"wanted as a tensor \[6, ...\], and this is a dict. Pass outputs="),
     ],
 )

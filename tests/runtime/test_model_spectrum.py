@@ -326,7 +326,7 @@ def test_a_part_of_a_spectrum_has_the_scores_of_its_blocks() -> None:
     assert set(part.keys) == {("up.weight", "up.bias"), ("places",)} == set(part.self_scores((x, y), by="block"))
     for key, scores in part.self_scores((x, y), by="block").items():
         torch.testing.assert_close(scores, blocks[key])
-    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a registration with up\.bias"):
+    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a block with up\.bias"):
         spectrum.part(["up.weight"])
 
 
@@ -352,7 +352,7 @@ def test_groups_of_parameters_have_dampings_of_their_own() -> None:
         spectrum.at(damping={"upp": 1.0, "*": 0.5})
     with pytest.raises(RegistrationError, match=r"is missing"):
         spectrum.at(damping={"up": 1.0})
-    with pytest.raises(ValueError, match=r"damping is -1.*; it must not be negative"):
+    with pytest.raises(ValueError, match=r"the factor of Relative is -1.*; it must not be negative"):
         spectrum.at(damping=Relative(-1))
 
 
@@ -387,7 +387,7 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.correct([x])
     with pytest.raises(ValueError, match=r"by 'position' is none of 'sum', 'block'\."):
         spectrum.self_scores((x, y), by="position")
-    with pytest.raises(ValueError, match=r"rank must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"rank is 0; it must be a whole number, at least 1"):
         spectrum.precondition((x, y), rank=0)
     with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
         spectrum.precondition(x, measurement=lambda logits: logits.sum())
@@ -399,6 +399,46 @@ def test_wrong_arguments_are_refused() -> None:
         ValueError, match=r"called with the outputs and targets, .*: too many.*lambda outputs, targets: "
     ):
         spectrum.precondition((x, y), measurement=lambda logits: logits)
+
+
+def test_a_measurement_without_a_gradient_is_refused_wherever_it_is_taken() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(6, 3)
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [x], damping=0.1)
+
+    def right(logits: Tensor) -> Tensor:
+        return (logits.argmax(1) == 1).float()
+
+    for use in (
+        lambda: spectrum.precondition(x, measurement=right),
+        lambda: spectrum.self_scores(x, measurement=right),
+        lambda: spectrum.correct([x], "row", measurement=right),
+        lambda: kfac_fx.fit_spectrum(net, [x], case="row", measurement=right),
+        lambda: spectrum.precondition(x, measurement=lambda z: z[:, 0]).scores_of_all([x], measurement=right),
+    ):
+        with pytest.raises(ValueError, match="the measurement has no gradient by the outputs of the model: it cuts it"):
+            use()  # type: ignore[no-untyped-call]
+
+
+def test_queries_that_no_parameter_of_the_spectrum_is_behind_are_refused() -> None:
+    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), model
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    categorical = kfac_fx.losses.Categorical
+    net = kfac_fx.compile(Two(), (x,), loss=lambda outputs: [categorical(outputs[0]), categorical(outputs[1])])
+    of_a = kfac_fx.fit_spectrum(net, [x], damping=0.1).part(["a.weight", "a.bias"])
+    with pytest.raises(
+        ValueError, match=r"the measurement of these .* no parameter of this .* zero: a.weight, a.bias\."
+    ):
+        of_a.precondition(x, measurement=lambda outputs: outputs[1][:, 0])
 
 
 def test_scores_without_inverses_are_refused_with_the_blocks() -> None:

@@ -151,3 +151,30 @@ def test_what_is_not_positive_definite_is_refused() -> None:
         spectrum.solve(v, lambda u: {})
     with pytest.raises(kfac_fx.NotRegisteredError, match=r"missing  0\.weight"):
         spectrum.solve({}, product)
+
+
+@pytest.mark.parametrize("scale", [1 / 50, 50.0, 4000.0])
+def test_a_product_that_lacks_the_scale_of_the_spectrum_has_a_warning(scale: float) -> None:
+    spectrum, product, h, names = curved()
+    scaled = spectrum.at(scale=scale, damping=scale * 1e-2)
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    with pytest.warns(
+        UserWarning, match=rf"of scale {scale:g}, and a product .* it seems to lack the scale, .*\. Write lam"
+    ):
+        scaled.solve(v, product, iterations=1000)
+    found = scaled.solve(v, lambda v: {n: scale * t for n, t in product(v).items()}, tolerance=1e-10, iterations=1000)
+    expected = torch.linalg.solve(scale * (h + 1e-2 * torch.eye(len(h))), flat(v, names))
+    torch.testing.assert_close(flat(found.vector, names), expected, rtol=1e-6, atol=1e-8 / scale)
+
+
+def test_products_of_other_matrices_have_no_warning_of_the_scale() -> None:
+    spectrum, product, _, _ = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    for scale in (1.0, 100.0):
+        for factor in (0.3, 1.0, 3.0):  # as of other data, or of some parameters alone
+
+            def other(v: Gradients, factor: float = scale * factor) -> Gradients:
+                return {name: factor * tensor for name, tensor in product(v).items()}
+
+            spectrum.at(scale=scale).solve(v, other, iterations=1000)
+    spectrum.at(scale=100.0).solve(v, lambda v: {name: 0 * tensor for name, tensor in v.items()}, exponent=0.0)

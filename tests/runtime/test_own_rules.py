@@ -65,9 +65,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown number": (
         lambda s: Update(s.g, {}, {"q": s.g.sum()}), r"^direction of Mine returns scalars with 'q': those of an Update"
     ),
-    "a power": (
-        lambda s: Update(s.power(-0.5, s.g)), r"or write exps: ClassVar = \(-0\.5,\) in the class of your rule\."
+    "an inverse without damping": (
+        lambda s: Update(s.precondition(s.g)),
+        r"^direction of Mine multiplies with powers of F \+ λ I, and Mine has no λ, so that it is 0: write class M",
     ),
+    "a power without damping": (lambda s: Update(s.power(-0.5, s.g)), "has no λ, so that it is 0: write class Mine"),
 }  # fmt: skip
 
 
@@ -75,6 +77,42 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_a_wrong_direction_is_told(returned: Any, text: str) -> None:
     with pytest.raises((ValueError, KeyError), match=f"(?s){text}"):
         step_with(Mine(returned=returned))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Started(Mine):
+    """With a damping that it defines itself."""
+
+    name: ClassVar[str] = "started"
+
+    @property
+    def first_damping(self) -> float:
+        return 0.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sided(Mine):
+    """Its sides are damped by a part of their mean eigenvalue."""
+
+    name: ClassVar[str] = "sided"
+    relative_damping: float = 0.1
+
+
+def test_a_power_that_is_not_declared_is_told() -> None:
+    with pytest.raises(
+        (ValueError, KeyError), match=r"or write exps: ClassVar = \(-0\.5,\) in the class of your rule\."
+    ):
+        step_with(Started(returned=lambda s: Update(s.power(-0.5, s.g))))
+
+
+@pytest.mark.parametrize("kind", [Started, Sided])
+def test_a_rule_with_a_damping_of_its_own_multiplies_with_inverses(kind: type[Mine]) -> None:
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Inverts(kind):  # type: ignore[valid-type, misc]
+        name: ClassVar[str] = "inverts"
+        exps: ClassVar[tuple[float, ...]] = (-1,)
+
+    step_with(Inverts(returned=lambda s: Update(s.precondition(s.g), {"velocity": s.g})))
 
 
 FIRST: dict[str, tuple[Any, str]] = {

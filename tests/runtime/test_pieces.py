@@ -165,7 +165,7 @@ def load(values: dict[str, Tensor]) -> nn.Module:
 
 
 def test_variables_are_whole_parameters(net: kfac_fx.CompiledModule) -> None:
-    with pytest.raises(kfac_fx.RegistrationError, match="weight  shares a registration with bias"):
+    with pytest.raises(kfac_fx.RegistrationError, match="weight  shares a block with bias"):
         kfac_fx.FisherEstimator(net, variables=["weight"]).parameters  # noqa: B018
 
 

@@ -249,7 +249,7 @@ def test_a_vector_scores_an_example_by_its_product_with_the_gradient(text: Fixtu
     torch.testing.assert_close(spectrum.queries(vector, rank=100).scores((x, y)), inner(vector, gradients))
     with pytest.raises(kfac_fx.NotRegisteredError, match=r"missing  words\.weight"):
         spectrum.queries({name: tensor for name, tensor in vector.items() if name != "words.weight"})
-    with pytest.raises(ValueError, match="rank must be positive, got 0"):
+    with pytest.raises(ValueError, match="rank is 0; it must be a whole number, at least 1"):
         spectrum.queries(vector, rank=0)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.sources import measurement_source, source_vectors
@@ -53,3 +56,25 @@ def test_a_measurement_is_one_number_for_every_example() -> None:
         measurement_source(lambda outputs: outputs, leaf, None, [leaf], 3)
     with pytest.raises(ValueError, match=r"\[3\], and this one returned a float"):
         measurement_source(lambda outputs, targets: 1.0, leaf, 0, [leaf], 3)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("measurement", "why"),
+    [
+        (lambda outputs: outputs.argmax(1), "it returned int64, which has none, as argmax and comparisons do"),
+        (lambda outputs: outputs[:, 0] > 0, "it returned bool"),
+        (lambda outputs: (outputs[:, 0] > 0).float(), "it cuts it off, as detach"),
+        (lambda outputs: outputs[:, 0].detach(), "it cuts it off, as detach"),
+        (lambda outputs: torch.zeros(3, requires_grad=True), "it is computed from other tensors"),
+        (
+            lambda outputs: torch.complex(outputs[:, 0], outputs[:, 1]),
+            "complex numbers have no derivative, and need abs",
+        ),
+    ],
+)
+def test_a_measurement_without_a_gradient_is_refused(measurement: Callable[[Tensor], Tensor], why: str) -> None:
+    leaf = torch.randn(3, 2, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=rf"the measurement has no gradient by the outputs of the model: {why}.* Write a"
+    ):
+        measurement_source(measurement, leaf, None, [leaf], 3)
