@@ -299,7 +299,7 @@ class Spectrum:
             for system in self.used
             if not self.is_far_from_singular(system)
             for registration, values in zip(system.group.registrations, self.shifted(system), strict=True)
-            if bool(values.isnan().any())
+            if not bool((~values.isnan()).all())
         ]
 
     def is_far_from_singular(self, system: System) -> bool:
