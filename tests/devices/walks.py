@@ -71,6 +71,7 @@ SPECTRUM = {  # so it has here
 }
 SINGULAR = {  # determinants and inverses refuse blocks with eigenvalues of zero
     "spectrum.py:singular",
+    "spectrum.py:not_numbers",
     "spectrum.py:is_far_from_singular",
 }
 BASES = {  # of "eigen_moments"
