@@ -462,7 +462,7 @@ class CompiledModule(nn.Module):
             outputs, fisher = self.functional(parameters, inputs, kwargs)
             return self.losses(outputs, fisher, targets, (inputs, kwargs))
 
-        return FisherProduct(self.model, losses, ggn=ggn)
+        return FisherProduct(self.model, losses, ggn=ggn, capture=lambda: self.recorder(inputs, kwargs))
 
     @runs_the_model
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -40,14 +40,21 @@ class FisherProduct:
     """
 
     def __init__(
-        self, model: nn.Module, losses: Callable[[Mapping[str, Tensor]], LossTerms], *, ggn: bool = False
+        self,
+        model: nn.Module,
+        losses: Callable[[Mapping[str, Tensor]], LossTerms],
+        *,
+        ggn: bool = False,
+        capture: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
             losses: from parameters by name to the (coefficient, loss) pairs of the batch; pure.
             ggn: the generalized Gauss-Newton matrix instead of the Fisher.
+            capture: captures the call, which is impossible inside of a derivative. The mode of the model may be another
+                one at every product.
         """
-        self.model, self.losses, self.ggn = model, losses, ggn
+        self.model, self.losses, self.ggn, self.capture = model, losses, ggn, capture
         self.devices = accelerators(model.parameters())
         self.random = RandomState.now(self.devices)
 
@@ -61,6 +68,7 @@ class FisherProduct:
         Raises NotRegisteredError if the vector does not fit, RuntimeError if an operation of the model has no
         forward-mode derivative.
         """
+        self.capture()
         named = real_parameters(self.model.named_parameters())
         check_fits(vector, {}, alone=False)
         given, vector = vector, real_vector(vector)

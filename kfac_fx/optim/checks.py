@@ -45,7 +45,8 @@ SHORT, SHORT_STEPS, MOST_UNDONE = 10.0, 20, 3  # of r; in steps; in checks
 Tolerance = Callable[[Tensor, Tensor], Tensor]  # from 0-dim tensors to one
 STEPS_TO_READ = 5  # from a check to the step in which the host reads it, at least
 MOST_SHORTENED = 1e30  # of r, which doubles with every step that is undone, and must come down again
-ROUNDED = 1e-3  # of its largest element, by which a parameter may differ that was changed and changed back
+ROUNDED = 1e-3  # of the largest number, by which numbers may differ that were changed and changed back
+SAMPLED = 16  # parameters, whose numbers tell whether others than steps have moved them
 LEAST_ROUNDING = torch.finfo(torch.float64).eps
 
 
@@ -210,30 +211,63 @@ class Watch:
 
 @dataclass
 class Place:
-    """Where a step has left the parameters, as far as the smallest of them tells.
+    """Where a step has left the parameters, as far as some numbers of some parameters tell.
 
-    Others write into parameters, too, as `load_state_dict` does. A loss that rises then is no fault of the steps. SAM
-    and averaged weights write into them and take it back, up to rounding.
+    Others write into parameters, too, as `load_state_dict` and `nn.init` do. A loss that rises then is no fault of the
+    steps. SAM and averaged weights write into all of them and take it back, up to rounding.
+
+    Attributes:
+        views: of the sampled numbers, by the parameter.
+        values: these numbers behind the step; None before the first.
+        versions: of all parameters, by name.
     """
 
-    name: str = ""
+    views: dict[str, Tensor] = field(default_factory=dict)
     values: Tensor | None = None
-    versions: int = 0  # the sum of those of all parameters
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def sample(self, parameters: Tensors) -> Tensor:
+        """The present numbers. The views are made again where the memory of parameters is another one."""
+        views = self.views
+        if not views or any(
+            name not in parameters or parameters[name].data_ptr() != view.data_ptr() for name, view in views.items()
+        ):
+            first = next(iter(parameters.values()))
+            there = [n for n, p in parameters.items() if p.numel() and p.is_contiguous() and p.device == first.device]
+            names = dict.fromkeys([*there[:: max(1, len(there) // SAMPLED)], *there[-2:]])
+            self.views = views = {name: some_numbers(parameters[name]) for name in names}
+        return torch.cat([*views.values()]) if views else torch.zeros(0)
 
     def note(self, parameters: Tensors) -> None:
         """parameters: by name, as this process has them."""
-        self.versions = sum(map(version, parameters.values()))
-        if self.name not in parameters:
-            sizes = {name: parameter.numel() for name, parameter in parameters.items() if parameter.numel()}
-            self.name = min(sizes, key=sizes.__getitem__, default="")
-        self.values = parameters[self.name].clone() if self.name else None
+        self.versions = {name: version(parameter) for name, parameter in parameters.items()}
+        self.values = self.sample(parameters)
 
     def left(self, parameters: Tensors) -> Tensor | None:
-        """Whether the parameters are at another place now, 0-dim; None if nobody has written into them."""
+        """Whether the parameters are at another place now, 0-dim; None if nobody has written into them.
+
+        Where only parameters were written that are not sampled, these are. On a CPU, writes into `parameter.data`
+        count, which no version tells.
+        """
         there = self.values
-        if there is None or self.versions == sum(map(version, parameters.values())) or self.name not in parameters:
+        if there is None or parameters.keys() != self.versions.keys():
             return None
-        return ((parameters[self.name] - there).abs() > ROUNDED * there.abs().max()).any()
+        written = [name for name, parameter in parameters.items() if version(parameter) != self.versions[name]]
+        if not written and there.device.type != "cpu":
+            return None
+        now = self.sample(parameters)
+        if now.shape != there.shape:  # the memory of parameters is another one
+            return torch.ones((), dtype=torch.bool, device=there.device)
+        if written and self.views.keys().isdisjoint(written):
+            return torch.ones((), dtype=torch.bool, device=there.device)
+        if not written and torch.equal(now, there):
+            return None
+        return ((now - there).abs() > ROUNDED * there.abs().max()).any()
+
+
+def some_numbers(parameter: Tensor) -> Tensor:
+    """At most five numbers of a contiguous parameter, a view from the first one on."""
+    return parameter.detach().view(-1)[:: max(1, parameter.numel() // 4)]
 
 
 @dataclass

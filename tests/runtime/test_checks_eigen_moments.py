@@ -286,9 +286,33 @@ def test_a_loss_that_is_too_large_for_a_number_does_not_loosen_the_bound() -> No
     assert opt._step_state.checks.size.ratio > 1e3
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum_type": "adaptive"}], ids=["eigen_moments", "adaptive"])
-@pytest.mark.parametrize("by", ["load_state_dict", "copy_"])
-def test_weights_that_are_loaded_during_a_training_stay(options: dict[str, Any], by: str) -> None:
+def written(net: Any, by: str) -> dict[str, Tensor]:
+    """Write into weights between two steps. Returns what they are then, by name."""
+    wanted = {name: -20 * tensor for name, tensor in net.state_dict().items()}
+    head = net.model[2].weight
+    with torch.no_grad():
+        match by:
+            case "load_state_dict":
+                net.load_state_dict(wanted)
+            case "copy_":
+                for name, parameter in net.model.named_parameters():
+                    parameter.copy_(wanted[name])
+            case "data":
+                for name, parameter in net.model.named_parameters():
+                    parameter.data.copy_(wanted[name])
+            case "a state that is the parameters":
+                state = net.state_dict()
+                net.load_state_dict({**state, "2.weight": -20 * state["2.weight"]})
+            case "one parameter":
+                nn.init.normal_(head, std=20)
+    return {name: parameter.detach().clone() for name, parameter in net.model.named_parameters()}
+
+
+@pairs(
+    ("options", [{}, {"momentum_type": "adaptive"}]),
+    ("by", ["load_state_dict", "copy_", "data", "a state that is the parameters", "one parameter"]),
+)
+def test_weights_that_are_written_during_a_training_stay(options: dict[str, Any], by: str) -> None:
     """The loss is higher there than at the last check. Trainings that write into weights and take it back, as SAM and
     averaged weights do, are checked as before."""
     torch.manual_seed(0)
@@ -296,15 +320,11 @@ def test_weights_that_are_loaded_during_a_training_stay(options: dict[str, Any],
     y = (x @ torch.randn(10, 3)).argmax(1)
     net = compile(model, loss="categorical")
     opt = KFAC(net, seed=0, damping_adaptation_interval=4, exact_steps=False) if not options else KFAC(net, **options)
-    bad = {name: -20 * tensor for name, tensor in net.state_dict().items()}
+    there: dict[str, Tensor] = {}
     for number in range(30):
         if number == 22:  # between two checks
-            if by == "load_state_dict":
-                net.load_state_dict(bad)
-            else:
-                with torch.no_grad():
-                    for name, parameter in model.named_parameters():
-                        parameter.copy_(bad[name])
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            there = written(net, by)
         with torch.no_grad():  # an average is swapped in and out
             for parameter in model.parameters():
                 parameter.mul_(3).div_(3)
@@ -312,10 +332,23 @@ def test_weights_that_are_loaded_during_a_training_stay(options: dict[str, Any],
         opt.zero_grad()
         F.cross_entropy(net(x[part]), y[part]).backward()
         opt.step()
-        if number == 21:
-            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        if number >= 22:
+        if there:
             parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            to_loaded, to_last = (sum(float((parameters[n] - of[n]).norm()) for n in of) for of in (bad, before))
-            assert to_loaded < to_last, number
+            to_there, to_last = (sum(float((parameters[n] - of[n]).norm()) for n in of) for of in (there, before))
+            assert to_there < to_last, number
     assert opt.skipped == 0
+
+
+def test_writes_that_are_taken_back_are_none() -> None:
+    net, opt = made()
+    place = opt._step_state.checks.place
+    for number in range(3):
+        step(net, opt, number)
+    parameters = {name: parameter.detach() for name, parameter in net.model.named_parameters()}
+    place.note(parameters)
+    assert place.left(parameters) is None
+    for parameter in parameters.values():
+        parameter.add_(1.0).sub_(1.0)
+    assert place.left(parameters) is not None and not place.left(parameters)
+    next(iter(parameters.values()))[0, 0] += 1.0
+    assert place.left(parameters)

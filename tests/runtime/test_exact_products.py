@@ -229,3 +229,19 @@ def test_wrong_vectors_are_refused_and_models_without_forward_mode_told() -> Non
     net = kfac_fx.compile(Model(), (x,), loss="categorical")
     with pytest.raises(RuntimeError, match=r"F v needs a forward-mode derivative of the model, and torch has none: "):
         net.fisher_product(x)({name: torch.randn_like(p) for name, p in net.named_parameters()})
+
+
+@pytest.mark.parametrize("captured", ["no call", "another mode", "a call by keywords"])
+def test_a_product_captures_a_call_that_was_not_captured(captured: str) -> None:
+    """A capture inside of the derivative ended in an error that the model has none."""
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)),
+        torch.randn(5, 4),
+    )
+    by_keywords = {"example_kwargs": {"input": x}} if captured == "a call by keywords" else {}
+    net = kfac_fx.compile(model, (x,) if captured == "another mode" else None, loss="categorical", **by_keywords)
+    net.eval()
+    expected = kfac_fx.compile(model, (x,), loss="categorical").fisher_product(x)
+    vector = {name: torch.randn_like(parameter) for name, parameter in net.named_parameters()}
+    torch.testing.assert_close(net.fisher_product(x)(vector), expected(vector), rtol=0, atol=0)

@@ -217,7 +217,8 @@ def test_steps_that_a_later_check_undoes_are_forgotten() -> None:
     assert last_update(net, opt).any()
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.data.mul_(30)  # as wrong steps do
+            parameter.mul_(30)
+    opt._step_state.checks.place.values = None  # as wrong steps do
     before = multiplier(opt)
     step(net, opt, 7)
     assert multiplier(opt) != before
