@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
-from kfac_fx import Batch, RegistrationError, fit_spectrum
+from kfac_fx import Batch, LossError, RegistrationError, fit_spectrum
 from kfac_fx.estimator import fitting as module
 from kfac_fx.estimator.fitting import chosen_parts, joint, pack_units, smallest_bound
 from kfac_fx.recording.recorder import Recorder
@@ -554,3 +554,21 @@ def test_small_mistakes_are_told() -> None:
         RegistrationError, match=r"^`parts` does not .*\n  0\.weight  shares a block with 0\.bias: name both"
     ):
         fit_spectrum(net, batches, parts=[["0.weight"]])
+
+
+def test_a_batch_without_the_labels_of_the_loss_in_forward_says_so() -> None:
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.layer(x)
+            return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    net = kfac_fx.compile(Labelled(), (x,), {"labels": y})
+    text = r"Labelled computes no loss in this call, .* as in kfac_fx\.Batch\(ids, labels=labels\)"
+    for batch in (x, (x, y), kfac_fx.Batch(x, targets=y)):
+        with pytest.raises(LossError, match=text):
+            fit_spectrum(net, [batch])
