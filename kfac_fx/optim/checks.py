@@ -246,8 +246,9 @@ class Place:
     def left(self, parameters: Tensors) -> Tensor | None:
         """Whether the parameters are at another place now, 0-dim; None if nobody has written into them.
 
-        Where only parameters were written that are not sampled, these are. On a CPU, writes into `parameter.data`
-        count, which no version tells.
+        If none of the written parameters is sampled, they are: what writes into all of them and takes it back writes
+        into the sampled ones, too. On a CPU the numbers also tell of writes into `parameter.data`, which change no
+        version.
         """
         there = self.values
         if there is None or parameters.keys() != self.versions.keys():
