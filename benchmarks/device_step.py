@@ -48,7 +48,7 @@ from benchmarks.step_time import INVERSES, NEVER, PLAIN, STATISTICS
 from kfac_fx.cli.demo import clock
 from kfac_fx.optim.rule import ANY, StepIntervals
 from kfac_fx.optim.schedule import MOST_INTERVALS, Schedule
-from kfac_fx.recording.backends import CompiledForward
+from kfac_fx.recording.emitted import CompiledForward
 
 OUT = Path(__file__).parent / "results" / "device_step.json"
 OUT_ON_CPU = OUT.with_name("cpu_step.json")

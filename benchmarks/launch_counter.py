@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's own way to
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from benchmarks.step_models import Problem
-from kfac_fx.fisher.means import StepScalars
+from kfac_fx.fisher.bases import StepScalars
 from kfac_fx.linalg.matrices import HostCopy, products_are_full
 from kfac_fx.optim import padded_step
 from kfac_fx.optim.batch_loss import SHARE
@@ -142,7 +142,7 @@ ANSWERS: Mapping[str, Any] = {  # what differs from the answers for tensors on a
     "kfac_fx.optim.rules.eigen_moments.product_dtype": lambda device, dtype: torch.bfloat16,
     "kfac_fx.optim.padded_step.half_products": half_products,
     "kfac_fx.optim.padded_step.KernelOrPlain": Kernels,
-    "kfac_fx.recording.backends.CudaGraph.__call__": lambda graph, function, key: Counting.as_a_graph(function),
+    "kfac_fx.recording.emitted.CudaGraph.__call__": lambda graph, function, key: Counting.as_a_graph(function),
     # Comparisons of outputs follow the recordings 1, 2, 4, 8, ... and are in no kind of step here.
     "kfac_fx.recording.equivalence.OutputWatch.due": lambda watch: False,
     "kfac_fx.recording.equivalence.refuse_changed_model": lambda differs, model: None,

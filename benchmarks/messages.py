@@ -34,7 +34,7 @@ import kfac_fx
 from benchmarks.alive import AliveBytes
 from benchmarks.decoder import Decoder
 from benchmarks.program import console, table
-from kfac_fx.estimator import early_sums, estimator
+from kfac_fx.estimator import estimator
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.rule import StepIntervals
 
@@ -119,7 +119,7 @@ def large_sums(bucket: int) -> Iterator[None]:
     with (
         patch.object(estimator, "EARLY", 0),
         patch.object(estimator, "BUCKET", bucket),
-        patch.object(early_sums, "BUCKET", bucket),
+        patch.object(estimator, "BUCKET", bucket),
     ):
         yield
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import kfac_fx
 from benchmarks.step_models import Problem
-from kfac_fx.recording.backends import CompiledForward
+from kfac_fx.recording.emitted import CompiledForward
 
 LR = 1e-8  # nobody gets anywhere: all are timed where they began, and no gradient vanishes into slow tiny numbers
 Step = Callable[[], None]

@@ -33,8 +33,8 @@ from benchmarks.cost_docs import table as markdown
 from benchmarks.program import console, table
 from kfac_fx.compiled.compiled_module import DENSE_LIMIT
 from kfac_fx.fisher.placement import loads_of, makespan, round_robin, within_memory
-from kfac_fx.passes.choose import cuts
 from kfac_fx.passes.matrix import block_width
+from kfac_fx.passes.resolve import cuts
 
 OUT = Path(__file__).parent / "results" / "placement.json"
 COUNTED = messages.OUT

@@ -4,8 +4,7 @@ import sys
 
 from kfac_fx import losses
 from kfac_fx.compiled import fisher_blocks, layer_collection
-from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile, detach
-from kfac_fx.compiled.complex_parameters import with_real_parameters
+from kfac_fx.compiled.compiled_module import CompiledModule, capture, compile, detach, with_real_parameters
 from kfac_fx.compiled.layer_collection import (
     LayerCollection,
     get_default_layer_collection,
@@ -17,12 +16,11 @@ from kfac_fx.compiled.register_methods import AUTO_REUSE, VARIABLE_SCOPE, variab
 from kfac_fx.compiled.report import Report
 from kfac_fx.estimator.batches import Batch
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.estimator.fitting import fit_spectrum
+from kfac_fx.estimator.fitting import fit_spectrum, load_queries, load_spectrum, save_queries, save_spectrum
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.estimator.queries import Queries
-from kfac_fx.estimator.saved import load_queries, load_spectrum, save_queries, save_spectrum
 from kfac_fx.fisher.spectrum import Relative, Spectrum
-from kfac_fx.linalg.operators import ConvergenceWarning, Solution
+from kfac_fx.linalg.vectors import ConvergenceWarning, Solution
 from kfac_fx.optim import metrics, plot, rules
 from kfac_fx.optim.checks import StalledWarning
 from kfac_fx.optim.metrics import Metrics

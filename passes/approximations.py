@@ -13,7 +13,7 @@ An approximation is a Kronecker product c A ⊗ G of an input and an output fact
     kron_reduce               A ⊗ G of one row per case, the mean over positions (`recording.statistics`)
     diagonal, full            F from the gradients of single cases
     kron_series_*             several uses as a Markov chain in time (`kfac_fx.fisher.series`)
-    kron_sua, kron_sua_*      convolutions, A from pixels instead of patches (`kfac_fx.fisher.uncorrelated`)
+    kron_sua, kron_sua_*      convolutions, A from pixels instead of patches (`kfac_fx.fisher.block_diagonal`)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .matrix import Shape, block_width
 
-Needs = Mapping[str, str]  # what all uses must have, a key of `LACKS` in `passes.choose` -> the words if not
+Needs = Mapping[str, str]  # what all uses must have, a key of `LACKS` in `passes.resolve` -> the words if not
 Matrix = tuple[int, int, int]  # (g, o, i): groups, outputs and inputs, with the bias column
 SumOfRows = TypeVar("SumOfRows", bound=Callable[..., Tensor])
 Group = TypeVar("Group", bound=type[Any])

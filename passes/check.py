@@ -17,12 +17,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .approximations import APPROXIMATIONS
-from .errors import ApproximationError, LinkError, RegistrationError, nearest, table
+from .errors import ApproximationError, LinkError, RegistrationError, nearest, table, where
 from .graphs.labels import Edge, entries
 from .graphs.operations import op_name
 from .ir import GENERIC, WANTED, Program, Registration
 from .layers import LAYERS, Layer
-from .users_code import where
 
 # --- declarations -----------------------------------------------------------------------------------------------------
 

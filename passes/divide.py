@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from .choose import requested
 from .complex_parameters import original
-from .errors import UntraceableError
+from .errors import UntraceableError, running_line
 from .graphs.labels import symbolic_sizes
 from .graphs.operations import NO_GRADIENT, draws, name_of, op_name
 from .ir import GENERIC, Note, Options, Program, Submodule
 from .pipeline import CAPTURED, run
+from .resolve import requested
 from .submodules import in_model, join, of_parameters_alone
 from .torch_losses import EVERY_NAME
 from .torch_private import pytree, transforms
@@ -59,7 +59,6 @@ from .tracing.effects import written_by
 from .tracing.settings import PLAIN, ForwardSettings, computed_weight, plain
 from .tracing.signature import autocast, call_key, kinds
 from .tracing.substitutes import Apply, Function, functions_applied
-from .users_code import running_line
 
 ALL_GENERIC = (
     "If you cannot change this code, make all parameters generic, with diagonal blocks; then nothing needs to be "

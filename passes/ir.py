@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from .approximations import APPROXIMATIONS, PER_CASE, Approximation, Matrix, Side, Statistic
-from .errors import plural
+from .errors import plural, where
 from .matrix import Layout, MatrixForm, Shape
-from .parametrization import Parametrization, Transposed, Value, with_nodes
-from .pieces import ParameterExpr, Piece
-from .users_code import where
+from .parametrization import ParameterExpr, Parametrization, Piece, Transposed, Value, with_nodes
 
 # --- uses -------------------------------------------------------------------------------------------------------------
 
@@ -280,7 +278,7 @@ class Submodule:
 
 @dataclass(frozen=True)
 class Way:
-    """The operations from a loss that forward computes to the losses that it returns; see `passes.returned_loss`.
+    """The operations from a loss that forward computes to the losses that it returns; see `passes.losses`.
 
     nodes: in the order of the graph; the first is the loss. ends: the returned ones among them.
     dropped: operands of sums that are no part of the loss.
@@ -424,7 +422,7 @@ class Program:
     layers: Mapping[str, Any] = field(default_factory=dict)  # name -> passes.layers.Layer, opaque to the IR
     losses: tuple[LossSite, ...] = ()
     returned_losses: tuple[fx.Node, ...] = ()  # what forward returns of these losses
-    cut: tuple[fx.Node, ...] = ()  # the last activations of their other terms, see `passes.returned_loss`
+    cut: tuple[fx.Node, ...] = ()  # the last activations of their other terms, see `passes.losses`
     likelihood: bool = True  # whether they are weighted sums of `losses` and nothing else
     named_loss: int | None = None  # which of the returned values forward calls "loss"
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs

@@ -1,26 +1,313 @@
 """Where the Fisher's outputs are: a loss that forward computes itself, or what the model returns.
 
 logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, inputs = logits, targets = y
+
+**Returned losses**: from a loss that forward computes to the loss that forward returns: the operations between, and
+what else is in it.
+
+    ce = F.cross_entropy(z, y, reduction="none")
+    loss = (ce * mask).sum() / mask.sum() + 0.1 * h.square().mean()
+
+The *way* of `ce` is mul, sum, div, add. It is linear in `ce`, and the mask is computed from inputs, so the weight of
+every case in the returned loss, ∂loss / ∂ce, is known without a forward. A term such as that of h is on no way. Its
+gradient enters at the last node with a row for every case, here the square: the *cut* has these nodes.
+
+A returned loss is a *likelihood* if it is a weighted sum of losses of torch and nothing else. Then its Fisher is that
+of the distributions, weighted. Every other loss has a gradient, and no Fisher with a name.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.func import grad
 
 from .cases import size_of_cases
-from .graphs.labels import Label, ancestors, has_gradient, labels
-from .graphs.operations import CASTS, PERMUTES, op_name
+from .errors import where
+from .graphs.labels import (
+    Label,
+    ancestors,
+    computed_from_parameters,
+    differentiated,
+    has_gradient,
+    in_example,
+    labels,
+    labels_of,
+    shape_of,
+    symbolic_sizes,
+)
+from .graphs.operations import (
+    CASTS,
+    JOINS,
+    PARTS,
+    PERMUTES,
+    SHAPE_ONLY,
+    VIEWS,
+    changes_memory,
+    computed,
+    is_random,
+    op_name,
+)
 from .graphs.spelling import order_operands
-from .ir import LossSite, Note, Program
-from .returned_loss import other_terms, returned_losses, unknowable, way_of
+from .ir import LossSite, Note, Program, Way
 from .torch_losses import BY_NAME
 from .torch_private import pytree
-from .users_code import where
+
+ADDS = {"add", "sub", "rsub"}
+LINEAR = VIEWS | PARTS | CASTS | {
+    "sum", "mean", "neg", "index", "index_select", "gather", "take", "take_along_dim", "masked_select", "masked_fill",
+    "expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "view_as", "reshape_as", "type_as", "ravel",
+    "flip", "roll", "tril", "triu", "cumsum", "unsafe_view", "nan_to_num",
+}  # fmt: skip
+PRODUCTS = {"mul", "matmul", "dot", "inner", "vdot", "vecdot", "einsum", "tensordot"}
+SMOOTH = {
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "pow",
+    "square",
+    "sqrt",
+    "sigmoid",
+    "tanh",
+    "softplus",
+    "mul",
+    "div",
+    "detach",
+}
+SCATTERS = {"scatter_add", "index_add"}
+ValueOf = Callable[[fx.Node], Any]
+
+
+def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], named: fx.Node | None) -> list[fx.Node]:
+    """The returned values that the losses are behind: the one that is named "loss"; or all that are neither a part nor
+    a function of an earlier one, as the perplexity behind a loss and the terms behind their sum are.
+
+    sites: the nodes of the losses. named: the value that forward returns under the name "loss".
+    """
+    behind = {node: ancestors([node]) for node in dict.fromkeys(returned)}
+    losses = [node for node, nodes in behind.items() if not nodes.isdisjoint(sites)]
+    if named in losses:
+        return [node for node in losses if node is named]
+    kept: list[fx.Node] = []
+    for node in losses:
+        if not any(node in behind[other] or other in behind[node] for other in kept):
+            kept.append(node)
+    return kept
+
+
+# --- the way of a loss ------------------------------------------------------------------------------------------------
+
+
+def way_of(
+    site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], unknown: Container[fx.Node]
+) -> Way | None:
+    """The way from a loss to the returned ones; None if an operation on it cannot be repeated from inputs and this loss
+    alone.
+
+    ends: the returned losses; behind: all nodes that a gradient of them reaches. unknown: see `unknowable`.
+    """
+    inside = {site: None}
+    for node in site.graph.nodes:
+        if node in behind and node is not site and any(operand in inside for operand in node.all_input_nodes):
+            inside[node] = None
+    linear, elementwise, dropped, read = True, True, dict[fx.Node, None](), False
+    for node in [node for node in inside if node is not site]:
+        name, others = op_name(node), [operand for operand in node.all_input_nodes if operand not in inside]
+        lost = [operand for operand in others if operand in unknown]
+        if node.op not in ("call_function", "call_method") or changes_memory(node) or is_random(node):
+            return None
+        adds = name in ADDS or ((name in JOINS or name == "where") and all(map(has_fixed_shape, lost)))
+        if lost and not adds:
+            return None
+        dropped |= dict.fromkeys(lost)
+        read |= len(others) > len(lost)
+        its_linear = is_linear(node, inside) if not adds else name != "where" or node.args[0] not in inside
+        linear, elementwise = linear and its_linear, elementwise and (its_linear or name in SMOOTH)
+    divisors = counts_among(divisor for node in list(inside)[1:] if (divisor := divisor_of(node, inside)) is not None)
+    reached = tuple(end for end in ends if end in inside)
+    way = Way(tuple(inside), reached, tuple(dropped), linear, elementwise, divisors=divisors)
+    if len(inside) > 1 and (not linear or read or shape_of(site)):
+        return way
+    leaf = torch.ones((), dtype=torch.float64)
+    return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
+
+
+def counts_among(divisors: Iterable[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
+    """The divisors that may be numbers of cases: those that forward is given, or else whole constants, or else inverses
+    of these. Other constants are factors of the loss, such as ln 2."""
+    every = list(divisors)
+    given = tuple(pair for pair in every if isinstance(pair[0], fx.Node))
+    constants = [pair for pair in every if pair not in given]
+    whole = tuple(pair for pair in constants if pair[1] > 0 and float(pair[0]).is_integer() and pair[0] > 1)
+    return given or whole or tuple(pair for pair in constants if pair[1] < 0)
+
+
+def divisor_of(node: fx.Node, inside: Container[fx.Node]) -> tuple[Any, int] | None:
+    """The single number that an operation divides a loss `inside` by, and 1; or the one that it multiplies with, as an
+    inverse is, and -1; None if it does neither."""
+    name, operands = op_name(node), [operand for operand in node.args if operand not in inside]
+    if name not in ("div", "mul") or len(operands) != 1 or (name == "div" and operands[0] is node.args[0]):
+        return None
+    (operand,) = operands
+    if isinstance(operand, fx.Node):
+        value = operand.meta.get("val")
+        if isinstance(value, Tensor) and math.prod(shape_of(operand)) != 1:
+            return None
+    if name == "div":
+        return operand, 1
+    return (operand, -1) if is_inverse(operand) else None
+
+
+def is_inverse(operand: Any) -> bool:
+    """Whether an operand is 1 / n of something, times numbers; or such a number itself, with a whole n from 3 on.
+    Powers of ten are factors of a loss."""
+    if isinstance(operand, float):
+        inverse = 1.0 / operand if operand > 0 else 0.0
+        whole = 2.5 < inverse < math.inf and abs(inverse - round(inverse)) <= 1e-6 * inverse
+        return whole and str(round(inverse)).strip("0") != "1"
+    if not isinstance(operand, fx.Node):
+        return False
+    name = op_name(operand)
+    if name in ("mul", *CASTS, *VIEWS):
+        return any(map(is_inverse, operand.args))
+    return name in ("reciprocal", "div") or (name == "pow" and operand.args[1] in (-1, -1.0))
+
+
+def mask_on(way: Way) -> fx.Node | None:
+    """The node that the rows of a loss are multiplied with, or chosen by, on its way: [cases, positions]; None if there
+    is none of this shape."""
+    for node in way.nodes[1:]:
+        if op_name(node) not in ("mul", "where", "index", "masked_select"):
+            continue
+        for operand in (o for o in node.all_input_nodes if o not in way.nodes and o not in way.dropped):
+            while op_name(operand) in VIEWS and isinstance(operand.args[0], fx.Node):
+                operand = operand.args[0]
+            if len(shape_of(operand)) == 2 and (op_name(node) == "mul" or operand.meta["val"].dtype is torch.bool):
+                return operand
+    return None
+
+
+def is_linear(node: fx.Node, inside: Container[fx.Node]) -> bool:
+    """Whether an operation is linear in its operands that are `inside`."""
+    name, operands = op_name(node), [operand for operand in node.all_input_nodes if operand in inside]
+    if name in LINEAR or name == "div":
+        return operands == [node.args[0]]
+    if name in PRODUCTS:
+        taken: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), taken.append)
+        return len(operands) == 1 and taken.count(operands[0]) == 1
+    return name in SCATTERS and operands == [node.args[-1]]
+
+
+def has_fixed_shape(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+
+
+def unknowable(program: Program) -> set[fx.Node]:
+    """The nodes whose values are not known from the inputs: they depend on parameters, or on random numbers."""
+    unknown = set(computed_from_parameters(program))
+    for node in program.graph.nodes:
+        learned = node.op == "get_attr" and node.target in program.parameters
+        follows = op_name(node) not in SHAPE_ONLY and not unknown.isdisjoint(node.all_input_nodes)
+        if learned or follows or (node.op in ("call_function", "call_method") and is_random(node)):
+            unknown.add(node)
+    return unknown
+
+
+def weights_on(way: Way, leaf: Tensor, value_of: ValueOf) -> Tensor:
+    """The gradient of the returned losses with respect to the loss at the beginning of a way.
+
+    leaf: a value of that loss. value_of: of the nodes that are known from the inputs.
+    """
+
+    def returned(loss: Tensor) -> Tensor:
+        values: dict[fx.Node, Any] = {way.nodes[0]: loss}
+
+        def operand(node: fx.Node) -> Any:
+            if node in values:
+                return values[node]
+            if node not in way.dropped:
+                return value_of(node)
+            return loss.new_zeros(shape_of(node) if has_fixed_shape(node) else ())
+
+        for node in way.nodes[1:]:
+            args: Any = fx.map_arg(node.args, operand)
+            kwargs: Any = fx.map_arg(node.kwargs, operand)
+            values[node] = computed(node, args, kwargs)
+        return torch.stack([values[end].sum() for end in way.ends]).sum()
+
+    weights: Tensor = grad(returned)(leaf)  # of torch.func, because a product with a Jacobian may run around it
+    return weights
+
+
+# --- what else is in a returned loss ----------------------------------------------------------------------------------
+
+
+def other_terms(
+    program: Program, ends: Sequence[fx.Node], inputs: Container[fx.Node], behind: Collection[fx.Node]
+) -> tuple[tuple[fx.Node, ...], tuple[str, ...]]:
+    """(activations that enter the returned losses around the inputs of the losses, parameters that enter behind the
+    sums over cases).
+
+    The first are the last nodes with a row for every case. Together with the inputs of the losses they cut the graph:
+    the gradient of a returned loss passes one of them, once, on every way to a parameter that enters before.
+    """
+    label, sizes = labels_of(program), sizes_of_cases(program)
+    learned = {node for node in behind if node.op == "get_attr" and node.target in program.parameters}
+    order = {node: number for number, node in enumerate(program.graph.nodes)}
+    with_gradient, of_inputs = set(learned), set[fx.Node]()
+    for node in sorted(behind, key=order.__getitem__):
+        operands = differentiated(node)
+        if not with_gradient.isdisjoint(operands):
+            with_gradient.add(node)
+        if node in inputs or not of_inputs.isdisjoint(operands):
+            of_inputs.add(node)
+    cut, beside, seen, stack = dict[fx.Node, None](), dict[str, None](), set[fx.Node](), list(ends)
+    while stack:
+        node = stack.pop()
+        if node in seen or node not in with_gradient or node in inputs:
+            continue
+        seen.add(node)
+        operands = [operand for operand in differentiated(node) if operand in with_gradient]
+        reads = any(label[operand] is Label.PURE for operand in operands)
+        if node in learned:
+            beside[str(node.target)] = None
+        elif label[node].activation and has_cases(node, sizes) and (reads or node not in of_inputs):
+            cut[node] = None
+        else:
+            stack += operands
+    return tuple(sorted(cut, key=order.__getitem__)), tuple(beside)
+
+
+def sizes_of_cases(program: Program) -> set[str] | None:
+    """The symbols of the sizes that count cases. torch.export does not tie those of all inputs; untied ones are first
+    sizes that are as large in the example. None if the graph knows no sizes."""
+    if program.cases is None or program.cases.isdigit():
+        return None
+    pairs = [
+        (str(size), in_example(size), dim) for node in program.inputs for dim, size in enumerate(shape_of(node))
+        if isinstance(size, torch.SymInt)
+    ]  # fmt: skip
+    number = next((size for name, size, _ in pairs if name == program.cases), None)
+    return {program.cases} | {name for name, size, dim in pairs if dim == 0 and size == number}
+
+
+def has_cases(node: fx.Node, sizes: Collection[str] | None) -> bool:
+    """Whether a node has a row for every case."""
+    if sizes is None:
+        return bool(shape_of(node))
+    names = "|".join(sizes)
+    return any(size and re.search(rf"\b({names})\b", size) for size in symbolic_sizes(node))
+
 
 VIEWED = CASTS | PERMUTES | {"reshape", "view", "flatten", "squeeze", "unsqueeze", "ravel", "masked_fill"}
 

@@ -40,10 +40,9 @@ from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .layers.declaration import ROLES
 from .matrix import Layout, Shape
-from .parametrization import Complex, ComplexOutputs, nodes_of
+from .parametrization import Complex, ComplexOutputs, ParameterExpr, nodes_of
 from .parametrizations.functions import in_pieces, small_functions, static_shape
 from .parametrizations.tables import LinearMap, constant, gathered_weight
-from .pieces import ParameterExpr
 from .tracing.substitutes import ThreadTracer
 
 

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .case_order import CaseOrder
-from .errors import LayerError, fatal
+from .cases import CaseOrder
+from .errors import LayerError, fatal, where
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import JOINS, SHAPE_ONLY, op_name
 from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
 from .parametrization import Computed, Value
-from .users_code import where
 
 STRANGE = -1  # instead of a position: one of other sequences, or in another order
 ALL = sys.maxsize  # instead of a position: more than one

@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from .check import check, link
-from .cut import cut
 from .errors import plural
-from .expressions import express
+from .expressions import cut, express
 from .ir import Pass, PassRecord, Program, Use
-from .kernels import as_kernels
 from .losses import find_losses
 from .match import match
 from .normalize import normalize
 from .resolve import resolve
 from .submodules import find_outputs, give_lookups, leave_python
-from .unroll import unroll
+from .unroll import as_kernels, unroll
 
 CAPTURED: tuple[Pass, ...] = (unroll, normalize)  # one spelling of the graph
 MATCHED: tuple[Pass, ...] = (express, match, cut)  # the uses of parameters

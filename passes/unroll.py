@@ -1,4 +1,6 @@
-"""Recurrent layers written out: at every step a linear layer of the input, one of the state, and the gates.
+"""Recurrent layers, written out for what is recorded, and by torch's kernels for what is evaluated.
+
+**Written out**: at every step a linear layer of the input, one of the state, and the gates.
 
     y, h = recurrent("rnn_tanh", x, h0, [w, u, b, c])     x_0, x_1, ... = unbind(x)
                                                           h_1 = tanh(linear(h0, u, c) + linear(x_0, w, b))
@@ -14,11 +16,20 @@ their padding: a sequence keeps its state beyond its length, and its outputs the
 
 A first state that does not depend on the batch is expanded to one row for each case, so that its product with a weight
 is a use like the others. A zero state adds nothing to the weight's gradient, but the bias beside it has a gradient.
+
+**Kernels**: recurrent layers as torch computes them, in graphs that are evaluated and neither recorded nor
+differentiated.
+
+    recurrent("lstm", x, [h, c], weights, ...)  ->  run_layers("lstm", x, [h, c], weights, ...), which calls torch.lstm
+
+`unroll` writes a node for every operation of every step, because a weight has a use in each. An evaluation needs no
+uses, and a kernel of torch takes a part of the time. Packed sequences stay packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +41,7 @@ from .graphs.edit import Writer
 from .graphs.labels import Label, labels
 from .graphs.operations import op_name
 from .ir import STEP, UNROLLED, Program
+from .tracing.substitutes import STACK_OF_LAYERS, compute, run_layers
 
 Stepped = Any  # an fx.Proxy, on which operations become nodes; or a tensor
 State = list[Stepped]
@@ -287,3 +299,30 @@ WRITTEN: dict[str, Callable[[Unroller, fx.Node], State]] = {
     "packed": write_packed,
     "unpacked": write_unpacked,
 }
+
+
+def as_kernels(program: Program) -> Program:
+    """Let the operations of `tracing.substitutes` that stand for recurrent layers and packed sequences compute."""
+    program = program.copied()
+    compute(program.graph)
+    return program
+
+
+def recurrent_stacks(graph: fx.Graph) -> list[fx.Node]:
+    """The stacks of recurrent layers in a captured graph, or in one `as_kernels`."""
+    return [node for node in graph.nodes if op_name(node) in (STACK_OF_LAYERS, run_layers.__name__)]
+
+
+def lengths_of(stack: fx.Node) -> fx.Node | None:
+    """The node of the lengths of packed sequences."""
+    lengths: fx.Node | None = argument(stack, "lengths")
+    return lengths
+
+
+def draws_noise(stack: fx.Node) -> bool:
+    """Whether there is dropout between the layers of a stack."""
+    return bool(argument(stack, "dropout"))
+
+
+def argument(stack: fx.Node, name: str) -> Any:
+    return signature(run_layers).bind(*stack.args).arguments[name]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.checkpoint_checks import SINCE
+from kfac_fx.optim.checkpoint import SINCE
 
 Path = tuple[Any, ...]  # ("state", 0, "velocity"), ("param_groups", 0, "lr")
 REMOVED = object()

@@ -63,7 +63,7 @@ def warnings_of_kfac_fx() -> Iterator[list[str]]:
     give = warnings.warn_explicit
 
     def listen(message: Any, *args: Any, **kwargs: Any) -> None:
-        if sys._getframe(1).f_globals.get("__name__") == kfac_fx.passes.users_code.__name__:
+        if sys._getframe(1).f_globals.get("__name__") == kfac_fx.passes.errors.__name__:
             told.append(first_line(message))
         give(message, *args, **kwargs)
 

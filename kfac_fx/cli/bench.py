@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import kfac_fx
 from kfac_fx.cli.demo import clock
 from kfac_fx.cli.problem import DEVICE, PROBLEM, CommandError, Problem, Subcommand, argument, failure, read, step_count
-from kfac_fx.compiled.text import memory_text
+from kfac_fx.compiled.report import memory_text
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.progress import tracked
 

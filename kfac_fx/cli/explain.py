@@ -21,9 +21,8 @@ from torch import fx
 from kfac_fx.cli.problem import PROBLEM, CommandError, Problem, Subcommand, argument, failure, read
 from kfac_fx.compiled.report import Report, factor_text
 from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
-from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.divide import divide
-from kfac_fx.passes.errors import UntraceableError, nearest, plural
+from kfac_fx.passes.errors import UntraceableError, nearest, plural, source_line, where
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import Label, entries, labels_of
 from kfac_fx.passes.graphs.operations import op_name
@@ -31,9 +30,9 @@ from kfac_fx.passes.ir import NUMBER, Options, Pass, Program, Registration, Use
 from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.match import Binding, Mismatch, Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
+from kfac_fx.passes.resolve import lacking
 from kfac_fx.passes.torch_private import OpOverload
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.users_code import source_line, where
 from kfac_fx.recording.emitted_submodules import number_of_examples
 
 LINE_WIDTH = 100

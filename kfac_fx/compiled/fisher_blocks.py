@@ -21,14 +21,12 @@ from kfac_fx.linalg.arguments import choice
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
-from kfac_fx.passes.choose import cases_apart, lacking
-from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady, NotRegisteredError, RegistrationError, where
 from kfac_fx.passes.graphs.labels import in_example
 from kfac_fx.passes.ir import GENERIC, Registration, Sampling, Use
 from kfac_fx.passes.layers import LAYERS, Layer
-from kfac_fx.passes.pieces import Piece
-from kfac_fx.passes.resolve import align
-from kfac_fx.passes.users_code import where
+from kfac_fx.passes.parametrization import Piece
+from kfac_fx.passes.resolve import align, cases_apart, lacking
 from kfac_fx.recording.statistics import Key, additive
 from kfac_fx.recording.taps import over_sources, over_uses, scales
 
@@ -535,7 +533,7 @@ class FullyConnectedSeriesFB(KroneckerProductFB, layers=LINEAR, default="kron_se
 class ConvKFCBasicFB(KroneckerProductFB, layers=CONVOLUTIONS):
     """c A ⊗ G of patches and gradients, with c output positions (Grosse & Martens 2016, equation 23).
 
-    With "kron_sua" and its relatives A is of pixels (section 4.2 there; `kfac_fx.fisher.uncorrelated`).
+    With "kron_sua" and its relatives A is of pixels (section 4.2 there; `kfac_fx.fisher.block_diagonal`).
     """
 
 

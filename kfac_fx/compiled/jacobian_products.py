@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.exact_products import LossTerms, at_least_one
+from kfac_fx.compiled.compiled_module import CompiledModule, LossTerms, at_least_one
 from kfac_fx.linalg.processes import Replicas, in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.trace import forward_mode
-from kfac_fx.passes.tracing.random_streams import accelerators, same_random
-from kfac_fx.recording.evaluation import BAGS, BagsByLookups
+from kfac_fx.passes.tracing.effects import accelerators, same_random
+from kfac_fx.recording.equivalence import BAGS, BagsByLookups
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
 LENGTHS = (1.0, 1 / 4, 1 / 16)  # of differences, as parts of the usual length: a shorter one for a function that bends

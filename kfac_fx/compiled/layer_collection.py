@@ -51,8 +51,7 @@ from kfac_fx.losses.distributions import LossFunction, Normal, check_variance
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.cases import size_of_cases, with_batch_dim
 from kfac_fx.passes.check import check_registration, uses_in_graph
-from kfac_fx.passes.choose import cut_sides
-from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError, ReuseError
+from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError, ReuseError, where
 from kfac_fx.passes.graphs.labels import (
     ancestors,
     entries,
@@ -63,10 +62,10 @@ from kfac_fx.passes.graphs.labels import (
 from kfac_fx.passes.ir import GENERIC, LossSite, Program, Registration, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.passes.padding import padding
-from kfac_fx.passes.pieces import Piece
+from kfac_fx.passes.parametrization import Piece
 from kfac_fx.passes.pipeline import after_registrations, run, verify
+from kfac_fx.passes.resolve import cut_sides
 from kfac_fx.passes.torch_losses import BY_NAME
-from kfac_fx.passes.users_code import where
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.masks import checked_mask
 from kfac_fx.recording.recorder import Recorder

@@ -8,6 +8,23 @@ trained loss (`factors`). Residuals, whose gradient is a multiple of the outputs
 the user's loss, such as a penalty on parameters, do not pass through these outputs. If no targets fit, for example with
 label smoothing, the gradient of a loss that forward returns tells the factor, and a loss outside of forward has no
 warning.
+
+**Squared errors**: their factors, which their gradients alone do not tell.
+
+The gradient of f times a registered loss is that of the loss itself, with other targets: f (m - t) = m - t' with
+t' = m - f (m - t). The value of the trained loss tells f. With N cases, the variance v, and the weight w of the loss,
+
+    g = f w (m - t) / (v N),     f w |m - t|² / (2 v N) = s / f,     s = |g|² v N / (2 w)
+
+So the values of several squared errors add up to Σ s_i / f_i, which is what the losses whose factors are known leave
+of the value. Other terms, such as a penalty on parameters, hide the factors, as do other losses that are registered as
+squared errors, such as Huber's: then the equation gives any number. So a factor counts if it is one that people write.
+
+**Parts** of a trained loss that its curvature does not have: weights of cases, masks, and terms around the losses.
+
+A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it
+shows the weight and the target. A weight of zero is a case that the trained loss leaves out. Label smoothing changes e
+alone, and the curvature does not depend on e.
 """
 
 from __future__ import annotations
@@ -16,7 +33,7 @@ import math
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,23 +41,198 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.compiled.loss_parts import part_around, weights_of_cases
-from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.linalg.matrices import is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.losses import Categorical, Normal
+from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses
-from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import LossError, out_of_memory
+from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
-from kfac_fx.passes.tracing.random_streams import RandomState, same_random
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.output_losses import real_losses
 from kfac_fx.recording.recorder import Recorder
+
+ONE_WEIGHT = 5e-2  # of weights, relative; label smoothing of rows that fit moves them by 2e-2, those on purpose more
+ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
+CERTAIN = 0.999  # a probability
+SMALL = 0.1  # a part of the gradient that is not worth a warning
+LEFT_OUT = (
+    "the trained loss leaves out {} of {} cases, whose gradient is zero, and the factors have them: {} of their sums "
+    "are of cases that are not trained. {}"
+)
+IF_PADDING = (
+    "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
+    "Else"
+)
+IF_MASKED = "If they are padding, padding_mask does not fit these outputs, so"
+HOW_TO_LEAVE_OUT = (
+    "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
+    "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
+    "as the nodes of a graph without labels, name the outputs of the others: "
+    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
+)
+WEIGHED = (
+    "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
+    " {}"
+)
+HOW_TO_WEIGH = (
+    'Let forward compute the loss as a product of F.cross_entropy(..., reduction="none") and weights that depend on '
+    'the inputs alone; or write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients themselves.'
+)
+AROUND = (
+    "{:.0%} of the gradient of the trained loss comes from terms that are no log-likelihood ({}), and the factors have "
+    "no curvature of them. Nothing is wrong if they are a small part of the loss; else lower lr, or write "
+    'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
+)
+
+
+def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
+    """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
+
+    coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
+        finite. has_mask: whether there is a padding mask.
+    """
+    fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
+    if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
+        return []
+    counted = loss.kept if loss.real is None else loss.real
+    kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if counted is None else counted
+    rows = torch.where(kept.unsqueeze(-1), gradient, 0).reshape(-1, gradient.shape[-1]).double()
+    p = loss.inputs.detach().reshape(rows.shape).double().softmax(-1)
+    expected = p - torch.nn.functional.one_hot(rows.argmin(-1), rows.shape[-1])
+    if isinstance(coefficient, Tensor) and coefficient.dim():
+        expected = expected * coefficient.expand(*loss.inputs.shape[:-1], 1).reshape(-1, 1).double()
+    weight = (rows * expected).sum(-1) / expected.square().sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    apart = (rows - weight.unsqueeze(-1) * expected).norm(dim=-1) > ON_A_ROW * rows.norm(dim=-1)
+    trained = rows.any(-1)
+    uncertain = p.max(-1).values < CERTAIN  # the gradient of others is small, and may be rounded to zero
+    masked = kept.reshape(-1) & ~trained & uncertain
+    told = trained & uncertain
+    least, most = (torch.where(told, weight, other) for other in (torch.inf, -torch.inf))
+    number, unfit, left_out, cases, low, high, total = torch.stack([
+        told.sum(), (trained & apart).any(), masked.sum(), kept.sum(),
+        least.min(), most.max(), torch.where(told, weight, 0).sum(),
+    ]).tolist()  # fmt: skip
+    if not number or unfit or low < 0:
+        return []
+    lines = []
+    if left_out > SMALL * cases:
+        remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy))
+    if high - low > ONE_WEIGHT * high:
+        mean = total / number
+        lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
+    return lines
+
+
+def part_around(
+    recorder: Recorder,
+    roots: Sequence[Tensor],
+    fisher: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    live: dict[str, Tensor],
+) -> str | None:
+    """The line of the warning about terms of the returned loss that do not pass the inputs of its losses; None if there
+    are none to speak of.
+
+    roots: the returned loss. fisher: the inputs of its losses, and inner: its gradients there. live: the parameters.
+    """
+    program = recorder.program
+    if not program.cut or not roots:
+        return None
+    leaves = [value for value in live.values() if value.requires_grad]
+    learned = [(value, gradient) for value, gradient in zip(fisher, inner, strict=True) if value.requires_grad]
+    whole = torch.autograd.grad(
+        [root.sum() for root in roots], leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    through = torch.autograd.grad(
+        [value for value, _ in learned],
+        leaves,
+        [gradient for _, gradient in learned],
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    size = torch.stack([gradient.double().norm() for gradient in whole]).norm()
+    rest = torch.stack([(a - b).double().norm() for a, b in zip(whole, through, strict=True)]).norm()
+    part = float(rest / size) if float(size) > 0 else 0.0
+    return AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut)) if part > SMALL else None
+
+
+EXACT = 1e-4  # relative error of a factor that is a number that people write
+VALUES = 1e-5  # of a sum of several values
+MANTISSAS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
+DECADES = range(-6, 7)
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """A registered squared error on the outputs of one forward.
+
+    Attributes:
+        loss: its distribution.
+        weight: of its mean over cases.
+        gradient: the trained one, of its inputs.
+    """
+
+    loss: Normal
+    weight: float
+    gradient: Tensor
+
+    @property
+    def size(self) -> float:
+        """s: its value, times its factor."""
+        loss = self.loss
+        return float(self.gradient.double().square().sum()) * loss.var * loss.all_cases / (2 * self.weight)
+
+    def nominal(self, factor: float, parts: int) -> float | None:
+        """The number that people write that this factor is; None if it is none."""
+        numbers = self.numbers(parts)
+        return next((number for number in numbers if abs(factor - number) <= EXACT * number), None)
+
+    def numbers(self, parts: int) -> Iterator[float]:
+        """The factors that people write: those of means and sums, round numbers, and each divided by the number of
+        micro-batches."""
+        cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
+        usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
+        powers = [2.0**exponent for exponent in range(-16, 17)]
+        tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
+        for part in dict.fromkeys((1, parts)):
+            yield from (number / part for number in (*usual, *powers, *tens, 1 / 3))
+
+
+def factors_of_squares(
+    squares: Sequence[SquaredError], value: float | None, parts: int = 1
+) -> list[tuple[float, bool]] | None:
+    """(the factor, whether it is one that people write) of every squared error; None if they are not known.
+
+    Args:
+        value: of the squared errors together, as they are trained; None: it is not known.
+        parts: the number of micro-batches, which the user may have divided the loss by.
+    """
+    if not squares or value is None or not 0 < value < math.inf:
+        return None
+    sizes = [of.size for of in squares]
+    if not all(0 < size < math.inf for size in sizes):
+        return None
+    common = sum(sizes) / value
+    number = squares[0].nominal(common, parts)
+    if len(squares) == 1:
+        return [(common if number is None else number, number is not None)]
+    if number is not None and abs(common / number - 1) <= VALUES:
+        return [(number, True)] * len(squares)
+    for unit in dict.fromkeys((1.0, 1.0 / parts)):
+        for place, of in enumerate(squares):
+            rest = value - (sum(sizes) - sizes[place]) / unit
+            number = of.nominal(sizes[place] / rest, parts) if rest > 0 else None
+            if number is not None and abs(sizes[place] / number - rest) <= VALUES * value:
+                return [(number if other == place else unit, True) for other in range(len(squares))]
+    return None
+
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
 PROPORTIONAL = 1e-3  # relative error of a gradient that is a multiple of another, in float32

@@ -18,19 +18,18 @@ from torch import Tensor, fx, nn
 
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.cases import size_of_cases, with_batch_dim, with_mask
-from kfac_fx.passes.choose import declared_by_user
 from kfac_fx.passes.complex_parameters import original
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table, where
 from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_at, patterns_by_target
 from kfac_fx.passes.matrix import real_numbers
-from kfac_fx.passes.pieces import Piece
+from kfac_fx.passes.parametrization import Piece
 from kfac_fx.passes.pipeline import CAPTURED, MATCHED, run
+from kfac_fx.passes.resolve import declared_by_user
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.signature import PREFIX
-from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Key
 
 Entry = TypeVar("Entry")
@@ -403,7 +402,7 @@ class Finder:
         Args:
             layers: names of declared layers; empty: any.
             inputs: the nodes that the uses read, in the order of `outputs`; None: as in the graph.
-            scope: see `cut`.
+            scope: see `expressions`.
 
         Raises RegistrationError, which lists the uses that are there, if a node is not computed by one of `layers` with
         at least these parameters from its input, and for lists of different lengths or without an output.

@@ -15,8 +15,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from kfac_fx.estimator.manifests import digest
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.estimator.files import digest
+from kfac_fx.passes.errors import warn_user
 
 
 class Batch:

@@ -19,29 +19,37 @@ from torch.func import vmap
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.batches import NotFinite, as_batch, refuse_no_batches
-from kfac_fx.estimator.queries import Queries, in_order, recording
-from kfac_fx.estimator.weights import Weights
+from kfac_fx.estimator.queries import Queries, Weights, in_order, recording
 from kfac_fx.fisher.block import key_text
+from kfac_fx.fisher.groups import System
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
-from kfac_fx.fisher.systems import System
 from kfac_fx.linalg.arguments import choice, wrong_value
-from kfac_fx.linalg.linear_maps import applied
 from kfac_fx.linalg.matrices import are_finite
-from kfac_fx.linalg.operators import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.linalg.vectors import Vector, check_fits, joined, like_vector, real_vector
-from kfac_fx.losses.sources import Measurement
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.linalg.vectors import (
+    NamedProduct,
+    Solution,
+    Vector,
+    applied,
+    check_fits,
+    conjugate_gradients,
+    joined,
+    like_vector,
+    real_vector,
+)
+from kfac_fx.losses.distributions import Measurement
+from kfac_fx.passes.errors import warn_user
 from kfac_fx.recording.case_gradients import (
     Cases,
     Consumer,
     Counts,
     LowRank,
+    OutputGradients,
+    OutputsOf,
     QueryGradients,
     sum_of_squares,
     weighted_squares,
 )
-from kfac_fx.recording.output_gradients import OutputGradients, OutputsOf
 from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key, Rows, homogeneous
 

@@ -16,18 +16,29 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher import series, uncorrelated  # noqa: F401  # they fill in their algebras
+from kfac_fx.fisher import series  # noqa: F401  # they fill in their algebras
 from kfac_fx.fisher.block_diagonal import WideGroup
-from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter
+from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter, System
 from kfac_fx.fisher.placement import BlockOwners, DividedForm, DividedGroup, divided_forms
-from kfac_fx.fisher.systems import System
-from kfac_fx.linalg.arguments import a_device, not_negative, number, one_element, optional, wrong_value
-from kfac_fx.linalg.entries import FINITE, NOT_NEGATIVE, Values, faults, refuse, values_of
-from kfac_fx.linalg.linear_maps import applied
+from kfac_fx.linalg.arguments import (
+    FINITE,
+    NOT_NEGATIVE,
+    Values,
+    a_device,
+    faults,
+    not_negative,
+    number,
+    one_element,
+    optional,
+    refuse,
+    values_of,
+    wrong_value,
+)
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.processes import Shards, shard, unsharded
 from kfac_fx.linalg.vectors import (
     Vector,
+    applied,
     check_fits,
     check_kinds,
     joined,

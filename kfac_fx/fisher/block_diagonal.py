@@ -1,15 +1,23 @@
-"""Block-diagonal sides: Fisher blocks c G ⊗ A whose wide factors keep a few diagonal blocks."""
+"""Sides that are cheaper than dense ones: a few diagonal blocks, or the pixels of an image instead of its patches.
+
+**Block-diagonal sides**: Fisher blocks c G ⊗ A whose wide factors keep a few diagonal blocks.
+
+**Spatially uncorrelated activations**: the input factor of a convolution from pixels instead of patches (Grosse &
+Martens 2016, section 4.2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.linalg.matrices import HERE, Place, eigh_of_blocks, multiply_left, multiply_right
-from kfac_fx.passes.approximations import OUTPUTS, Side
+from kfac_fx.linalg.matrices import HERE, Place, bordered, eigh_of_blocks, multiply_left, multiply_right
+from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, OUTPUTS, UNCORRELATED, Side, blocks_of
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
 from kfac_fx.recording.statistics import split_rows
@@ -107,3 +115,159 @@ class WideGroup(BlockGroup):
         if blocks == 1:
             return operator
         return torch.stack([torch.block_diag(*group)[:width, :width] for group in operator.unflatten(0, (-1, blocks))])
+
+
+CENTERED_PART, MEAN_PART = replace(INPUTS, part="centered"), replace(INPUTS, part="mean")
+
+
+@blocks_of(UNCORRELATED)
+class UncorrelatedGroup(BlockGroup):
+    """Blocks c G ⊗ A with spatially uncorrelated activations; all have one kernel size K.
+
+    The input factor of a convolution comes from pixels instead of patches. Assume that activations at different places
+    are uncorrelated and have the same mean μ [C] and covariance Σ [C, C] (Grosse & Martens 2016, section 4.2, theorem
+    4). Then the second moment of a patch of K places, with the bias column, is
+
+        A = Σ ⊗ I_K ⊕ [0] + m mᵀ,    m = [μ ⊗ 1_K; 1]
+
+    Let e = 1_K / √K. Every patch is the sum of its mean over places, along e, and a part orthogonal to e. There A is
+
+        Σ                                                     K - 1 times, orthogonal to e: the part "centered"
+        B = [[Σ + K μ μᵀ, √K μ], [√K μᵀ, 1]]                  once, along e, with the bias: the part "mean"
+
+    so the roots of A + λ I follow from those of Σ + λ I and B + λ I, whose width is the number of channels, and
+    products take a K-th of the operations. The triangular factors are triangular in these parts; L Lᵀ = A + λ I holds
+    as always.
+
+    Two variants of "kron_sua" leave μ out of m, so that B = [[Σ, 0], [0, 1]]. "kron_sua_zero_mean" assumes a mean of
+    zero, so Σ is the second moment of pixels. "kron_sua_centered" uses the covariance, as if the mean had been
+    subtracted.
+
+    The averaged factor is the second moment of pixels with a 1 appended, [[Σ + μ μᵀ, μ], [μᵀ, 1]]: [g, C+1, C+1].
+    Padding and strides are ignored: every pixel of the input counts once.
+    """
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        return registration.approximation, registration.kernel
+
+    separable = multiplies_whole = False
+
+    @property
+    def kernel(self) -> int:
+        return self.registrations[0].kernel
+
+    @property
+    def bias(self) -> bool:
+        matrix = self.registrations[0].matrix
+        return matrix is not None and matrix.bias is not None
+
+    @property
+    def channels(self) -> int:
+        return (self.shape[2] - self.bias) // self.kernel
+
+    def parts(self, side: Side) -> tuple[Side, ...]:
+        return (CENTERED_PART, MEAN_PART) if side == INPUTS else (side,)
+
+    def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+        """A is divided by the number of pixels, which is in its corner and differs from the number of outputs."""
+        a = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
+        return {**super().batch_values(sums, cases), "A": a}
+
+    def rows_of_a_case(self, factor: str, sums: Mapping[str, Tensor], cases: int | Tensor) -> float | Tensor:
+        if factor != "A":
+            return super().rows_of_a_case(factor, sums, cases)
+        pixels = sums["A"][..., -1, -1].flatten(1).amax(1)
+        return torch.where(pixels > 0, pixels / cases, 1)
+
+    def size(self, side: Side) -> int:
+        return {CENTERED_PART: self.channels, MEAN_PART: self.channels + self.bias}.get(side) or super().size(side)
+
+    def as_operator(self, side: Side, factor: Tensor) -> Tensor:
+        """Σ or B, from the second moments of pixels."""
+        if side not in (CENTERED_PART, MEAN_PART):
+            return super().as_operator(side, factor)
+        covariance, mean = self.assumed(factor)
+        if side == CENTERED_PART:
+            return covariance
+        body = covariance + self.kernel * outer_product(mean)
+        return bordered(body, math.sqrt(self.kernel) * mean, factor[..., -1, -1]) if self.bias else body
+
+    def assumed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """(Σ, μ) as the approximation assumes them, from the second moments of pixels."""
+        second, mean = factor[..., :-1, :-1], factor[..., :-1, -1]
+        covariance = second if self.structure is KRON_SUA_ZERO_MEAN else second - outer_product(mean)
+        return covariance, mean if self.structure is KRON_SUA else torch.zeros_like(mean)
+
+    def mean_eigenvalue(self, side: Side) -> Tensor:
+        if side != INPUTS:
+            return super().mean_eigenvalue(side)
+        centered, mean = (self.value(part).diagonal(dim1=-2, dim2=-1).sum(-1) for part in (CENTERED_PART, MEAN_PART))
+        return ((self.kernel - 1) * centered + mean) / self.shape[2]
+
+    def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X: the root of Σ acts on the part orthogonal to e, the root of B on the mean over places and the bias."""
+        across, along = operators
+        patches, bias = self.patches(rows)
+        mean = patches.sum(-1) / math.sqrt(self.kernel)
+        mean_and_bias = torch.cat([mean, bias], dim=-1) @ along
+        mean_out, bias_out = mean_and_bias.split([self.channels, int(self.bias)], dim=-1)
+        centered = torch.einsum("...ock,...cd->...odk", patches - self.over_places(mean), across)
+        return torch.cat([(centered + self.over_places(mean_out)).flatten(-2), bias_out], dim=-1)
+
+    def over_places(self, mean: Tensor) -> Tensor:
+        """x ⊗ e: [..., C] -> [..., C, K]."""
+        return (mean / math.sqrt(self.kernel)).unsqueeze(-1).expand(*mean.shape, self.kernel)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        identity = torch.eye(self.shape[2], dtype=self.dtype, device=self.device)
+        return self.multiply_inputs(identity.expand(self.shape[0], -1, -1), parts)
+
+    # --- eigenvectors: those of Σ times each of K - 1 waves orthogonal to e, and those of B times e -------------------
+
+    def eigensystem(self, place: Place = HERE) -> tuple[Tensor, list[Tensor]]:
+        values, vectors = super().eigensystem(place)
+        return values, [*vectors, waves(self.kernel).to(values)]
+
+    def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
+        *sides, places = operators
+        return [*super().operators_of(index, sides), places]
+
+    def stack_operators(self, each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        return [*super().stack_operators([sides for *sides, _ in each]), each[0][-1]]
+
+    def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
+        centered, mean = values
+        along, bias = mean.split([self.channels, int(self.bias)], dim=-1)
+        across = centered.unsqueeze(-1).expand(*centered.shape, self.kernel - 1)
+        return torch.cat([torch.cat([along.unsqueeze(-1), across], dim=-1).flatten(-2), bias], dim=-1)
+
+    def to_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        *sides, places = operators
+        patches, bias = self.patches(self.applied(matrix, sides, transpose=True))
+        return torch.cat([(patches @ places).flatten(-2), bias], dim=-1)
+
+    def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        left, across, along, places = operators
+        waved, bias = self.patches(self.turn_outputs(matrix, left))
+        mean = torch.cat([waved[..., 0], bias], dim=-1) @ along.mT
+        weight, bias = mean.split([self.channels, int(self.bias)], dim=-1)
+        centered = torch.einsum("...odk,...cd->...ock", waved[..., 1:], across)
+        patches = torch.cat([weight.unsqueeze(-1), centered], dim=-1) @ places.mT
+        return torch.cat([patches.flatten(-2), bias], dim=-1)
+
+    def patches(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., C K + bias] -> [..., C, K] and [..., bias]."""
+        weight, bias = rows.split([self.channels * self.kernel, int(self.bias)], dim=-1)
+        return weight.unflatten(-1, (self.channels, self.kernel)), bias
+
+
+def outer_product(vector: Tensor) -> Tensor:
+    """v vᵀ: [..., d] -> [..., d, d]."""
+    return vector.unsqueeze(-1) * vector.unsqueeze(-2)
+
+
+def waves(size: int) -> Tensor:
+    """An orthonormal basis of K places whose first column is e: the discrete cosine transform, in float64."""
+    place, wave = torch.arange(size, dtype=torch.float64).unsqueeze(-1), torch.arange(size, dtype=torch.float64)
+    return torch.cos(math.pi * (place + 0.5) * wave / size) * ((2 - (wave == 0).double()) / size).sqrt()

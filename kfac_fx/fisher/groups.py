@@ -26,7 +26,7 @@ convolution, N times the uses for a shared layer. The statistics (`kfac_fx.passe
 Rows are counted and not computed from sizes, so padding, strides and dilation need no care. Series of uses also have A1
 and G1, from products of consecutive rows, divided by M, and the number of such pairs, divided by N as positions are
 (`kfac_fx.recording.statistics`). For "kron_sua" and its variants the rows of A are the pixels of the input with a 1
-appended, and A is their mean (`kfac_fx.fisher.uncorrelated`). For "kron_reduce" M is the number of pairs of a mean row
+appended, and A is their mean (`fisher.block_diagonal`). For "kron_reduce" M is the number of pairs of a mean row
 and a summed gradient row, one per case and use (`kfac_fx.recording.statistics`).
 
 Every factor is a running average of these values over batches with weights 1, decay, decay², ... It has no bias towards
@@ -34,20 +34,22 @@ zero: after the first update it equals the value of the first batch. A batch wit
 
 Sources: Martens & Grosse 2015, sections 3 and 5; Grosse & Martens 2016, equation 23, whose A and G are here divided by
 the positions; Martens, Ba & Johnson 2018, for several uses.
+
+**Eigensystems**: F = Q Λ Qᵀ of the blocks of one group, and the gradients of cases in this basis.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.entries import A_COUNT, NOT_NEGATIVE, SYMMETRIC, Values
+from kfac_fx.linalg.arguments import A_COUNT, NOT_NEGATIVE, SYMMETRIC, Values
 from kfac_fx.linalg.matrices import (
     HERE,
     HostCopy,
@@ -75,6 +77,7 @@ from kfac_fx.passes.approximations import PRODUCT_OF_SIDES, Approximation, Side,
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
+from kfac_fx.recording.case_gradients import Cases
 
 ALL_BLOCKS = slice(None)
 WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
@@ -748,3 +751,87 @@ def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
         f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator, or write exps: ClassVar = {exps} in the "
         "class of your rule."
     )
+
+
+@dataclass(frozen=True)
+class System:
+    """F = Q Λ Qᵀ of the blocks of one group.
+
+    Attributes:
+        values: Λ [L, g, o, i].
+        operators: the tensors that Q consists of.
+        factors: A, G and the positions, or F, [L, ...] each, of the time of the decomposition; none where nobody needs
+            them any more.
+        root: R [L, g, o, i] if Q and Λ are those of R⁻¹ F R⁻¹ (`kfac_fx.fisher.spectrum`); None: they are F's.
+    """
+
+    group: BlockGroup
+    values: Tensor
+    operators: Sequence[Tensor]
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
+    root: Tensor | None = None
+
+    @staticmethod
+    def of(group: BlockGroup, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> System:
+        """Decompose a group. dtype, device: of the decompositions, see `FisherEstimator.spectrum`.
+
+        Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
+        group.check_whole()
+        values, operators = group.eigensystem(Place(dtype, device))
+        finite = values.flatten(1).isfinite().all(1).tolist()
+        if failed := [str(block) for block, fine in zip(group.registrations, finite, strict=True) if not fine]:
+            raise FactorNotReady(
+                "every batch was skipped as not finite, or no eigenvalues were found, for\n  "
+                + "\n  ".join(failed)
+                + "\nLook for NaN in inputs, outputs and parameters, and record a finite batch."
+            )
+        factors = {name: stack.value for name, stack in group.factors.items()}
+        return System(group.without_factors(range(len(group))), values, operators, factors)
+
+    def part(self, members: Sequence[int]) -> System:
+        """Some of the blocks."""
+        operators = [self.group.operators_of(index, self.operators) for index in members]
+        stacked = self.group.stack_operators(operators) if members else []
+        factors = {name: factor[list(members)] for name, factor in self.factors.items()}
+        return System(self.group.without_factors(members), self.values[list(members)], stacked, factors)
+
+    @property
+    def turns_rows(self) -> bool:
+        """Whether Qᵀ turns rows and gradient rows apart: it is a product of two sides, or unit vectors."""
+        return self.root is None and (self.group.separable or (len(self.group.sides) == 1 and self.group.left.diagonal))
+
+    def in_basis(self, index: int, cases: Cases) -> Iterator[tuple[slice, Cases]]:
+        """Qᵀ times the gradients of cases of one block, divided by R: (which cases, these cases) in parts.
+
+        Rows are turned before they are multiplied if that takes fewer operations.
+        """
+        group, (o, i) = self.group, self.values.shape[-2:]
+        operators = group.operators_of(index, self.operators)
+        of_rows = cases.positions * (o * o + i * i) < o * i * (o + i)
+        if cases.whole is None and self.turns_rows and (of_rows or not group.separable):
+            yield slice(0, len(cases)), self.turned_rows(cases, operators)
+            return
+        for part, some in cases.chunks():
+            # A group of one block, in whose place the operators of that block stand.
+            whole = some.gradients().to(self.values.dtype)
+            scaled = whole if self.root is None else whole / self.root[index]
+            turned = group.to_eigenbasis(scaled.unsqueeze(1), operators)
+            yield part, replace(some, uses=(), whole=turned.squeeze(1))
+
+    def turned_rows(self, cases: Cases, operators: Sequence[Tensor]) -> Cases:
+        """With Q_Aᵀ r for every row and Q_Gᵀ d for every gradient row. Diagonal sides have unit vectors as Q."""
+        group, (left, *right) = self.group, operators
+
+        def outputs(d: Tensor) -> Tensor:
+            if group.left.diagonal:
+                return d.to(left.dtype)
+            columns = d.to(left.dtype).flatten(0, 1).movedim(0, -1).unsqueeze(0)
+            turned = group.multiply_outputs(columns, left.mT)[0].movedim(-1, 0)
+            return turned.reshape(d.shape)
+
+        def inputs(x: Tensor) -> Tensor:
+            rows = x.to(left.dtype).flatten(0, 1).movedim(0, 1).unsqueeze(0)
+            turned = group.multiply_inputs(rows, right)[0].movedim(1, 0)
+            return turned.reshape(x.shape)
+
+        return cases.turned(None if all(side.diagonal for side in group.sides[1:]) else inputs, outputs)

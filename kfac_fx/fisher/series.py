@@ -46,7 +46,7 @@ from kfac_fx.linalg.matrices import (
     rescued_eigh,
     unsqueeze_like,
 )
-from kfac_fx.linalg.operators import inverse_power
+from kfac_fx.linalg.vectors import inverse_power
 from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, KRON_SERIES_2, SERIES, Side, blocks_of, longest
 from kfac_fx.passes.errors import ApproximationError
 from kfac_fx.passes.ir import Registration
@@ -62,7 +62,7 @@ class RootedGroup(BlockGroup):
 
     Other powers of F have no structure. Whole powers are products with N Nᵀ or with its inverse. Fractional powers come
     from the eigenvectors of the dense block, whose columns are N Nᵀ e_j, if it has at most `DENSE_ROWS` rows. Otherwise
-    they come from Lanczos' process on N Nᵀ (`kfac_fx.linalg.operators`), in float64 and to a relative error of
+    they come from Lanczos' process on N Nᵀ (`kfac_fx.linalg.vectors`), in float64 and to a relative error of
     `LANCZOS_TOLERANCE`; the host then waits for the device.
 
     Roots consist of `ingredients`, which several roots may share. A subclass computes the operands of N and N⁻¹

@@ -1,20 +1,28 @@
-"""Checks of arguments: an error says what the value is, and what it must be or what to write.
+"""Checks of arguments and of the entries of a state: an error says what the value is, and what it must be.
 
 They are functions (name, value) that raise ValueError. The host waits for the device of a tensor, so these are for
 arguments that are read once.
+
+**Entries of a state**: the values that each may have, and their faults.
+
+An entry is declared by a tensor like it (its shape, its dtype, how it is divided) and by `Values`. A state is checked
+against all declarations before anything of it is written, so that an error leaves everything as it was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.errors import fatal, nearest
+from kfac_fx.linalg.processes import is_sharded, shard
+from kfac_fx.passes.errors import fatal, nearest, table
 
 SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
 
@@ -158,3 +166,146 @@ def optional(check: Callable[[str, Any], object], name: str, value: Any) -> None
     """A check of an argument that may be left out."""
     if value is not None:
         check(name, value)
+
+
+MOST_COUNTED = 2.0**48  # of steps and failures; sums of two are exact
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that an entry of a state may have; by default all finite numbers.
+
+    Attributes:
+        least, most: the bounds, themselves included; `least` of a symmetric matrix is that of its diagonal.
+        infinite, nan: whether these are values, too.
+        whole: whether the numbers are whole.
+        steps: whether the number counts steps, so that it is at most the counter of the optimizer.
+        form: "symmetric" or "orthogonal" of matrices, the last two dimensions; "" for none. Columns and rows of zeros
+            may fill an orthogonal matrix up, and one with more rows than columns is several, one below the other.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    infinite: bool = False
+    nan: bool = False
+    whole: bool = False
+    steps: bool = False
+    form: str = ""
+
+
+FINITE = Values()
+ANY_NUMBER = Values(infinite=True, nan=True)
+NOT_NEGATIVE = Values(least=0)
+A_SHARE = Values(least=0, most=1)
+A_COUNT = Values(least=0, most=MOST_COUNTED, whole=True)
+A_NUMBER_OF_STEPS = replace(A_COUNT, steps=True)
+A_FLAG = Values(least=0, most=1, whole=True)
+SYMMETRIC = Values(least=0, form="symmetric")  # of a matrix without negative eigenvalues
+ORTHOGONAL = Values(form="orthogonal")
+
+
+def values_of(name: str, declared: Mapping[str, Values], usual: Values = FINITE) -> Values:
+    """Those that are declared for an entry, by its name or by what its name has before the first slash."""
+    return declared.get(name, declared.get(name.partition("/")[0], usual))
+
+
+@torch.no_grad()
+def fault(entry: object, like: Tensor, values: Values = FINITE) -> str | None:
+    """The fault of an entry of a state, in words; None without one. Waits for the device.
+
+    Floating-point numbers may have another precision than `like`. The entry is checked as it will be stored, and the
+    form of a matrix as precisely as it was saved.
+    """
+    if not isinstance(entry, Tensor):
+        return f"is a {type(entry).__name__}, and must be a tensor"
+    if entry.is_meta:
+        return "is on the meta device, without values"
+    if entry.layout is not torch.strided:
+        return f"is a tensor of layout {entry.layout}, and must be dense"
+    if entry.shape != like.shape:
+        return f"has shape {list(entry.shape)}, and needs {list(like.shape)}"
+    both_floating = entry.is_floating_point() and like.is_floating_point()
+    if entry.dtype is not like.dtype and not both_floating:
+        return f"is {name_of(entry.dtype)}, and must be {name_of(like.dtype)}"
+    if is_sharded(entry) != is_sharded(like):
+        return "is whole, and must be a DTensor" if is_sharded(like) else "is a DTensor, and must be whole"
+    saved = shard(entry)
+    if saved.shape != shard(like).shape:
+        return f"has a shard of shape {list(saved.shape)} here, and needs {list(shard(like).shape)}"
+    return None if saved.dtype is torch.bool else wrong_values(saved.to(like.dtype), values, saved.dtype)
+
+
+def wrong_values(entry: Tensor, values: Values, saved_as: torch.dtype) -> str | None:
+    """saved_as: the dtype that the entry had in the state."""
+    if entry.is_floating_point():
+        if not values.nan and bool(entry.isnan().any()):
+            return "has values that are not a number"
+        if not values.infinite and bool(entry.isinf().any()):
+            return "has infinite values"
+    ranged = entry.diagonal(dim1=-2, dim2=-1) if values.form == "symmetric" else entry
+    for wrong, bound in ((ranged < values.least, f"below {values.least:g}"), (ranged > values.most, "too large")):
+        if bool(wrong.any()):
+            return f"has values {bound}" if entry.dim() else f"is {entry.item():g}, {bound}"
+    if values.whole and bool((entry != entry.round()).any()):
+        return "has values that are not whole" if entry.dim() else f"is {entry.item():g}, and must be a whole number"
+    if values.form and entry.numel():
+        tolerance = max(torch.finfo(saved_as).eps, torch.finfo(entry.dtype).eps) ** 0.5
+        matrix = entry.to(torch.promote_types(entry.dtype, torch.float32))
+        if values.form == "symmetric":
+            largest = matrix.abs().amax((-2, -1), keepdim=True)
+            wrong = (matrix - matrix.mT).abs() > tolerance * largest
+        else:
+            blocks = one_below_the_other(matrix)
+            product = blocks.mT @ blocks
+            of_columns = product.diagonal(dim1=-2, dim2=-1).round().clamp(0, 1)  # zero of a column that fills up
+            wrong = (product - torch.diag_embed(of_columns)).abs() > tolerance
+        if bool(wrong.any()):
+            return f"is no {values.form} matrix"
+    return None
+
+
+def one_below_the_other(matrix: Tensor) -> Tensor:
+    """The square blocks of matrices [..., d, w], one below the other: [..., d / w, w, w]. Zeros fill the last."""
+    rows, width = matrix.shape[-2:]
+    blocks: Tensor = F.pad(matrix, (0, 0, 0, -rows % width)).unflatten(-2, (-1, width))
+    return blocks
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def coarser(entry: Tensor, like: Tensor) -> bool:
+    """Whether an entry was saved in a lower precision than it will have."""
+    if not (entry.is_floating_point() and like.is_floating_point()):
+        return False
+    return torch.finfo(entry.dtype).eps > torch.finfo(like.dtype).eps
+
+
+def faults(state: Mapping[str, object], declared: Mapping[str, tuple[Tensor, Values]]) -> list[tuple[str, str]]:
+    """All that is wrong with a state, as rows for `refuse`: entries that are missing, unknown, or not as declared."""
+    rows = [(name, "is missing") for name in declared if name not in state]
+    rows += [(str(name), "is unknown here") for name in state if name not in declared]
+    for name, (like, values) in declared.items():
+        if name in state and (wrong := fault(state[name], like, values)):
+            rows.append((name, wrong))
+    return rows
+
+
+def refuse(rows: Sequence[tuple[str, str]], hint: str = "", *, owner: str) -> None:
+    """Raises ValueError for a state with faults. hint: what to do about them. owner: what loads the state."""
+    if rows:
+        entries = "an entry is" if len(rows) == 1 else f"{len(rows)} entries are"
+        text = f"the state does not fit this {owner}, and nothing of it is loaded: {entries} wrong"
+        raise ValueError("\n".join(filter(None, (text, table(rows), hint))))
+
+
+def generator_fault(entry: Tensor, device: str | torch.device) -> str | None:
+    """The fault of the state of a random generator of a device; None without one."""
+    try:
+        torch.Generator(device).set_state(entry.detach().cpu())
+    except (RuntimeError, TypeError) as error:  # of torch, which also refuses devices that are not there
+        if fatal(error):
+            raise
+        return f"is no state of a random generator of {device}"
+    return None

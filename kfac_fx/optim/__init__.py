@@ -8,7 +8,7 @@ the division among processes, the guard and the metrics that the library's rules
 
 **Steps.** `step(closure)` always calls the closure, because trainers run the first micro-batches of a step themselves
 and the last one in the step. A statistic belongs to the gradient that came with it, so forwards whose gradients the
-step does not get are no part of it (`micro_batches`). `evaluate` is another argument, because a closure that computes
+step does not get are no part of it (`forwards`). `evaluate` is another argument, because a closure that computes
 gradients cannot be told from one that returns the loss alone.
 
 **State.** torch.distributed.checkpoint makes the state of a fresh optimizer by a step with zero gradients. So such a

@@ -11,31 +11,58 @@ nothing else:
 All tensors of a parameter are on its device, random states included. A step reads entries with a "/" from the estimator
 and from `StepState`, where they live.
 
-`kfac_fx.optim.checkpoint_checks` makes a `Checkpoint` of what a user loads.
+`kfac_fx.optim.checkpoint` makes a `Checkpoint` of what a user loads.
+
+**Faults** of a state_dict that an optimizer is to load, and the things that its user should know of it.
+
+A state is checked as a whole before anything of it is loaded, and one error names all entries that are wrong. The shape
+and the dtype of an entry are those that it has in the optimizer that loads. Its values are declared: in `WHOLE_VALUES`
+for those of the whole optimizer, in `Rule.values` for those of a rule, in `BlockGroup.declared` for those of a block.
+`SINCE` has those that the states of earlier versions do not have.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.fisher.bases import of_another_kind
 from kfac_fx.fisher.block import key_text
+from kfac_fx.fisher.placement import UNDIVIDED
+from kfac_fx.linalg.arguments import (
+    A_COUNT,
+    ANY_NUMBER,
+    FINITE,
+    MOST_COUNTED,
+    NOT_NEGATIVE,
+    Values,
+    coarser,
+    fault,
+    faults,
+    generator_fault,
+    not_negative,
+    refuse,
+    values_of,
+)
+from kfac_fx.linalg.processes import shard
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.losses.sources import MODES
+from kfac_fx.losses.distributions import MODES
 from kfac_fx.optim.checks import Place, StepSize
-from kfac_fx.optim.first_order import new_adam_state
-from kfac_fx.optim.groups import Group, rule_state
+from kfac_fx.optim.groups import ADAM_VALUES, FIRST_LR, OF_GROUPS, Group, new_adam_state, rule_state
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
-from kfac_fx.optim.rules import RULES
+from kfac_fx.optim.rules import RULES, exact_steps
 from kfac_fx.optim.state import SCALARS, StepState
+from kfac_fx.passes.errors import plural, table, warn_user
 from kfac_fx.passes.matrix import real_numbers
-from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.tracing.effects import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
@@ -211,3 +238,504 @@ def restore(
     state.undone.zero_()
     state.standstill.forget(int(values["skipped"]))
     state.forwards.forget()
+
+
+WHOLE_VALUES: Mapping[str, Values] = {
+    **dict.fromkeys(("damping", "estimator.damping", "ratio", "overhead"), NOT_NEGATIVE),
+    **dict.fromkeys(("skipped", "counter", "burned_in", "checks", "first_recorded"), A_COUNT),
+    **dict.fromkeys(("rho", "predicted_change", "options"), ANY_NUMBER),
+    "loss_before": Values(nan=True),  # of a step that was not taken
+    "norm": Values(least=0, infinite=True),  # before the first check
+    "value": Values(infinite=True),  # likewise, and where the loss was not finite
+    "weight": Values(least=0, most=1.001),  # of an average, up to rounding
+    "intervals": Values(least=1, most=MOST_COUNTED),
+}
+# In no older states: a training goes on with the first values.
+SINCE = (
+    *("multiplier", "peak_lr", "last_update", "steps"),
+    *("promised", "trust", "advance", "agreement", "agreed", "unit"),
+    *exact_steps.EXACT_SCALARS,
+)
+GENERATOR = f"{WHOLE}generator"
+STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
+NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
+
+Rows = list[tuple[str, str]]  # the entries that are wrong, and what is wrong with them
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a state_dict as they are, sorted by what they belong to.
+
+    Those of parameters are by the place of the parameter, or by the key, as text, of one that is not there.
+    """
+
+    rules: dict[int | str, dict[str, Any]] = field(default_factory=dict)
+    names: dict[int | str, Any] = field(default_factory=dict)  # the checksums
+    blocks: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+    late: dict[str, Any] = field(default_factory=dict)  # the late states of random streams, by device
+    twice: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(state_dict: Mapping[str, Any]) -> Entries:
+        entries = Entries()
+        # Tools name parameters, and torch numbers them; the order in the groups says which they are.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        places = {key: place for place, key in enumerate(keys)}
+        for key, values in state_dict["state"].items():
+            place = places.get(key, str(key))
+            entries.rules[place] = {str(name): value for name, value in values.items() if "/" not in str(name)}
+            for name, value in values.items():
+                if name == NAME:
+                    entries.names[place] = value
+                elif "/" in str(name):
+                    entries.put(name, value)
+        return entries
+
+    def put(self, name: str, value: Any) -> None:
+        """An entry that belongs to no rule."""
+        if name.startswith(f"{LATE}/"):
+            kind, name = self.late, name.removeprefix(f"{LATE}/")
+        else:
+            kind = self.whole if name.startswith(WHOLE) else self.blocks
+        if name in kind:
+            self.twice.append(name)
+        kind[name] = value
+
+
+def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+    """Raises ValueError for an optimizer's state_dict that does not fit, with all entries that are wrong.
+
+    Where processes have different parts of a state, all of them refuse it if one does.
+    """
+    alone = state.vectors.division is UNDIVIDED
+    try:
+        checkpoint = checked_here(state, groups, state_dict)
+    except ValueError:
+        if not alone:
+            state.replicas.total([torch.ones_like(state.skipped)])
+        raise
+    if not alone and int(state.replicas.total([torch.zeros_like(state.skipped)])[0]):
+        raise ValueError("the state does not fit in another process, so nothing of it is loaded here")
+    return checkpoint
+
+
+def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+    """`check_state`, for this process alone."""
+    if not is_state(state_dict):
+        raise ValueError(
+            "this is no state_dict of an optimizer, which has 'state' and 'param_groups': write opt.state_dict()"
+        )
+    entries, saved_groups = Entries.of(state_dict), with_empty_groups(groups, state_dict["param_groups"])
+    if not entries.whole:
+        raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
+    if OUTDATED in entries.whole:
+        raise ValueError(
+            "the optimizer took a step after this state_dict was made, which shares most of its tensors, so some of "
+            "its entries are of then and some of now: keep copy.deepcopy(optimizer.state_dict()), or save it to a file "
+            "before the next step"
+        )
+    refuse_other_choices(state, entries.whole)
+    refuse_other_blocks(state, entries.blocks)
+    added = follow_versions(state, groups, entries)
+    other_stream = leave_stream_of_another_kind(state, entries)
+    given, declared = of_rules(state, groups, entries)
+    of_whole, declared_whole = of_optimizer(state, entries, other_stream)
+    given, declared = {**given, **of_whole}, {**declared, **declared_whole}
+    bases_as, bases = of_another_kind(state.estimator, entries.blocks)
+    of_blocks, hint = state.estimator.state_faults({"damping": state.estimator.damping, **entries.blocks}, bases)
+    rows = [*group_faults(groups, saved_groups), *((name, "is there twice") for name in entries.twice)]
+    rows += faults(given, declared)
+    rows += further_faults(state, groups, entries, {name for name, _ in rows})
+    if GENERATOR in dict(rows):
+        hint += "\nRandom states of one kind of device do not fit another: load on the kind that saved."
+    refuse([*rows, *of_blocks], hint.strip(), owner="optimizer")
+    like = {**state.estimator.state_dict(), **{name: tensor for name, (tensor, _) in declared.items()}}
+    coarse = [name for name, entry in {**entries.blocks, **given}.items() if coarser(entry, like[name])]
+    texts = told(state, groups, saved_groups, entries, added, coarse)
+    for text in (*texts, *told_of_another_kind(bases_as, other_stream)):
+        warn_user(UserWarning(f"{text}."))
+    streams = {device: entry.detach().cpu() for device, entry in entries.late.items()}
+    return Checkpoint(
+        staged(state, groups, entries),
+        {name: entry.detach() for name, entry in entries.blocks.items()},
+        {name: entry.detach() for name, entry in entries.whole.items()},
+        RandomState(streams.pop("cpu"), streams) if streams else None,
+        bases_as,
+    )
+
+
+# --- the form ---------------------------------------------------------------------------------------------------------
+
+
+def is_state(state_dict: Any) -> bool:
+    """Whether this has the form of the state_dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        return False
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    named = isinstance(states, Mapping) and all(isinstance(values, Mapping) for values in states.values())
+    return named and isinstance(groups, (list, tuple)) and all(is_group(group) for group in groups)
+
+
+def is_group(group: Any) -> bool:
+    members = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(members, (list, tuple)) and all(isinstance(member, (int, str)) for member in members)
+
+
+def refuse_other_choices(state: StepState, whole: Mapping[str, Any]) -> None:
+    """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
+    rows: Rows = []
+    for name, (here, number, kinds) in choices(state).items():
+        entry = whole.get(f"{WHOLE}{name}")
+        if fault(entry, torch.tensor(number)) is not None:
+            continue  # told with all other faults
+        there = int(cast(Tensor, entry))
+        is_open = name == "estimation_mode" and not state.forwards.mode_is_known and there in range(len(kinds))
+        if there != number and not is_open:
+            saved = repr(kinds[there]) if there in range(len(kinds)) else "another one"
+            rows.append((name, f"{saved} in the state, {here!r} here"))
+    if rows:
+        raise ValueError(
+            f"the state is that of a KFAC with other options:\n{table(rows)}\n"
+            "Create the optimizer with the options of the state, or train without it."
+        )
+
+
+def refuse_other_blocks(state: StepState, blocks: Mapping[str, Any]) -> None:
+    """Raises ValueError if the state has blocks of parameters that no call has used so far, or lacks those of some that
+    calls have used; and if parameters were frozen before they had a block there or here."""
+    there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
+    here, captures, names = list(map(key_text, state.estimator.blocks)), state.net.captures, state.vectors.names
+    only_there = {name for text in there.difference(here) for name in text.split(",")}
+    if waiting := only_there.intersection(captures.waiting):
+        raise ValueError(
+            "the state has blocks of parameters that no call of this net has used so far, and which get their blocks "
+            f"when one does: {', '.join(sorted(waiting))}.\nCall net.recorder((x,), {{}}) once for every path that the "
+            "training of before took, and load the state then."
+        )
+    absent = [text for text in here if not any(name.startswith(f"{text}/") for name in blocks)]
+    if absent and there and there < set(here) and len(captures.all) > 1:
+        raise ValueError(
+            f"the state lacks blocks that calls of this net have used: {'; '.join(absent)}.\nThe training of before "
+            "took fewer paths: load its state into a new optimizer of a net that took no others."
+        )
+    in_state = {name for text in there for name in text.split(",")}
+    if not in_state or not in_state.issubset(names.values()):
+        return  # the state of another model, or one with blocks of pieces
+    like = state.estimator.state_dict()
+    if any(
+        name in like and isinstance(entry, Tensor) and entry.shape != like[name].shape
+        for name, entry in blocks.items()
+        if name.endswith("/moment")
+    ):
+        return  # that of another model, whose parameters have the same names
+    if later := [name for parameter, name in names.items() if name in only_there and not parameter.requires_grad]:
+        raise ValueError(
+            f"the state has blocks of parameters that are frozen here: {', '.join(later)}. They were trained before it "
+            "was saved.\nCreate the optimizer while they have requires_grad=True, load the state, and freeze them then."
+        )
+    if earlier := [name for text in sorted(absent) for name in text.split(",") if name not in in_state]:
+        raise ValueError(
+            f"the state has no block of parameters that are trained here: {', '.join(earlier)}. They were frozen, or "
+            "took no part, when it was saved.\nIf they were frozen, create the optimizer while they have "
+            "requires_grad=False, load the state, and unfreeze them then."
+        )
+
+
+def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries) -> list[str]:
+    """Add the first values of entries that the states of earlier versions do not have, and leave out those that they
+    alone have. Returns the names of those that are added."""
+    rule, entry_of = state.options.rule, entries.whole
+    for name in NO_LONGER:
+        if name not in rule.scalars:
+            entry_of.pop(f"{WHOLE}{name}", None)
+    counter, steps = entry_of.get(f"{WHOLE}counter"), f"{WHOLE}steps"
+    if "steps" in rule.scalars and steps not in entry_of and isinstance(counter, Tensor):
+        entry_of[steps] = counter.to(torch.float64)
+    names = [name for name in SINCE if name in rule.scalars and f"{WHOLE}{name}" not in entry_of]
+    entry_of.update({f"{WHOLE}{name}": torch.tensor(rule.scalars[name], dtype=torch.float64) for name in names})
+    if "multiplier" in names and isinstance(norm := entry_of.get(f"{WHOLE}norm"), Tensor):
+        entry_of[f"{WHOLE}norm"] = torch.ones_like(norm)  # its first check is long ago
+    for place, (parameter, first_order) in enumerate(parameters_of(groups)):
+        values = entries.rules.get(place)
+        if values and any(name not in values for name in SINCE):
+            new = new_state(state, parameter, first_order)
+            missing = [name for name in SINCE if name in new and name not in values]
+            values.update({name: new[name] for name in missing})
+            names += [name for name in missing if name not in names]
+    late = entry_of.get(LATE)
+    if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
+        entries.late.clear()  # they belong to a step whose loss is still to be measured
+    if not rule_is_late(state):
+        entry_of.pop(LATE, None)
+    return names
+
+
+def leave_stream_of_another_kind(state: StepState, entries: Entries) -> bool:
+    """Leave out the random stream of the sampled targets if it is that of another kind of device. Whether it is."""
+    stream, here = entries.whole.get(GENERATOR), state.forwards.generator.get_state()
+    if not isinstance(stream, Tensor) or stream.dtype is not torch.uint8 or stream.dim() != 1:
+        return False
+    if len(stream) == len(here) or len(stream) not in STREAM_SIZES:
+        return False
+    del entries.whole[GENERATOR]
+    return True
+
+
+def rule_is_late(state: StepState) -> bool:
+    """Whether the next step measures the loss after a step."""
+    rule = state.options.rule.damping_rule
+    return rule is not None and not rule.immediately
+
+
+def new_state(state: StepState, parameter: Tensor, first_order: bool) -> Tensors:
+    """The first state of a parameter of zeros."""
+    zeros = torch.zeros_like(real_numbers(parameter.detach()))
+    return new_adam_state(zeros) if first_order else state.options.rule.new_state(zeros)
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+Given = dict[str, Any]
+Declared = dict[str, tuple[Tensor, Values]]
+
+
+def of_rules(state: StepState, groups: Sequence[Group], entries: Entries) -> tuple[Given, Declared]:
+    """The entries of the rules, by names for the user, and their declarations."""
+    given: Given = {}
+    declared: Declared = {}
+    values = state.options.rule.values
+    for place, (parameter, first_order) in enumerate(parameters_of(groups)):
+        of_parameter, name = entries.rules.get(place, {}), state.vectors.names[parameter]
+        if of_parameter or place in entries.names:
+            given |= {f"{key} of {name}": entry for key, entry in of_parameter.items()}
+            for key, first in new_state(state, parameter, first_order).items():
+                allowed = values_of(key, ADAM_VALUES if first_order else values, usual_values(first))
+                declared[f"{key} of {name}"] = first.to(kept_dtype(state, first, of_parameter.get(key))), allowed
+        if place in entries.names:
+            given[f"{NAME} of {name}"] = entries.names[place]
+            declared[f"{NAME} of {name}"] = torch.tensor(0), FINITE
+    return given, declared
+
+
+def of_optimizer(state: StepState, entries: Entries, other_stream: bool) -> tuple[Given, Declared]:
+    """The entries of the whole optimizer, and their declarations.
+
+    other_stream: whether the random stream of the sampled targets was left out.
+    """
+    rule, needed, given = state.options.rule, whole(state), dict(entries.whole)
+    needed = {name: tensor for name, tensor in needed.items() if not name.startswith(f"{LATE}/")}
+    sizes = {device: STREAM_SIZES[device != "cpu"] for device in entries.late}
+    needed |= {f"{LATE}/{device}": torch.zeros(size, dtype=torch.uint8) for device, size in sizes.items()}
+    if other_stream:
+        del needed[GENERATOR]
+    given |= {f"{LATE}/{device}": entry for device, entry in entries.late.items()}
+    if OPTIONS not in given or is_of_other_options(given[OPTIONS], needed[OPTIONS]):
+        given.pop(OPTIONS, None)
+        del needed[OPTIONS]
+    if LATE in needed and LATE not in given and saved_options(state, entries).get("update_damping_immediately") != 0:
+        del needed[LATE]  # the options are others, or not known
+    usual = {name: usual_values(torch.tensor(first)) for name, first in rule.scalars.items()}
+    values = {**WHOLE_VALUES, **{name: values_of(name, rule.values, usual[name]) for name in usual}}
+    return given, {n: (tensor, values.get(n.removeprefix(WHOLE), FINITE)) for n, tensor in needed.items()}
+
+
+def kept_dtype(state: StepState, first: Tensor, entry: object) -> torch.dtype:
+    """The dtype of an entry of a rule: vectors of parameters of several precisions have the widest of them."""
+    if not (isinstance(entry, Tensor) and entry.is_floating_point() and first.is_floating_point()):
+        return first.dtype
+    widest = functools.reduce(
+        torch.promote_types, (p.dtype.to_real() for p in state.vectors.names if p.element_size() > 1), first.dtype
+    )
+    wider = torch.promote_types(first.dtype, entry.dtype)
+    return wider if torch.promote_types(wider, widest) is widest else first.dtype
+
+
+def usual_values(first: Tensor) -> Values:
+    """The values of an entry for which a rule declares none: finite numbers, if its first values are."""
+    return FINITE if bool(shard(first).isfinite().all()) else ANY_NUMBER
+
+
+def group_faults(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) -> Rows:
+    """Faults of the parameter groups."""
+    if len(groups) != len(saved):
+        return [("param_groups", f"has {plural(len(saved), 'group')}, and needs {len(groups)}")]
+    rows: Rows = []
+    keys = [key for group in saved for key in group["params"]]
+    if len(set(keys)) < len(keys):
+        rows.append(("param_groups", "has a parameter twice"))
+    for n, (here, there) in enumerate(zip(groups, saved, strict=True)):
+        start, mine = f"param_groups[{n}]", [*(key for key in OF_GROUPS if key in here), "first_order"]
+        if len(there["params"]) != len(here["params"]):
+            has = plural(len(there["params"]), "parameter")
+            rows.append((f"{start}['params']", f"has {has}, and needs {len(here['params'])}"))
+        rows += [(f"{start}[{key!r}]", "is missing") for key in mine if key not in there]
+        rows += [(f"{start}[{key!r}]", "is unknown here") for key in OF_GROUPS if key in there and key not in here]
+        for key in (*OF_GROUPS, FIRST_LR, "initial_lr"):
+            try:
+                not_negative("", there.get(key, 0))
+            except ValueError as error:
+                rows.append((f"{start}[{key!r}]", str(error).strip()))
+        of_rule = there.get("first_order", here["first_order"])
+        if of_rule is not here["first_order"]:
+            words = f"is {of_rule!r}, and must be {here['first_order']}: whether no Fisher block has the parameters"
+            rows.append((f"{start}['first_order']", words))
+    return rows
+
+
+def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, wrong: set[str]) -> Rows:
+    """Faults of entries that have the right form. wrong: the names of those that have not."""
+    names = [state.vectors.names[parameter] for parameter, _ in parameters_of(groups)]
+    by_checksum, given = {checksum(name): name for name in names}, entries.whole
+    unknown = [place for place in entries.rules if place not in range(len(names)) and "param_groups" not in wrong]
+    rows = [(f"parameter {place}", f"is unknown here, where {len(names)} are") for place in unknown]
+    for place, name in enumerate(names):
+        saved = entries.names.get(place)
+        if saved is not None and f"{NAME} of {name}" not in wrong and int(saved) != checksum(name):
+            other = by_checksum.get(int(saved), "a parameter that is not here")
+            rows.append((f"{NAME} of {name}", f"is that of {other}: the parameters are in another order"))
+    streams = {f"{LATE}/{device}": (entry, device) for device, entry in entries.late.items()}
+    if GENERATOR in given:
+        streams[GENERATOR] = given[GENERATOR], str(state.forwards.generator.device)
+    for name, (entry, device) in streams.items():
+        if name not in wrong and (fault_of_stream := generator_fault(entry, device)):
+            rows.append((name, fault_of_stream))
+    if LATE in given and LATE not in wrong and bool(given[LATE]) and "cpu" not in entries.late:
+        rows.append((f"{LATE}/cpu", "is missing"))
+    for name in ("damping", "estimator.damping"):
+        if f"{WHOLE}{name}" not in wrong and float(state.options.rule.first_damping) and not given[f"{WHOLE}{name}"]:
+            rows.append((f"{WHOLE}{name}", "is 0, and must be positive"))
+    counter = given.get(f"{WHOLE}counter")
+    for name in ("checks", "first_recorded"):
+        if (
+            wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}"))
+            and (entry := given.get(f"{WHOLE}{name}")) is not None
+        ):
+            steps = entry[:1] if name == "checks" else entry
+            if bool((steps > counter).any()):
+                rows.append((f"{WHOLE}{name}", f"is of a step after the last, {int(cast(Tensor, counter))}"))
+    for name, allowed in {**WHOLE_VALUES, **state.options.rule.values}.items():
+        entry = given.get(f"{WHOLE}{name}") if allowed.steps else None
+        if entry is not None and wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}")) and entry > counter:
+            rows.append((f"{WHOLE}{name}", f"counts {int(entry)} steps, and there were {int(cast(Tensor, counter))}"))
+    return rows
+
+
+# --- the options of the state -----------------------------------------------------------------------------------------
+
+
+def is_of_other_options(saved: Any, here: Tensor) -> bool:
+    """Whether these are the options of another version, which cannot be compared."""
+    if not (isinstance(saved, Tensor) and saved.is_floating_point() and saved.dim() == 1 and not saved.is_meta):
+        return False
+    return saved.shape != here.shape or float(saved[0]) != float(here[0])
+
+
+def saved_options(state: StepState, entries: Entries) -> dict[str, float]:
+    """The numbers of the options that the state was saved with; empty if they are not known."""
+    saved, here = entries.whole.get(OPTIONS), option_numbers(state.options)
+    if fault(saved, here, ANY_NUMBER) is not None or is_of_other_options(saved, here):
+        return {}
+    return dict(zip(state.options.told, cast(Tensor, saved)[1:].tolist(), strict=True))
+
+
+def changed_options(options: KFACOptions, saved: Mapping[str, float]) -> list[str]:
+    """Each option that was another one when the state was saved."""
+    here = option_numbers(options)[1:].tolist()
+    changed = []
+    for (name, value), number in zip(options.told.items(), here, strict=True):
+        there = saved.get(name, number)
+        if there == number or (math.isnan(there) and math.isnan(number)):
+            continue
+        if isinstance(value, str):
+            changed.append(f"{name} is {value} here")
+        else:
+            was = None if math.isnan(there) else bool(there) if isinstance(value, bool) else f"{there:g}"
+            now = value if math.isnan(number) or isinstance(value, bool) else f"{number:g}"
+            changed.append(f"{name} was {was} and is {now} here")
+    return changed
+
+
+# --- what is loaded, and what the user should know of it --------------------------------------------------------------
+
+
+def staged(state: StepState, groups: Sequence[Group], entries: Entries) -> dict[int, Tensors]:
+    """The states of the rules that this process keeps, as they will be."""
+    rules: dict[int, Tensors] = {}
+    for place, (parameter, first_order) in enumerate(parameters_of(groups)):
+        values = entries.rules.get(place)
+        if values and state.vectors.division.keeps(state.vectors.names[parameter]):
+            new = new_state(state, parameter, first_order)
+            rules[place] = {
+                key: value.detach().to(parameter.device, kept_dtype(state, new[key], value), copy=True)
+                for key, value in values.items()
+            }
+    return rules
+
+
+def told(
+    state: StepState,
+    groups: Sequence[Group],
+    saved: Sequence[Mapping[str, Any]],
+    entries: Entries,
+    added: Sequence[str],
+    coarse: Sequence[str],
+) -> list[str]:
+    """Each thing that a user may not expect of a state that is loaded.
+
+    added: names of `follow_versions`. coarse: the entries with a lower precision than they are kept in.
+    """
+    texts = []
+    if changed := changed_options(state.options, saved_options(state, entries)):
+        texts.append(
+            f"the state was saved by a KFAC with other options: {', '.join(changed)}. The lr, momentum and "
+            "weight_decay of groups and the damping go on from the state, all other options are as given here"
+        )
+    if added:
+        texts.append(f"the state is of an earlier version, and these begin anew: {', '.join(added)}")
+    without = [n for n, group in enumerate(groups) if FIRST_LR in group and FIRST_LR not in saved[n]]
+    if without:
+        texts.append(
+            f"the state was saved without norm_constraint, so parameter groups {', '.join(map(str, without))} have no "
+            f"{FIRST_LR!r} in it: the 'initial_lr' of a scheduler, or the lr, takes its place"
+        )
+    names, division = state.vectors.names, state.vectors.division
+    new = [
+        names[parameter]
+        for place, (parameter, first_order) in enumerate(parameters_of(groups))
+        if parameter.requires_grad and not entries.rules.get(place) and division.keeps(names[parameter])
+        if new_state(state, parameter, first_order)  # a rule may keep nothing
+    ]
+    if new:
+        texts.append(
+            f"the state has nothing of {plural(len(new), 'parameter')}, which begin anew: {', '.join(new)}. That is as "
+            "it should be if they were frozen when it was saved"
+        )
+    if coarse:
+        were = "1 entry of the state was" if len(coarse) == 1 else f"{len(coarse)} entries of the state were"
+        texts.append(f"{were} saved in a lower precision, such as {coarse[0]}")
+    return texts
+
+
+def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
+    """Each thing that a user may not expect of the state of another kind of device.
+
+    Args:
+        bases_as: the kind of device as of which the state keeps the bases of wide layers; None: that of this device.
+        other_stream: whether the random stream of the sampled targets was left out.
+    """
+    texts = []
+    if other_stream:
+        texts.append(
+            "the state is of another kind of device, whose random numbers this one does not have: the stream of the "
+            "sampled targets begins anew"
+        )
+    if bases_as is not None:
+        kept = "in blocks, as a CPU does" if bases_as == "cpu" else "whole, as a GPU does, and as earlier versions did"
+        costs = "turns gradients less closely" if bases_as == "cpu" else "costs more on a CPU"
+        texts.append(
+            f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change "
+            "to bases of this device, load the state of the model alone"
+        )
+    return texts

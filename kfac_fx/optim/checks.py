@@ -14,7 +14,7 @@ The rule says what r is, and which rise in a step is tolerated. All decisions ar
 <d, F d> comes from the outputs at the parameters and a small part of the step away, which takes one forward. The
 product with the Jacobian costs four. Rules that divide by <d, F d> take the product, and all rules take it where a
 quotient is no measure of the batch (`against_quotients`). All forwards of a check compute in the precision of the
-parameters (`kfac_fx.optim.precision`). On an accelerator they take a part of the batch (`kfac_fx.optim.batch_loss`).
+parameters (`kfac_fx.optim.batch_loss`). On an accelerator they take a part of the batch (`kfac_fx.optim.batch_loss`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import HostCopy, copy_if_
 from kfac_fx.linalg.processes import in_place_of
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.batch_loss import SHARE, BatchLoss, Values, part_of_batch, share_of_checks
+from kfac_fx.optim.batch_loss import COARSE, SHARE, BatchLoss, Values, part_of_batch, share_of_checks
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.precision import COARSE
+from kfac_fx.passes.errors import warn_user, where
 from kfac_fx.passes.graphs.labels import gradient_stop
 from kfac_fx.passes.torch_private import version
-from kfac_fx.passes.users_code import warn_user, where
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again

@@ -1,37 +1,450 @@
-"""The forwards of the net between two steps: what they record, and the closures that a step calls."""
+"""The forwards of the net between two steps: what they record, and the closures that a step calls.
+
+**Micro-batches**: the forwards since the last step, and which of them are a part of it: those whose gradients the step
+gets.
+
+A forward may be given up: no backward comes to its outputs, or gradients are zeroed behind it. Then nothing of it is in
+the statistics, the quadratic model and the checks of the step. A hook on the outputs notices the backward. `zero_grad`
+of the optimizer and of the compiled module tell that gradients are zeroed. That of the model does not, nor does
+`parameter.grad = None`, so `LeftGradients` looks at the gradients when the next forward or backward begins.
+
+**Join**: processes that run out of batches, inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])`.
+
+Such a process stands in for itself: it goes on to take part in the messages of the others until none has a batch. The
+hook of DistributedDataParallel sends zeros instead of its gradients, and drops the average. That of KFAC takes the
+steps of a process without cases. It calls the net with an empty batch, receives the averaged gradient from a process
+that has one, and takes the step: the blocks and the momentum that it owns, and its copy of the parameters, go on.
+
+A step inside of Join tells all processes which of them have a batch: one message of a few numbers, for which the host
+waits. Two more messages carry the gradient and the numbers of the parameter groups while a process stands in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.loss_scale import check_scale, watch
+from kfac_fx.compiled.loss_scale import Watched, check_scale, watch
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
-from kfac_fx.linalg.processes import is_sharded
-from kfac_fx.optim.batch_loss import ObservedForward
-from kfac_fx.optim.coverage import check_coverage
-from kfac_fx.optim.micro_batches import Backward, LeftGradients, MicroBatch, MicroBatches, weakly
-from kfac_fx.optim.precision import CheckPrecision
+from kfac_fx.linalg.matrices import dense, dense_or_zero
+from kfac_fx.linalg.processes import Replicas, is_sharded
+from kfac_fx.optim.batch_loss import CheckPrecision, ObservedForward
+from kfac_fx.optim.groups import OF_GROUPS, Group
+from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.standstill import check_coverage
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import plural
-from kfac_fx.passes.matrix import HALVES
-from kfac_fx.passes.torch_private import backward_here
-from kfac_fx.passes.tracing.effects import closure_undone
-from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.errors import plural, warn_user
+from kfac_fx.passes.matrix import HALVES, complex_numbers, real_numbers
+from kfac_fx.passes.torch_private import after_backward, backward_here, version
+from kfac_fx.passes.tracing.effects import RandomState, closure_undone
 from kfac_fx.passes.tracing.signature import autocast
-from kfac_fx.passes.users_code import warn_user
 from kfac_fx.recording.captures import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.recording.statistics import Key
+from kfac_fx.recording.statistics import Key, Moments, PendingMoments
+
+ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
+
+
+class LeftGradients:
+    """The gradients that the last backward has left.
+
+    parameters: returns those of the net.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self.parameters = parameters
+        self._first: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._before: tuple[weakref.ref[Tensor], int] | None = None  # as `_first` and `_version`, see `begin`
+
+    def begin(self) -> None:
+        """At the beginning of a backward that `note` is asked about."""
+        first, left = self.first, None if self._first is None else self._first()
+        self._before = None if first is None or first is not left else (weakref.ref(first), version(first))
+
+    def note(self) -> bool:
+        """At the end of a backward. Returns whether it has added to the gradients that were there at `begin`."""
+        first, before = self.first, self._before
+        self._first, self._version = (None, 0) if first is None else (weakref.ref(first), version(first))
+        self._before = None
+        return first is not None and before is not None and before[0]() is first and before[1] != self._version
+
+    @property
+    def first(self) -> Tensor | None:
+        return next((p.grad for p in self.parameters() if p.grad is not None), None)
+
+    @torch.no_grad()
+    def are_zeroed(self) -> bool:
+        """Whether all of them are None or zero. The host reads them if they were written since the backward."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if not gradients:  # while FSDP2 has gathered the parameters, their gradients are elsewhere
+            left = None if self._first is None else self._first()
+            return left is None or not is_sharded(left) or any(map(is_sharded, self.parameters()))
+        first = gradients[0]
+        as_left = self._first is not None and self._first() is first and version(first) == self._version
+        if as_left or any(map(is_sharded, gradients)):  # processes would read different shards
+            return False
+        return not any(bool(dense(gradient).any()) for gradient in gradients)
+
+
+def nothing(*_: Any) -> None:
+    """There is no listener."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as long as its object is there, which the function does not keep."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: int) -> None:
+        if (bound := reference()) is not None:
+            bound(*args)
+
+    return call
+
+
+class Backward:
+    """Whether a backward has come to the outputs of a forward, and whether one can still come.
+
+    Only the graph of the outputs holds the hook, so the hook ends with the graph.
+
+    begins, ends: called with the number of a backward, before it has computed any gradient of the outputs, and behind
+        it.
+    """
+
+    def __init__(self, begins: Callable[[int], None] = nothing, ends: Callable[[], None] = nothing) -> None:
+        self.begins, self.ends = begins, ends
+        self.number: int | None = None  # of the last backward
+        self._hook: weakref.ref[Callable[[Tensor | None], None]] | None = None
+
+    def wait_at(self, outputs: Any) -> None:
+        """Wait for a gradient of any of the tensors that the model returned."""
+        hook = partial(self.note)
+        for leaf in results.tree_leaves(outputs):
+            # The hook of a parameter or an input that the model returns would stay behind the graph.
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(hook)
+                self._hook = weakref.ref(hook)
+
+    def note(self, gradient: Tensor | None) -> None:
+        number = backward_here()
+        if gradient is not None and number != self.number:
+            self.begins(number)
+            self.number = number
+            after_backward(self.ends)
+
+    @property
+    def came(self) -> bool:
+        return self.number is not None
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether there was no tensor to wait at."""
+        return self._hook is None
+
+    @property
+    def may_come(self) -> bool:
+        return self._hook is not None and self._hook() is not None
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One forward since the last step, with all that the step needs of it."""
+
+    backward: Backward = field(default_factory=Backward)
+    call: ForwardArguments | None = None  # if the step needs it again
+    sums: PendingBatch | None = None  # the statistics of a pass of its own, until they are added to others
+    pending: PendingMoments | None = None  # statistics that wait for the user's backward
+    start: RandomState | None = None  # the random streams before the forward
+    watched: Watched | None = None  # the gradients of the outputs, until the first step
+    observed: ObservedForward | None = None  # if a check measures the loss
+
+    @property
+    def trained(self) -> bool:
+        return self.backward.came or (self.pending is not None and self.pending.filled)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward can come any more."""
+        unknown = self.backward.is_hidden and self.pending is not None
+        return not (unknown or self.backward.may_come)
+
+    def gradients_zeroed(self) -> bool:
+        """Forget the backwards so far. Returns whether another one may come."""
+        self.backward.number = None
+        if self.pending is not None:
+            self.pending.empty()
+        for listener in (self.watched, self.observed):
+            for of in () if listener is None else (listener, listener.otherwise):
+                if of is not None:
+                    of.gradients.clear()
+        return self.backward.may_come
+
+
+@dataclass
+class MicroBatches:
+    """The forwards since the last step.
+
+    A forward is a part of the step if its backward came, and no gradient was zeroed since. Statistics of another one
+    are freed when its graph is gone, as that of a forward that measures the accuracy. Micro-batches whose graph is gone
+    keep one sum of all their statistics.
+    """
+
+    forwards: int = 0  # how many there were, with those that were given up
+    batches: list[MicroBatch] = field(default_factory=list)
+    sums: PendingBatch | None = None  # of micro-batches whose backward came
+    without: PendingBatch | None = None  # of forwards to which no backward can come any more
+    zeroings: int = 0  # how often gradients were zeroed
+    without_backward: bool = False  # the step takes forwards to which no backward came
+
+    @property
+    def calls(self) -> list[ForwardArguments]:
+        return [batch.call for batch in self.batches if batch.call is not None]
+
+    @property
+    def pending(self) -> list[PendingMoments]:
+        return [batch.pending for batch in self.batches if batch.pending is not None]
+
+    @property
+    def watched(self) -> list[Watched]:
+        each = (batch.watched.as_arrived for batch in self.batches if batch.watched is not None)
+        return [watched for watched in each if watched is not None]
+
+    @property
+    def observed(self) -> list[ObservedForward]:
+        return [batch.observed.as_arrived for batch in self.batches if batch.observed is not None]
+
+    @property
+    def start(self) -> RandomState | None:
+        """The random streams before the first forward."""
+        return self.batches[0].start if self.batches else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether a backward came."""
+        return self.sums is not None or any(batch.trained for batch in self.batches)
+
+    def trained_before(self, number: int) -> bool:
+        """Whether a backward came before that of this number."""
+        of_others = (batch.trained and batch.backward.number != number for batch in self.batches)
+        return self.sums is not None or any(of_others)
+
+    def add_up(self, lenient: bool) -> None:
+        """Free what is not needed any more.
+
+        lenient: keep forwards without a backward.
+        """
+        kept, in_order = [], True
+        for batch in self.batches:
+            over, trained = batch.is_over, batch.trained
+            if over and not trained and not lenient:
+                continue
+            if over and batch.sums is not None and (in_order or not trained):
+                if trained:
+                    self.sums = joined(self.sums, batch.sums)
+                else:
+                    self.without = joined(self.without, batch.sums)
+                batch.sums = None
+            in_order = in_order and (batch.sums is None or not trained)
+            kept.append(batch)
+        self.batches = kept
+
+    def close(self, lenient: bool) -> None:
+        """Keep the forwards that are a part of the step. lenient: without any backward these are all."""
+        trained = [batch for batch in self.batches if batch.trained]
+        self.without_backward = lenient and not trained and bool(self.batches)
+        if self.without_backward:
+            self.sums = joined(self.sums, self.without)
+        else:
+            self.batches = trained
+        for batch in self.batches:
+            self.sums, batch.sums = joined(self.sums, batch.sums), None
+        self.without = None
+
+    def take_moments(self, reduction: str, loss_scale: float) -> list[Moments]:
+        """The statistics that backwards left, for gradients of the loss summed over cases. They wait no longer.
+
+        Args:
+            reduction: "mean" if the step's gradient is that of a mean over the cases of all micro-batches.
+            loss_scale: the factor of the loss in the backward, as that of a GradScaler.
+
+        Raises:
+            RuntimeError: for a forward with two backwards.
+        """
+        done = [pending for pending in self.pending if pending.filled]
+        for batch in self.batches:
+            batch.pending = None
+        cases = sum(pending.cases for pending in done)
+        return [pending.moments(reduction, cases, loss_scale) for pending in done]
+
+    def gradients_zeroed(self, number: int | None = None) -> None:
+        """The backwards so far are no part of the step's gradient. number: of one that is just beginning."""
+        self.zeroings += 1
+        self.sums = None
+        self.batches = [b for b in self.batches if not b.trained or b.backward.number == number or b.gradients_zeroed()]
+
+    def copy(self) -> MicroBatches:
+        sums, without = (None if sums is None else sums.copy() for sums in (self.sums, self.without))
+        return MicroBatches(self.forwards, [replace(b) for b in self.batches], sums, without, self.zeroings)
+
+    def forget_after(self, before: MicroBatches) -> None:
+        """Forget the forwards since the copy `before`, and keep that gradients of earlier ones were zeroed since."""
+        left = {batch.backward for batch in self.batches}
+        self.forwards, self.without = before.forwards, before.without
+        self.batches = [batch for batch in before.batches if batch.backward in left]
+        self.sums = before.sums if self.zeroings == before.zeroings else None
+
+
+def joined(sums: PendingBatch | None, more: PendingBatch | None) -> PendingBatch | None:
+    """The sums of both; `sums` is written into."""
+    if sums is None or more is None:
+        return more if sums is None else sums
+    sums.join(more)
+    return sums
+
+
+LossOfStep = Tensor | float | None
+
+
+@dataclass(eq=False)
+class StandIn(JoinHook):
+    """The hook of one optimizer in one `Join`.
+
+    Args:
+        groups: the parameter groups of the optimizer.
+        step: takes a step of the optimizer.
+        close: called when all processes have joined.
+    """
+
+    net: CompiledModule
+    replicas: Replicas
+    groups: Sequence[Group]
+    step: Callable[[], Any]
+    close: Callable[[], None]
+    call: ForwardArguments | None = None  # with an empty batch
+    standing_in: bool = False
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments of a forward, without its cases."""
+        if self.call is None:
+            self.call = self.net.recorder(args, kwargs).without_cases(args, kwargs)
+
+    def main_hook(self) -> None:
+        """A step of a process without cases. Raises ValueError if this process never had a batch."""
+        if self.call is None:
+            raise ValueError(
+                f"process {self.replicas.rank} of {self.replicas.number} had no batch inside of Join, so KFAC does not "
+                "know the inputs of the net and cannot take the steps of the others: give every process one batch, "
+                "which may be empty, x[:0]"
+            )
+        args, kwargs = self.call
+        with torch.enable_grad():
+            outputs = self.net(*args, **kwargs)
+            tensors = [leaf for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum().backward()
+        self.standing_in = True
+        try:
+            self.step()
+        finally:
+            self.standing_in = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.close()
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    def share(self, loss: LossOfStep) -> LossOfStep:
+        """Before a step: a process that stands in gets gradients, and the numbers of the groups. Returns its loss.
+
+        loss: of the batch of this process, if known. It is zero without cases, if the others know theirs.
+        """
+        mine = torch.zeros(self.replicas.number + 1, dtype=torch.float64, device=self.parameters()[0].device)
+        if not self.standing_in:
+            mine[self.replicas.rank] = 1
+            mine[-1] = float(loss is not None)
+        (both,) = self.replicas.total([mine])
+        *with_batches, with_loss = both.tolist()
+        if all(with_batches):
+            return loss
+        source = with_batches.index(1)
+        self.receive(source)
+        return 0.0 if self.standing_in and with_loss else loss
+
+    def receive(self, source: int) -> None:
+        """Take the gradients and the numbers of the groups of a process; those that have batches have the same."""
+        parameters, numbers = self.parameters(), [(group, key) for group in self.groups for key in OF_GROUPS]
+        numbers = [(group, key) for group, key in numbers if key in group]
+        values = [float(parameter.grad is not None) for parameter in parameters]
+        values += [float(group[key]) for group, key in numbers]
+        sent = torch.tensor(values, dtype=torch.float64, device=parameters[0].device)
+        gradients = dense_or_zero((parameter.grad for parameter in parameters), parameters)
+        *gradients, sent = self.replicas.broadcast([*map(real_numbers, gradients), sent], source)
+        if not self.standing_in:
+            return
+        values = sent.tolist()
+        for parameter, gradient, has in zip(parameters, gradients, values, strict=False):
+            parameter.grad = complex_numbers(gradient, parameter) if has else None
+        for (group, key), value in zip(numbers, values[len(parameters) :], strict=True):
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def refuse_in_join(options: KFACOptions, sharded: bool) -> None:
+    """Raises ValueError for an optimizer whose steps a process without batches cannot take."""
+    scaler = options.grad_scaler
+    why = {
+        "sharded parameters, which every process gathers in its own forwards": sharded,
+        "adapt_damping=True, which asks the process for the loss of its batch": options.rule.damping_rule is not None,
+        "a GradScaler, whose scale that process does not learn": scaler is not None and scaler.is_enabled(),
+    }
+    if wrong := [words for words, applies in why.items() if applies]:
+        raise ValueError(
+            "inside of Join, a process that has no more batches takes the steps of the others, and cannot with\n"
+            + "\n".join(f"  {words}" for words in wrong)
+            + "\nLeave Join out: a process that has no more cases calls the net with an empty batch, x[:0]."
+        )
+
+
+def refuse_other_join() -> None:
+    raise ValueError(
+        "inside of join(), processes without batches take part in the messages of DistributedDataParallel and not in "
+        "those of KFAC, which would wait for them. Write Join([wrapped, optimizer]) in its place, with Join of "
+        "torch.distributed.algorithms.join; or leave it out, and a process that has no more cases calls the net with "
+        "an empty batch, x[:0], and takes all steps with the others."
+    )
+
+
+def refuse_first(notified: object) -> None:
+    """Raises ValueError for an optimizer that is the first in `Join`. notified: of `Join.notify_join_context`."""
+    if notified is not None:
+        raise ValueError(
+            "Join runs the messages of its parts in their order, and those of KFAC come behind those of "
+            "DistributedDataParallel: write Join([wrapped, optimizer])"
+        )
+
+
+def refuse_micro_batches(forwards: int) -> None:
+    """Raises ValueError for a step inside of Join that has other than one forward."""
+    if forwards != 1:
+        raise ValueError(
+            f"inside of Join, a step has one forward, which processes without batches take part in, and this one has "
+            f"{forwards}: call optimizer.step() behind every forward and backward, or leave Join out"
+        )
+
 
 Closure = Callable[[], Tensor | float]  # returns a loss
 TrainingClosure = Callable[[], Tensor | float | None]  # computes the gradients, too; torch's need not return a loss

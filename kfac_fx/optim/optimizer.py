@@ -15,37 +15,38 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.text import fold
+from kfac_fx.compiled.report import fold
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import BASIS_VALUES
 from kfac_fx.fisher.placement import BlockOwners
 from kfac_fx.linalg.arguments import one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
-from kfac_fx.optim.checkpoint import OUTDATED, is_left, parameters_of, publish, restore, with_empty_groups
-from kfac_fx.optim.checkpoint_checks import check_state
+from kfac_fx.optim.checkpoint import OUTDATED, check_state, is_left, parameters_of, publish, restore, with_empty_groups
 from kfac_fx.optim.forwards import (
     Closure,
     Forwards,
+    StandIn,
     TrainingClosure,
     outside_autocast,
+    refuse_first,
+    refuse_in_join,
+    refuse_micro_batches,
     refuse_no_closure,
+    refuse_other_join,
     refuse_other_losses,
 )
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, refuse_options_of_all, rule_state, split_group
-from kfac_fx.optim.join import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
-from kfac_fx.optim.measured_step import Losses
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
-from kfac_fx.optim.step import check_closure, take_step
+from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.errors import ModelChangedError, warn_user
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_private import join_around_forward
-from kfac_fx.passes.tracing.random_streams import accelerators
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.passes.tracing.effects import accelerators
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 
 HABIT = 0.004  # of the default lr: below it is one of Adam's, by habit
@@ -423,7 +424,7 @@ class KFAC(Optimizer, Joinable):
     # --- processes without batches ------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> StandIn:
-        """For `torch.distributed.algorithms.join.Join([wrapped, optimizer])`; see `kfac_fx.optim.join`.
+        """For `torch.distributed.algorithms.join.Join([wrapped, optimizer])`; see `kfac_fx.optim.forwards`.
 
         Raises ValueError for options with which a process without batches cannot take the steps of the others.
         """

@@ -21,8 +21,8 @@ from kfac_fx.linalg.arguments import (
     wrong_value,
 )
 from kfac_fx.losses.declared import no_loss_known
-from kfac_fx.losses.sources import check_mode
-from kfac_fx.optim.first_order import FirstOrder
+from kfac_fx.losses.distributions import check_mode
+from kfac_fx.optim.groups import FirstOrder
 from kfac_fx.optim.rule import COMMON, CheckedRule, Rule, check_fields
 from kfac_fx.optim.rules import RULES, default_rule, rule_named
 from kfac_fx.recording.model_checks import compiled

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfac_fx.fisher.means import StepScalars
+from kfac_fx.fisher.bases import StepScalars
 
 ROWS, COLUMNS = 16, 128  # of a tile
 

@@ -30,16 +30,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.fisher.bases import eigenvalues_of
+from kfac_fx.fisher.bases import (
+    Means,
+    StepScalars,
+    adam_step,
+    combine,
+    divide_root,
+    eigenvalues_of,
+    lengths,
+    momentum_of,
+)
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.means import Means, StepScalars, adam_step, combine, divide_root, lengths, momentum_of
 from kfac_fx.linalg.matrices import cache_aligned, half_products
 from kfac_fx.linalg.vectors import Tensors, joined, split
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import foreach_add_, foreach_copy_, foreach_mul_, version
-from kfac_fx.recording.backends import CudaGraph
+from kfac_fx.recording.emitted import CudaGraph
 
 Scalars = Mapping[str, Tensors]
 Grow = Callable[[Tensor, Tensor, Tensor, Tensor], None]

@@ -29,8 +29,8 @@ from kfac_fx.optim.standstill import StandstillWatch
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import mark_static
-from kfac_fx.passes.tracing.random_streams import RandomState
-from kfac_fx.recording.backends import compiled_function
+from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.recording.emitted import compiled_function
 from kfac_fx.recording.statistics import Key
 
 SCALARS = ("rho", "predicted_change", "loss_before")  # of every rule, next to its own

@@ -7,13 +7,13 @@ functions only, because Dynamo can wrap neither a module nor a registration in t
 
 **Modes.** *Sampled* statistics have a forward and a backward of their own, over a chosen fraction of the batch.
 Products of two cases are zero in expectation, so it does not matter whether cases meet. The *exact* modes send all
-sources back (`exact`); where cases meet, every row of the loss is a source of its own, and full and diagonal blocks
+sources back (`recorder`); where cases meet, every row of the loss is a source of its own, and full and diagonal blocks
 come from whole gradients. The *empirical* Fisher is recorded in the training backward: the probes are leaves, and the
 user's `loss.backward()` fills their `.grad`.
 
-**Several uses** of one weight, as the steps of a recurrent layer, are summed up together (`gathering`): few rows take
+**Several uses** of one weight, as the steps of a recurrent layer, are summed up together (`recorder`): few rows take
 as long as many, and a recurrent layer has a few at each of its steps. **Evaluations** at other parameters, as the
-checks of a step need them, run torch's own kernels of recurrent layers instead of their steps (`evaluation`).
+checks of a step need them, run torch's own kernels of recurrent layers instead of their steps (`equivalence`).
 
 **Padding.** Masked rows are in neither A nor G nor `count`. The Fisher's outputs are constants at padding positions, so
 sampled targets send nothing back from there, and a case is counted only if its outputs change with the real values. So
@@ -46,7 +46,7 @@ those that there are, and has statistics of its own alone, so blocks of other pa
 are in no capture, training forwards look for a capture that has them, because a block must have factors before its
 first step: a gradient that has arrived cannot be recorded.
 
-**Freezing** needs no capture (`unchanged`). While all parameters of a registration are frozen, its statistics pause,
+**Freezing** needs no capture (`model_checks`). While all parameters of a registration are frozen, its statistics pause,
 and no more of its block changes than the inverse. If a parameter is trained for the first time, the model is captured
 anew. Blocks of the same registrations go on. New ones have stacks of their own, are recorded and decomposed at once,
 and then follow the schedule of a first step. A forward while everything is frozen is no part of a step.

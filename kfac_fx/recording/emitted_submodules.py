@@ -50,8 +50,7 @@ from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture, place_of_loss
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
-from kfac_fx.passes.tracing.effects import untouched
-from kfac_fx.passes.tracing.random_streams import python_random
+from kfac_fx.passes.tracing.effects import python_random, untouched
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (

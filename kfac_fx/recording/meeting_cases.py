@@ -9,7 +9,7 @@ those of others.
 
 Three ask for the registrations of which this is true: an exact recording and a recording of single examples, for cases
 that meet before the loss, and the proof, for cases that meet before the outputs. The operations of the graph tell of
-most registrations that their cases stay apart (`passes.apart`). A batch tells it of the others (`keys_that_meet`).
+most registrations that their cases stay apart (`passes.cases`). A batch tells it of the others (`keys_that_meet`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import pulled, with_gradient
 from kfac_fx.linalg.processes import unsharded
-from kfac_fx.losses.sources import Cotangents
+from kfac_fx.losses.distributions import Cotangents
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.cases import without_mask
 from kfac_fx.passes.ir import Registration

@@ -1,14 +1,29 @@
-"""The losses on the outputs of one run: of which distributions, over how many cases, and without padding."""
+"""The losses on the outputs of one run: of which distributions, over how many cases, and without padding.
+
+**Distributions of the user**: checks of a distribution that the user declares, on the outputs of the first batch.
+
+The Fisher of a distribution is the mean of g gᵀ over its own samples, for the gradient g of their loss by the outputs,
+and also B Bᵀ. So a class that contradicts itself is told: by the shapes that its methods return, by its two products
+with B, and by the squares of sampled gradients.
+
+**Probabilities** that a loss takes for logits, as those behind a sigmoid: the loss is another one than its user means.
+
+    return torch.sigmoid(self.head(h))      with loss="bce_with_logits": a sigmoid of a sigmoid
+
+Such a training runs, and its factors are right for the loss as it is written, so no other check would say so. A
+logarithm of probabilities is a logit, so a log_softmax is right.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.losses.declared import (
@@ -23,21 +38,261 @@ from kfac_fx.losses.declared import (
     WeightedLosses,
     constant_of,
     divisor_of,
+    expression_of,
     perturbed,
     replaced,
+    structure,
 )
-from kfac_fx.losses.distributions import LossFunction
+from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import LossError, fatal, first_line
-from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
+from kfac_fx.passes.graphs.operations import PARTS, VIEWS, op_name
 from kfac_fx.passes.ir import Dims, LossSite
+from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.tracing.effects import accelerators, same_random
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel
 from kfac_fx.recording.emitted_submodules import among_returned
-from kfac_fx.recording.own_distributions import misfits_of_own
-from kfac_fx.recording.probabilities import taken_for_logits
+
+SIGMOIDS, SOFTMAXES = ("sigmoid", "special_expit", "expit", "hardsigmoid"), ("softmax", "_softmax")
+SAME_NUMBERS = VIEWS | PARTS | {"clamp", "clip", "clamp_min", "clamp_max", "ravel"}
+MAKERS: Mapping[type[LossFunction], tuple[str, ...]] = {
+    MultiBernoulli: (*SIGMOIDS, *SOFTMAXES),
+    Categorical: SOFTMAXES,
+}
+TRAINED = {MultiBernoulli: "F.binary_cross_entropy_with_logits", Categorical: "F.cross_entropy"}
+LOGITS = "torch.logit(outputs)"
+ONE = 1e-5  # how far sums of probabilities may be from 1
+
+
+def kind_of(loss: LossFunction) -> type[LossFunction] | None:
+    """The distribution of logits that a loss is; None if it has none."""
+    return next((kind for kind in MAKERS if isinstance(loss, kind)), None)
+
+
+def makes_probabilities(node: fx.Node, kind: type[LossFunction]) -> fx.Node | None:
+    """The operation that makes probabilities of the values of a node, whose loss is of this kind; None if none does."""
+    while op_name(node) in SAME_NUMBERS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node if op_name(node) in MAKERS[kind] else None
+
+
+def are_probabilities(values: Tensor, kind: type[LossFunction]) -> bool:
+    """Whether values that no graph tells of are those of a softmax."""
+    if kind is not Categorical or values.dim() < 2 or not values.numel() or bool((values < 0).any()):
+        return False
+    return bool((values.double().sum(-1) - 1).abs().max() <= ONE)
+
+
+def sentence_of(node: fx.Node | None, loss: LossFunction, spec: object) -> str:
+    """The sentence of the warning.
+
+    node: that makes the probabilities; None: it is not known. spec: of the loss; None: forward computes it.
+    """
+    kind = kind_of(loss)
+    assert kind is not None, "bug in kfac_fx: probabilities of a loss without logits"
+    what = "softmax" if node is None else op_name(node).strip("_")
+    path = None if node is None else module_of(node)
+    place = "" if node is None else f" by {where(node)}" + (f" in the module {path!r}" if path else "")
+    made = f"{list(loss.inputs.shape)} are made probabilities{place or ' by a softmax'}"
+    if spec is None:
+        return (
+            f"{TRAINED[kind]} in forward takes logits, and its inputs {made}, so it takes the {what} of a {what}: "
+            f"leave the {what} in front of it out."
+        )
+    of_torch = spec.of_torch if isinstance(spec, LossSpec) else None
+    other = "Or return F.log_softmax, and train with F.nll_loss."
+    if kind is MultiBernoulli:
+        written = f"kfac_fx.losses.MultiBernoulli({LOGITS})" if of_torch is None else expression_of(of_torch)
+        other = (
+            f"If you train with F.binary_cross_entropy, keep the {what} and write loss=lambda outputs: "
+            f"{written.format(LOGITS)}."
+        )
+    return (
+        f"the registered {type(loss).__name__} loss takes logits, and the outputs {made}: return what is before the "
+        f"{what}, and train with {TRAINED[kind]}. {other}"
+    )
+
+
+def taken_for_logits(
+    losses: Sequence[LossFunction], fisher: Sequence[Tensor], nodes: Sequence[fx.Node], spec: object
+) -> list[str]:
+    """A sentence about every loss of logits whose inputs are probabilities.
+
+    Args:
+        losses: on the Fisher's outputs.
+        fisher, nodes: these outputs, and their nodes in one graph of the whole model; no nodes if there is none.
+        spec: see `sentence_of`.
+    """
+    sentences = []
+    for loss in losses:
+        kind = kind_of(loss)
+        if kind is None:
+            continue
+        made = [
+            makes_probabilities(node, kind)
+            for value, node in zip(fisher, nodes, strict=False)
+            if of_same_numbers(value, loss.inputs)
+        ]
+        found = next((node for node in made if node is not None), None)
+        with torch.no_grad():
+            told = found is not None or (not nodes and are_probabilities(loss.inputs.detach(), kind))
+        if told:
+            sentences.append(sentence_of(found, loss, spec))
+    return list(dict.fromkeys(sentences))
+
+
+def of_same_numbers(output: Tensor, inputs: Tensor) -> bool:
+    """Whether the inputs of a loss are an output, or a view of it."""
+    return output.numel() == inputs.numel() and output.data_ptr() == inputs.data_ptr()
+
+
+DRAWS, NUMBERS = 64, 2**24  # of samples for one comparison, and of numbers in all of them
+CERTAIN = 10.0  # standard errors of a difference
+FACTOR = 2.0  # between the squares of sampled gradients and those of B, above which they are told
+TRANSPOSED = 1e-2  # relative; right products agree to the rounding of their dtype
+
+
+def misfits_of_own(losses: Sequence[LossFunction]) -> list[str]:
+    """A sentence about every distribution of the user whose B is not that of its samples.
+
+    losses: on the outputs of one batch. Outputs that are not finite tell nothing.
+
+    Raises LossError for a method that returns something else than its kind of numbers, in its shape.
+    """
+    sentences = []
+    for loss in losses:
+        if type(loss).__module__.startswith("kfac_fx.") or not loss.inputs.numel():
+            continue
+        if not bool(loss.inputs.isfinite().all()):
+            continue
+        with same_random(accelerators([loss.inputs])):
+            check_samples(loss)
+            check_factor(loss)
+            if loss.inputs.requires_grad and loss.weights is None and loss.kept is None and loss.real is None:
+                sentences += other_factor(loss)
+    return list(dict.fromkeys(sentences))
+
+
+def check_samples(loss: LossFunction) -> None:
+    """Raises LossError for samples, or a loss of them, that are not those of all cases."""
+    name, wanted = type(loss).__name__, list(loss._target_shape())
+    drawn = called(loss, "_sample", generator_for(loss))
+    if not isinstance(drawn, Tensor) or list(drawn.shape) != wanted:
+        raise LossError(
+            f"{name}._sample returned {structure(drawn)}, and targets of all cases are of shape {wanted}, as the "
+            "outputs. Draw one target for each of them; for targets of another shape define _target_shape(self), too."
+        )
+    if drawn.is_floating_point() and not bool(drawn.isfinite().all()):
+        raise LossError(f"{name}._sample drew targets that are not finite, for outputs that are.")
+    value = called(loss, "_negative_log_likelihood", drawn)
+    if not isinstance(value, Tensor) or value.dim():
+        raise LossError(
+            f"{name}._negative_log_likelihood returned {structure(value)}, and the loss is one number, the sum over "
+            "all cases and elements: end it with .sum(), without a mean."
+        )
+    if loss.inputs.requires_grad and not value.requires_grad:
+        raise LossError(
+            f"{name}._negative_log_likelihood has no gradient by self.inputs: compute it from self.inputs, without "
+            "detach() and torch.no_grad()."
+        )
+
+
+def check_factor(loss: LossFunction) -> None:
+    """Raises LossError for products with B and Bᵀ of other shapes, or of another matrix each."""
+    name, outputs, inner = type(loss).__name__, loss.inputs.shape, loss.fisher_factor_inner_shape
+    hint = "" if inner != outputs else "; for a B that is not square define the property fisher_factor_inner_shape, too"
+    v, w = (torch.randn(shape, dtype=loss.inputs.dtype, device=loss.inputs.device) for shape in (inner, outputs))
+    with torch.no_grad():
+        for vector, wanted in ((v, outputs), (v.expand(2, *inner), torch.Size([2, *outputs]))):
+            product = called(loss, "multiply_fisher_factor", vector)
+            if not isinstance(product, Tensor) or product.shape != wanted:
+                raise LossError(
+                    f"{name}.multiply_fisher_factor returned {structure(product)} for a vector {list(vector.shape)}, "
+                    f"and B v is of shape {list(wanted)}: that of the outputs, behind the dimensions that the vector "
+                    f"has in front{hint}."
+                )
+        transposed = called(loss, "multiply_fisher_factor_transpose", w)
+        if not isinstance(transposed, Tensor) or transposed.shape != inner:
+            raise LossError(
+                f"{name}.multiply_fisher_factor_transpose returned {structure(transposed)} for a vector "
+                f"{list(outputs)} of the shape of the outputs, and Bᵀ v is of shape {list(inner)}{hint}."
+            )
+        left = precise(called(loss, "multiply_fisher_factor", v)) * precise(w)
+        right = precise(v) * precise(transposed)
+        size = float(left.square().sum().sqrt() + right.square().sum().sqrt())
+        if float((left.sum() - right.sum()).abs()) > TRANSPOSED * size:
+            raise LossError(
+                f"{name}.multiply_fisher_factor_transpose is not the transpose of {name}.multiply_fisher_factor: "
+                "(B v) · w and v · (Bᵀ w) differ. If B is diagonal or symmetric, write "
+                "multiply_fisher_factor_transpose = multiply_fisher_factor."
+            )
+
+
+def other_factor(loss: LossFunction) -> list[str]:
+    """The sentence about a B whose B Bᵀ is not the second moment of sampled gradients, if it is none.
+
+    For random signs z, (zᵀ g)² has the mean |Bᵀ z|² over samples.
+    """
+    generator = generator_for(loss)
+    draws = max(8, min(DRAWS, NUMBERS // loss.inputs.numel()))
+    of_samples, of_factor = [], []
+    for _ in range(draws):
+        z = torch.randint(2, loss.inputs.shape, device=loss.inputs.device).to(loss.inputs.dtype) * 2 - 1
+        value = loss._negative_log_likelihood(loss.sample(generator))
+        (gradient,) = torch.autograd.grad(value, loss.inputs, retain_graph=True)
+        by_case = precise(z * gradient).reshape(loss.all_cases, -1).sum(1)
+        of_samples.append(by_case.square().sum())
+        with torch.no_grad():
+            of_factor.append(precise(loss.multiply_fisher_factor_transpose(z)).square().sum())
+    sampled, of_b = torch.stack(of_samples).double(), torch.stack(of_factor).double()
+    difference = sampled - of_b
+    error = float(difference.std()) / draws**0.5
+    one, other = float(sampled.mean()), float(of_b.mean())
+    if not (abs(one - other) > CERTAIN * error and max(one, other) > FACTOR * min(one, other)):
+        return []
+    name, times = type(loss).__name__, f"{one / other:.2g} times" if other else "no multiple of"
+    return [
+        f"the B of {name} is not that of its samples: the squares of the gradients of sampled targets are {times} "
+        "those of B Bᵀ, on average over cases and samples, and should be the same. The modes with samples and those "
+        f"with B have other Fishers. Look at the factors in {name}._negative_log_likelihood, {name}._sample and "
+        f"{name}.multiply_fisher_factor. Nothing is wrong if B is meant to be another matrix"
+    ]
+
+
+def called(loss: LossFunction, method: str, *args: Any) -> Any:
+    """A method of the user's. Raises LossError if it does not take the arguments; its own errors get a note."""
+    name, function = type(loss).__name__, getattr(loss, method)
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        raise LossError(
+            f"{name}.{method} does not take what it is called with: {error}. Write {signature_of(method)}."
+        ) from error
+    try:
+        with torch.set_grad_enabled(method == "_negative_log_likelihood"):
+            return function(*args)
+    except Exception as error:
+        if not fatal(error):
+            given = ", ".join(structure(argument) for argument in args)
+            error.add_note(
+                f"{name}.{method} raised this, called with {given}, for outputs {list(loss.inputs.shape)}. "
+                "kfac_fx calls the methods of a distribution once on the first batch, to check them."
+            )
+        raise
+
+
+def signature_of(method: str) -> str:
+    """The first line of a method as it is to be written."""
+    parameters = list(inspect.signature(getattr(LossFunction, method)).parameters)
+    return f"def {method}({', '.join(parameters)})"
+
+
+def generator_for(loss: LossFunction) -> torch.Generator:
+    return torch.Generator(loss.inputs.device).manual_seed(0)
+
 
 TYPICAL = 1.0  # a value of a loss, at which the way to what forward returns is differentiated
 

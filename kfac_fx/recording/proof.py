@@ -29,12 +29,12 @@ from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
-from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.matrix import precise
+from kfac_fx.passes.resolve import requested
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents
 from kfac_fx.recording.meeting_cases import (

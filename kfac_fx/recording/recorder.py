@@ -2,51 +2,544 @@
 
 Recording never changes training. `Recorder.record` works on detached parameters, copies of the buffers and a forked
 random stream. `Recorder.record_in_training` returns the outputs of the model, and the user's backward fills the probes.
+
+**Gathering**: the rows of all uses of one weight behind each other, so that there is one product for many uses.
+
+    x_0, x_1, ... -> taps, which hand over r_t and d_t -> [r_0, r_1, ...], [d_0, d_1, ...] -> A, G and count in one sum
+
+A recurrent layer uses its weight at every step, with a few rows. A product of few rows takes as long as one of many:
+its result is a whole matrix, which is added to the last one. So the taps of a registration with several uses hand their
+rows over, and the sums are made of many uses at once.
+
+The probes enter the function `Gather`, which returns a *token*, a single zero. The token enters the taps instead of the
+probes. Its "gradient" says nothing, but autograd computes it. So the backward of `Gather` runs behind those of all the
+taps, and returns the sums as the gradients of the probes. A tap that the loss leaves out hands over nothing. Autograd
+runs first what was made last, so the token is made at the first use: its backward then follows that of this use, and
+not those of all layers, and the sums can travel while the backward goes on (`kfac_fx.estimator.estimator`).
+
+The rows wait in a list, which takes memory in addition to that of autograd. So the list is summed up once it has
+`TIMES` as many numbers as the factors, and `FEW` at least, and at once if there was one use. A compiler cannot trace
+the list, and vmap over cotangents would need a list for itself. So compiled and exact recordings have a sum for every
+use.
+
+**Without sampling**: the second moments of all sources, in chunks that fit into a bound on memory.
+
+A source of a loss is one coordinate of its outputs, for all cases at once, which is exact wherever cases are kept
+apart. Gradients that are summed over cases, as those of generic parameters, take the coordinates of one case at a time.
+So do losses with more rows than the batch has examples, as logits [examples · positions, classes] have, and models in
+which cases meet, as in batch normalization.
+The cotangents of a chunk go through the graph together by vmap where that is possible, else one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nested import nested_tensor_from_jagged
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
-from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled
+from kfac_fx.linalg.matrices import dense_or_zero, full_precision, full_precision_in_eager, pulled, strided_parts
 from kfac_fx.linalg.processes import averaged_unsharded, is_sharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, WeightedLosses
-from kfac_fx.losses.distributions import Categorical, axis_of_log_probabilities
-from kfac_fx.losses.sources import Cotangents, check_mode, is_exact, one_source
+from kfac_fx.losses.distributions import (
+    Categorical,
+    Cotangents,
+    LossPairs,
+    axis_of_log_probabilities,
+    check_mode,
+    exact_sources,
+    is_exact,
+    number_of_sources,
+    one_source,
+)
 from kfac_fx.passes import results
-from kfac_fx.passes.apart import kept_apart
+from kfac_fx.passes.approximations import Approximation, Statistic, named
+from kfac_fx.passes.cases import kept_apart
 from kfac_fx.passes.complex_parameters import original
-from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.errors import UntraceableError, fatal, first_line, warn_user
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
-from kfac_fx.passes.matrix import real_numbers
-from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.matrix import real_numbers, without_autocast
+from kfac_fx.passes.torch_private import backward_here, class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
-from kfac_fx.passes.users_code import warn_user
-from kfac_fx.recording.backends import lasting
-from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs
-from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
-from kfac_fx.recording.gathering import gathered
-from kfac_fx.recording.left_out import LeftOut, rows_left_out
+from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs, lasting
+from kfac_fx.recording.masks import LeftOut, rows_left_out
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from kfac_fx.recording.model_checks import refuse_without_values
 from kfac_fx.recording.output_losses import OutputLosses, probably_mean
-from kfac_fx.recording.statistics import Key, Moments, PendingMoments, flat, with_twins, without_twins
-from kfac_fx.recording.taps import ROBERTS_STEPS, Tap, make_probes
+from kfac_fx.recording.progress import tracked
+from kfac_fx.recording.statistics import (
+    Key,
+    Moments,
+    PendingMoments,
+    Rows,
+    additive,
+    behind_each_other,
+    flat,
+    with_twins,
+    without_twins,
+)
+from kfac_fx.recording.taps import ROBERTS_STEPS, WAITING, RowsOf, Tap, make_probes, none_is_none, with_cached_signature
+
+CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
+VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst
+Statistics = dict[str, Tensor]  # of one registration, by name
+
+
+class SavedBytes:
+    """Counts the bytes that a forward under `watched` saves for its backward.
+
+    This is about the memory that one cotangent needs on its way back.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        def note(tensor: Tensor) -> Tensor:
+            for storage in (part.untyped_storage() for part in strided_parts(tensor)):
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+
+
+class Pullback:
+    """Vector-Jacobian products of `outputs` with respect to `leaves`, for [k, ...] cotangents at once; a single one
+    goes back without vmap.
+
+    loop_reason: why cotangents go one by one, once vmap has failed; None before that. An error that is not vmap's own
+        is raised again when they go one by one.
+    verify: whether to compare the first result of vmap with that of cotangents one by one, because the rules of some
+        operations of torch are wrong (torch.cdist). The host waits for the comparison.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], verify: bool = False, loop_reason: str | None = None
+    ) -> None:
+        self.outputs, self.leaves = outputs, leaves
+        self.verify, self.loop_reason = verify, loop_reason
+
+    def __call__(self, cotangents: Cotangents) -> list[Tensor]:
+        """[k, *leaf.shape] for every leaf; zeros for a leaf that no output depends on."""
+        pairs = [
+            (output, cotangent)
+            for output, cotangent in zip(self.outputs, cotangents, strict=True)
+            if cotangent is not None and output.requires_grad
+        ]
+        if not pairs:  # a loss that no recorded parameter is behind
+            number = next(len(cotangent) for cotangent in cotangents if cotangent is not None)
+            return [leaf.new_zeros(number, *leaf.shape) for leaf in self.leaves]
+        outputs, batched = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
+
+        def grad(*vectors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(dense_or_zero(pulled(outputs, vectors, self.leaves, keep=True), self.leaves))
+
+        if self.loop_reason is None and len(batched[0]) > 1:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="There is a performance drop because")
+                    together = list(torch.vmap(grad)(*batched))
+                self.loop_reason = self.difference(together, grad, batched)
+                if self.loop_reason is None:
+                    return together
+            except RuntimeError as error:  # of any kind: torch has no class for an operation that vmap does not support
+                if fatal(error):
+                    raise
+                self.loop_reason = f"vmap is not possible here: {first_line(error)}"
+        each = [grad(*vectors) for vectors in zip(*batched, strict=True)]
+        return [torch.stack(grads) for grads in zip(*each, strict=True)]
+
+    def difference(
+        self, together: Sequence[Tensor], grad: Callable[..., tuple[Tensor, ...]], batched: Sequence[Tensor]
+    ) -> str | None:
+        """How the first result differs from that of its first and last cotangent one by one; None if it does not."""
+        if not self.verify or not batched:
+            return None
+        self.verify = False
+        for n in dict.fromkeys((0, len(batched[0]) - 1)):
+            alone = grad(*(vectors[n] for vectors in batched))
+            sizes = [float(gradient.norm()) for gradient in alone]
+            for gradients, gradient, size in zip(together, alone, sizes, strict=True):
+                error, noise = float((gradients[n] - gradient).norm()), torch.finfo(gradient.dtype).eps ** 0.75
+                if error > VMAP_TOLERANCE * size and error > noise * max(sizes):
+                    apart = f"{error / size:.0%} apart" if size else "which are zero"
+                    return f"vmap gives other gradients than cotangents one by one, {apart}: a fault of torch"
+        return None
+
+
+@dataclass
+class ExactPass:
+    """One forward, and all sources sent back through it.
+
+    Attributes:
+        outputs: the Fisher's outputs.
+        leaves: the outputs as constants, on which `losses` are built.
+        probes: one mapping a registration.
+        parameters: leaves of the forward by name, those of generic registrations at least.
+        saved: bytes that one cotangent needs on its way back.
+        memory: bytes that a chunk of cotangents may take.
+        examples: the number of examples of the batch.
+        meeting: the registrations whose cases meet; see `keys_that_meet`.
+        verify, loop_reason: see `Pullback`.
+        together: whether cotangents went back together.
+    """
+
+    mode: str
+    registrations: Sequence[Registration]
+    outputs: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    losses: LossPairs
+    probes: Sequence[Mapping[str, Tensor]]
+    parameters: Mapping[str, Tensor]
+    saved: int
+    memory: int
+    examples: int
+    meeting: frozenset[Key] = frozenset()
+    verify: bool = False
+    loop_reason: str | None = None
+    together: bool = False
+
+    @property
+    def rows_reason(self) -> str | None:
+        """Why sources are of one row of a loss each, and not of all: the gradients of the rows of an example add up."""
+        for _, loss in self.losses:
+            if loss.inputs.dim() and 0 < self.examples < loss.inputs.shape[0]:
+                return f"a loss of {list(loss.inputs.shape)} has several rows for each of {self.examples} examples"
+        if self.meeting:
+            names = ", ".join(name for key in sorted(self.meeting)[:2] for name in key)
+            more = f" and {len(self.meeting) - 2} more" if len(self.meeting) > 2 else ""
+            return (
+                f"cases meet or change places between {names}{more} and the loss, as in batch normalization or a "
+                "contrastive loss"
+            )
+        return None
+
+    def statistics(self) -> dict[Key, Statistics]:
+        """Additive sums of every registration over all sources."""
+        total: dict[Key, Statistics] = {}
+        for free in (False, True):
+            self.add_structured(total, free)
+        whole = [registration for registration in self.registrations if has_whole_gradients(registration, self.meeting)]
+        names = list(dict.fromkeys(name for registration in whole for name in registration.owners))
+        leaves = [self.parameters[name] for name in names]
+        for grads in or_none(self.sources(leaves, by_case=True), leaves):
+            parts = split(dict(zip(names, grads, strict=True)), whole, lead=1)
+            for registration in whole:
+                flat = flat_gradients(registration, parts, len(grads[0]))
+                flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+                sums = additive(registration.structure, {"per_case": flat})
+                add_chunk(total, registration.parameters, sums)
+        return total
+
+    def add_structured(self, total: dict[Key, Statistics], free: bool) -> None:
+        """Add the sums of registrations whose gradients are summed over cases (`free`: they have uses that do not
+        depend on the batch), or of the others."""
+        structured = [
+            (registration, probes)
+            for registration, probes in zip(self.registrations, self.probes, strict=True)
+            if not has_whole_gradients(registration, self.meeting)
+            and any(use.batch_independent for use in registration.uses) is free
+        ]
+        named_leaves = [(name, probe) for _, probes in structured for name, probe in probes.items()]
+        of_inputs = [probe for name, probe in named_leaves if named(name).power == 0]
+        leaves = [probe for name, probe in named_leaves if named(name).power > 0]
+        masked = any(use.mask_dims for registration, _ in structured for use in registration.uses)
+        both = bool(leaves) and not masked and self.number_of_sources(free) == 1  # one source reaches what any reaches
+        inputs = [] if both else self.of_inputs(of_inputs)
+        for grads in or_none(self.sources(leaves + of_inputs if both else leaves, by_case=free), leaves):
+            each = iter(grads)
+            once = iter([grad[0] for grad in grads[len(leaves) :]] if both else inputs)
+            for registration, probes in structured:
+                chunk = {name: next(each if named(name).power > 0 else once) for name in probes}
+                sums = chunk_sums(registration.structure, chunk, registration.parameters not in total)
+                add_chunk(total, registration.parameters, sums)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the parameters, summed over all sources."""
+        total: dict[str, Tensor] = {}
+        for grads in self.sources(list(self.parameters.values())):
+            for name, grad in zip(self.parameters, grads, strict=True):
+                total[name] = total.get(name, 0) + grad.sum(0)
+        return total
+
+    def of_inputs(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """One source through all losses: statistics of inputs are recorded wherever any loss reaches."""
+        if not leaves:
+            return []
+        inputs = [loss.inputs for _, loss in self.losses]
+        cotangents = pulled(inputs, [torch.ones_like(value) for value in inputs], self.leaves, keep=True)
+        batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
+        return [grad[0] for grad in self.pullback(leaves)(batched)]
+
+    def number_of_sources(self, by_case: bool) -> int:
+        return number_of_sources(self.losses, self.mode, by_case or self.rows_reason is not None)
+
+    def pullback(self, leaves: Sequence[Tensor]) -> Pullback:
+        return Pullback(self.outputs, leaves, self.verify, self.loop_reason)
+
+    def sources(self, leaves: Sequence[Tensor], by_case: bool = False) -> Iterator[list[Tensor]]:
+        """Gradients of the leaves [k, ...], chunk by chunk."""
+        if not leaves:
+            return
+        size = self.saved + sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        total, by_case = self.number_of_sources(by_case), by_case or self.rows_reason is not None
+        chunk = max(1, min(self.memory // max(1, size), total))
+        pullback = self.pullback(leaves)
+        chunks = exact_sources(self.mode, self.losses, self.leaves, chunk, by_case)
+        for cotangents in tracked(chunks, total, f"{self.mode}: {total} backward passes"):
+            yield pullback(cotangents)
+            self.together = self.together or chunk > 1
+            self.loop_reason = self.loop_reason or pullback.loop_reason
+
+
+def has_whole_gradients(registration: Registration, meeting: Collection[Key]) -> bool:
+    """Whether an exact pass squares gradients of parameters: without rows, or where cases meet, of which rows are."""
+    return registration.generic or (registration.parameters in meeting and not registration.structure.kronecker)
+
+
+def flat_gradients(registration: Registration, parts: Mapping[str, Tensor], sources: int) -> Tensor:
+    """[k, numbers of the block], from the gradients of its parameters [k, ...] by name."""
+    if registration.matrix is None:
+        of_names = [parts[name] for name in registration.parameters]
+        return torch.cat([part.reshape(len(part), math.prod(part.shape[1:])) for part in of_names], dim=1)
+    matrix = registration.matrix
+    each = [matrix.pack({name: parts[name][k] for name in registration.parameters}) for k in range(sources)]
+    return (
+        torch.stack(each).flatten(1)
+        if each
+        else parts[registration.parameters[0]].new_zeros(0, math.prod(matrix.shape))
+    )
+
+
+def or_none(chunks: Iterable[list[Tensor]], leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The chunks; without any, one of the gradients of no source. A batch without cases has sums, too."""
+    empty = True
+    for chunk in chunks:
+        empty = False
+        yield chunk
+    if empty:
+        yield [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
+
+
+def chunk_sums(approximation: Approximation, chunk: Mapping[str, Tensor], first: bool) -> Statistics:
+    """Sums over a chunk of sources. Statistics of inputs count once, in the first chunk; squares are summed over
+    sources, gradients stay side by side.
+
+    chunk: by statistic [k, ...]; of inputs the sum of `of_inputs`.
+    """
+    sums: Statistics = {}
+    for name, value in chunk.items():
+        power = named(name).power
+        sums[name] = value.sum(0) if power == 2 else value if power or first else torch.zeros_like(value)
+    return additive(approximation, without_twins(sums))
+
+
+def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:
+    total[key] = {name: value + sums[name] for name, value in total[key].items()} if key in total else sums
+
+
+TIMES = 2  # the numbers of the factors, that may wait
+FEW = 1 << 20  # numbers
+
+
+class WaitingRows:
+    """The rows of one forward and one registration that wait to be summed up, by the number of their backward.
+
+    A backward may run inside of another one, as in the hooks of equilibrium models. It brings rows of its own.
+
+    Attributes:
+        names: of the statistics that are made of them.
+        most: numbers that may wait.
+        uses: how many there were so far.
+    """
+
+    def __init__(self, names: Sequence[str], most: int) -> None:
+        self.names, self.most, self.uses = names, most, 0
+        self.of_backward: dict[int, RowsOfBackward] = {}
+
+    def add(self, rows: Rows) -> None:
+        now = backward_here()
+        if now not in self.of_backward:
+            self.of_backward[now] = RowsOfBackward(self.names, self.most if self.uses > 1 else 0)
+        self.of_backward[now].add(rows)
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums of this backward by name; empty if it brought no rows. Those of backwards inside of it, which did
+        not reach the probes, are forgotten."""
+        now = backward_here()
+        own = self.of_backward.pop(now, None)
+        self.of_backward = {number: rows for number, rows in self.of_backward.items() if number < now}
+        return {} if own is None else own.take()
+
+
+class RowsOfBackward:
+    """The rows of one backward that wait, and the sums of earlier ones; as of `WaitingRows`."""
+
+    def __init__(self, names: Sequence[str], most: int) -> None:
+        self.names, self.most = names, most
+        self.rows: list[Rows] = []
+        self.numbers = 0
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, rows: Rows) -> None:
+        if rows.repeats != 1 or rows.routed:  # their sums have factors of their own
+            self.sum_up(rows)
+            return
+        if self.rows and not are_alike(self.rows[0], rows):
+            self.sum_up_waiting()
+        self.rows.append(rows)
+        self.numbers += rows.x.numel() + rows.d.numel()
+        if self.numbers > self.most:
+            self.sum_up_waiting()
+
+    def sum_up_waiting(self) -> None:
+        rows = behind_each_other(self.rows)
+        self.rows, self.numbers = [], 0
+        self.sum_up(rows)
+
+    def sum_up(self, rows: Rows) -> None:
+        for name in self.names:
+            value = named(name).of(rows)
+            self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
+
+    def take(self) -> dict[str, Tensor]:
+        if self.rows:
+            self.sum_up_waiting()
+        return self.sums
+
+
+def are_alike(first: Rows, second: Rows) -> bool:
+    """Whether rows fit behind each other: they differ in the number of cases at most."""
+    pairs = (first.x, second.x), (first.d, second.d)
+    same = all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype and a.device == b.device for a, b in pairs)
+    return same and (first.mask is None) == (second.mask is None)
+
+
+class Gather(torch.autograd.Function):
+    """(waiting rows, probes) -> a token, behind whose gradient the backward returns the sums."""
+
+    @staticmethod
+    def forward(waiting: WaitingRows, *probes: Tensor) -> Tensor:
+        return probes[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        none_is_none(ctx)
+        ctx.waiting = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (token,) = grads
+        if token is None:
+            return None, *(None for _ in ctx.waiting.names)
+        with torch.no_grad(), full_precision_in_eager(), without_autocast(token.device):
+            sums = ctx.waiting.take()
+        return None, *(sums.get(name) for name in ctx.waiting.names)
+
+
+class HandOver(torch.autograd.Function):
+    """(output, input, waiting rows, their token, the function of the use to its rows, attributes) -> the output."""
+
+    @staticmethod
+    def forward(output: Tensor, input: Tensor, waiting: WaitingRows, token: Tensor, *rest: Any) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, input, ctx.waiting, token, ctx.rows_of, *values = inputs
+        ctx.is_tap, ctx.zero = True, token.detach()
+        none_is_none(ctx)
+        ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (output_grad,) = grads
+        if output_grad is None:  # the loss leaves this use out, so it has no rows
+            return tuple(None for _ in ctx.needs_input_grad)
+        # A view would keep the graph that its base is a part of, which keeps the waiting rows.
+        input, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
+        saved, grad = iter(tensors), output_grad.detach() if output_grad.requires_grad else output_grad
+        values = [next(saved) if size is None else size for size in ctx.sizes]
+        with torch.no_grad(), full_precision_in_eager(), without_autocast(output_grad.device):
+            ctx.waiting.add(ctx.rows_of(grad, input, values))
+        return output_grad, None, None, ctx.zero, *(None for _ in ctx.needs_input_grad[4:])
+
+
+with_cached_signature(Gather)
+with_cached_signature(HandOver)
+
+
+class Waiting:
+    """The rows of a registration that wait, and their token, as its taps get them among their probes."""
+
+    def __init__(self, probes: Mapping[str, Tensor]) -> None:
+        """probes: of the statistics that are made of the rows."""
+        self.probes = probes
+        self.rows = WaitingRows(tuple(probes), max(FEW, TIMES * sum(probe.numel() for probe in probes.values())))
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.rows.names
+
+    @cached_property
+    def token(self) -> Tensor:
+        with torch.enable_grad():  # the first use may be one without a gradient
+            token: Tensor = cast(Any, Gather).apply(self.rows, *self.probes.values())
+        return token
+
+    def hand_over(self, output: Tensor, input: Tensor, rows_of: RowsOf, tensors: Sequence[Any]) -> Tensor:
+        """The output of a use, whose backward adds its rows to those that wait. tensors: its attributes."""
+        self.rows.uses += 1
+        handed: Tensor = cast(Any, HandOver).apply(output, input, self.rows, self.token, rows_of, *tensors)
+        return handed
+
+
+def adds_up(statistic: Statistic) -> bool:
+    """Whether a statistic is a sum over rows, whatever their order and their uses."""
+    return (bool(statistic.side) or not statistic.power) and not (statistic.lagged or statistic.transposed)
+
+
+def gathered(
+    registrations: Iterable[Registration], probes: Iterable[dict[str, Tensor] | None], once: bool
+) -> list[dict[str, Any] | None]:
+    """The probes of a forward, with `Waiting` for registrations that have several uses.
+
+    once: whether a use is called once in the forward; else one use may have several calls.
+    """
+    with_waiting: list[dict[str, Any] | None] = []
+    for registration, of_registration in zip(registrations, probes, strict=True):
+        several = len(registration.uses) > 1 or not once
+        sums = {
+            name: probe
+            for name, probe in (of_registration or {}).items()
+            if several and probe.requires_grad and adds_up(named(name))
+        }
+        with_waiting.append(
+            {**of_registration, WAITING: Waiting(sums)} if of_registration and sums else of_registration
+        )
+    return with_waiting
+
 
 some_bytes = whole_number(1, "bytes")
 
@@ -74,7 +567,7 @@ class Recorder:
         repeats: whether a second forward has the outputs of the first; None: not looked for yet.
         by_hand: whether the layers were registered by hand, on nodes of the graph.
         told: the blocks and the kinds of warnings that a capture of this model has warned of; shared by all of them.
-        kernels: the capture with torch's kernels of recurrent layers, for evaluations; see `recording.evaluation`.
+        kernels: the capture with torch's kernels of recurrent layers, for evaluations; see `recording.equivalence`.
         kernels_reason: why evaluations have the steps of these layers written out.
         looked_for_kernels: whether `kernels` is known.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
@@ -341,7 +834,7 @@ class Recorder:
             values: the model's inputs, as `capture.flatten` returns them.
             mode: "gradients" samples the targets from the model's own distribution (Martens & Grosse 2015, §5);
                 "empirical" takes the true ones, from `targets` or, where forward computes the loss, from its inputs;
-                "curvature_prop", "exact" and either with "_GGN": see `losses.sources`. The exact modes run without a
+                "curvature_prop", "exact" and either with "_GGN": see `losses.distributions`. The exact modes run without a
                 compiler.
             fraction: the part of the examples to record.
             generator: of the sampled targets, and of the sampled rows of input factors; None: torch's own.

@@ -3,7 +3,7 @@
 For every statistic a *probe* enters the tap, a zero tensor of the shape of the statistic. The statistic leaves the
 backward pass as the gradient of the probe. No tensor is mutated, so the same emitted module serves `autograd.grad` over
 probes only, the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums
-over uses. Where the rows of several uses wait for each other (`recording.gathering`), the taps hand them over instead.
+over uses. Where the rows of several uses wait for each other (`recording.recorder`), the taps hand them over instead.
 
 Rows and gradient rows come from the layer's declaration and the parametrizations that the use goes through, as one
 function (`both_rows`). Input factors may come from a sample of the rows (`sample`). A *collecting* tap hands its rows
@@ -36,13 +36,12 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import at_least_float32, bordered, full_precision_in_eager
 from kfac_fx.passes.approximations import A1, G1, LAGGED, PAIRS, A, Matrix, Statistic, named
-from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural
+from kfac_fx.passes.errors import RegistrationError, fatal, first_line, plural, where
 from kfac_fx.passes.ir import CASES, ROW_MASK, Program, Registration, Sampling, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import HALVES, precise, without_autocast
 from kfac_fx.passes.padding import spread_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep, as_complex, in_real_positions
-from kfac_fx.passes.users_code import where
 from kfac_fx.recording.statistics import Rows, canonical, in_groups, sum_of
 
 Probes = Mapping[str, Any]  # by the name of the statistic; and `WAITING`, if the rows of several uses wait
@@ -62,7 +61,7 @@ TF_INPUTS, TF_PATCHES = 0.2, 3.0  # the defaults of TF K-FAC
 ROBERTS_STEPS = 0.7548776662466927, 0.5698402909980532  # whose multiples fill the unit square evenly (Roberts, 2018)
 SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
 ALL_ROWS = Sampling()
-WAITING = "waiting"  # the key of a `recording.gathering.Waiting` among the probes of a registration
+WAITING = "waiting"  # the key of a `recording.recorder.Waiting` among the probes of a registration
 
 # --- the rows of a use ------------------------------------------------------------------------------------------------
 

@@ -47,17 +47,20 @@ from ..parametrization import (
     OUTPUTS,
     Computed,
     NodeValues,
+    ParameterExpr,
     Parametrization,
+    Piece,
     RowPair,
     RowsStep,
     Transposed,
     Value,
     WeightExample,
     apply_views,
+    slice_of,
+    unallocated,
     view_steps,
 )
-from ..pieces import ParameterExpr, Piece, slice_of, unallocated
-from ..pieces import viewed as view_through
+from ..parametrization import viewed as view_through
 from ..torch_private import ADD_BATCH_DIM, REGION
 
 Derivative = Callable[[NodeValues], Tensor]

@@ -30,8 +30,22 @@ from torch import Tensor, fx
 
 from ..graphs.operations import EXPANDS, VIEWS, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import INPUTS, OUTPUTS, NodeValues, RowPair, RowsStep, WeightExample
-from ..pieces import ParameterExpr, Piece, Slice, is_one_slice, layout_in, unallocated, view_of, viewed
+from ..parametrization import (
+    INPUTS,
+    OUTPUTS,
+    NodeValues,
+    ParameterExpr,
+    Piece,
+    RowPair,
+    RowsStep,
+    Slice,
+    WeightExample,
+    is_one_slice,
+    layout_in,
+    unallocated,
+    view_of,
+    viewed,
+)
 from ..torch_private import WEIGHT_NORM, weight_normalized
 from .functions import Constant, Derivative, Diagonal
 

@@ -34,12 +34,19 @@ from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, computed, dims_after, op_name
 from ..ir import Bound, Use
 from ..matrix import Layout, Shape
-from ..parametrization import INPUTS, OUTPUTS, NodeValues, Parametrization, RowPair, RowsStep, Value, WeightExample
-from ..pieces import (
+from ..parametrization import (
+    INPUTS,
+    OUTPUTS,
+    NodeValues,
     ParameterExpr,
+    Parametrization,
     Partner,
     Piece,
     ProductTerm,
+    RowPair,
+    RowsStep,
+    Value,
+    WeightExample,
     layout_in,
     multiple_of,
     unallocated,

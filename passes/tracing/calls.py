@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, pytree, transforms
-from .effects import Trace, model_restored
-from .random_streams import accelerators, python_random, same_random, seed_all
+from .effects import Trace, accelerators, model_restored, python_random, same_random, seed_all
 from .settings import is_torchs
 from .signature import autocast
 

@@ -25,10 +25,9 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UntraceableError, first_line
+from ..errors import UntraceableError, file_line, first_line
 from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
-from ..users_code import file_line
 from .effects import written_by
 from .settings import SYMBOLS
 from .signature import holds_tensor

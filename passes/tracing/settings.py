@@ -65,6 +65,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import OWN_FOLDER, TORCH, file_line
 from ..results import slots
 from ..torch_private import (
     BACKWARD_HOOKS,
@@ -76,7 +77,6 @@ from ..torch_private import (
     parameters_of,
     version,
 )
-from ..users_code import OWN_FOLDER, TORCH, file_line
 
 CONTAINERS = (dict, list, set, deque)
 BUFFERS = (bytearray, memoryview, array)

@@ -23,8 +23,7 @@ from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..ir import Autocast, copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree
-from .effects import untouched
-from .random_streams import python_random
+from .effects import python_random, untouched
 from .settings import SYMBOLS, Observer, Walk
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.apart import kept_apart
+from kfac_fx.passes.cases import kept_apart
 
 Between = Callable[[Tensor], Tensor]  # [N, 4] -> [N, ...]
 ORDER = torch.tensor([2, 0, 1, 5, 4, 3])

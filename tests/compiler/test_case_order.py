@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.case_order import CaseOrder
+from kfac_fx.passes.cases import CaseOrder
 from tests.compiler.toy import Toy, before
 
 

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from kfac_fx import ApproximationError
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.choose import narrow, owners
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.passes.parametrizations import functions
-from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.resolve import narrow, owners, resolve
 from tests.compiler.toy import Toy, before
 
 

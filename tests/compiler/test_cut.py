@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.passes.check import check, check_registration
-from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import LinkError, RegistrationError
+from kfac_fx.passes.expressions import cut
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.parametrization import Piece
 from kfac_fx.passes.parametrizations.parts import region_of
-from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.expressions import basic, express, factor
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.parametrization import Computed
-from kfac_fx.passes.parametrizations.elements import ByElement
+from kfac_fx.passes.parametrization import Computed, ParameterExpr, ranges, view_of
 from kfac_fx.passes.parametrizations.functions import Elementwise
 from kfac_fx.passes.parametrizations.normalized import Standardized, WeightNorm
-from kfac_fx.passes.pieces import ParameterExpr, ranges, view_of
+from kfac_fx.passes.parametrizations.parts import ByElement
 from tests.compiler.test_pieces_values import node
 from tests.compiler.toy import Toy, before
 from tests.contract.values import Values

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kfac_fx.passes.expressions import Expressions
 from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.parametrization import ParameterExpr, Slice, unallocated
+from kfac_fx.passes.parametrization import slice_of as all_of
 from kfac_fx.passes.parametrizations.functions import Elementwise
 from kfac_fx.passes.parametrizations.normalized import (
     Centered,
@@ -21,8 +23,6 @@ from kfac_fx.passes.parametrizations.normalized import (
     filters_only,
     is_mean,
 )
-from kfac_fx.passes.pieces import ParameterExpr, Slice, unallocated
-from kfac_fx.passes.pieces import slice_of as all_of
 from tests.compiler.toy import Toy, before
 
 Function = Callable[..., Any]

@@ -11,7 +11,7 @@ from torch import nn
 
 from kfac_fx.passes.graphs.labels import labels_of
 from kfac_fx.passes.ir import ELEMENTS, WITH_NODES, Note, Options, Program
-from kfac_fx.passes.pieces import Piece
+from kfac_fx.passes.parametrization import Piece
 from tests.compiler.toy import Toy, before
 
 PIECES = {piece.name: piece for piece in (Piece("w", 0, 0, 2), Piece("w", 0, 2, 6))}

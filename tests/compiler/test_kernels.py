@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from kfac_fx.passes.kernels import as_kernels, draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.passes.trace import Capture, trace_model
-from kfac_fx.passes.tracing.kernels import COMPUTED, padded_again, rows_within
+from kfac_fx.passes.tracing.substitutes import COMPUTED, padded_again, rows_within
+from kfac_fx.passes.unroll import as_kernels, draws_noise, lengths_of, recurrent_stacks
 from tests.zoo.recurrent import Cells, Everything, Last
 
 LENGTHS = torch.tensor([5, 4, 4, 1])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from kfac_fx.passes.ir import Program, Use
 from kfac_fx.passes.matrix import Shape
+from kfac_fx.passes.parametrization import Piece, unallocated
 from kfac_fx.passes.parametrizations.functions import Elementwise
 from kfac_fx.passes.parametrizations.parts import (
     Part,
@@ -23,7 +24,6 @@ from kfac_fx.passes.parametrizations.parts import (
     taken_apart,
     whole_uses,
 )
-from kfac_fx.passes.pieces import Piece, unallocated
 from tests.compiler.toy import Toy, before
 
 Function = Callable[..., Any]

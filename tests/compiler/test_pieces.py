@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.pieces import (
+from kfac_fx.passes.parametrization import (
     Piece,
     Slice,
     axis_along,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx.passes
 from kfac_fx.passes.check import check
+from kfac_fx.passes.errors import TORCH, source_line, where
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.match import match
@@ -21,7 +22,6 @@ from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, SUMMARIES, after_regis
 from kfac_fx.passes.submodules import give_lookups
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.unroll import unroll
-from kfac_fx.passes.users_code import TORCH, source_line, where
 from tests.compiler.toy import Toy, before, node
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_fx.passes.errors import OWN_FOLDER
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.match import patterns_by_target
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.users_code import OWN_FOLDER
 
 
 class Layers(nn.Module):

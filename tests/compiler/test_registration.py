@@ -11,9 +11,8 @@ from torch import fx
 
 from kfac_fx.passes.ir import Bound, Registration, Sampling, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.parametrization import Computed, Transposed
+from kfac_fx.passes.parametrization import Computed, Piece, Transposed
 from kfac_fx.passes.parametrizations.tables import Gathered
-from kfac_fx.passes.pieces import Piece
 
 GRAPH = fx.Graph()
 X, Y, Z = (GRAPH.placeholder(name) for name in "xyz")

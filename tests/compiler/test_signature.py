@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.random_streams import python_random
+from kfac_fx.passes.tracing.effects import python_random
 from kfac_fx.passes.tracing.signature import call_key, capture_key, holds_tensor, layout
 from tests.whole.training import differences, step
 

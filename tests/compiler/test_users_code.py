@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import fx, nn
 
+from kfac_fx.passes.errors import OWN_FOLDER, TORCH, running_line, source_line, where
 from kfac_fx.passes.trace import untraceable
 from kfac_fx.passes.tracing.settings import followed
-from kfac_fx.passes.users_code import OWN_FOLDER, TORCH, running_line, source_line, where
 
 BESIDE = f"{OWN_FOLDER[:-1]}_experiments/model.py"  # a package of the user's, beside the library
 FOREIGN = [f"{TORCH}nn/functional.py", f"{OWN_FOLDER}passes/normalize.py", "<eval_with_key>.0", contextlib.__file__]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.fisher.means import StepScalars
+from kfac_fx.fisher.bases import StepScalars
 from kfac_fx.optim import padded_step
-from kfac_fx.recording.backends import CudaGraph
+from kfac_fx.recording.emitted import CudaGraph
 from tests.cuda.on_cuda import ON_CUDA
 
 if torch.cuda.is_available():  # Triton comes with torch's builds for CUDA

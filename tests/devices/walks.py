@@ -31,16 +31,16 @@ FIRST_STEP = {
     "loss_scale.py:value",
     "loss_scale.py:ratio",
     "loss_scale.py:part_with_targets",
-    "squared_errors.py:size",
-    "loss_parts.py:weights_of_cases",  # does it weigh or leave out cases?
-    "loss_parts.py:part_around",  # is much of it no log-likelihood?
+    "loss_scale.py:size",
+    "loss_scale.py:weights_of_cases",  # does it weigh or leave out cases?
+    "loss_scale.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?
     "batch_loss.py:repeats",  # once a capture: has a second forward the outputs of the first?
-    "evaluation.py:against",  # once a capture: have torch's recurrent kernels the outputs of the graph?
+    "equivalence.py:against",  # once a capture: have torch's recurrent kernels the outputs of the graph?
     "step.py:choose_intervals",  # how many rows has a batch?
-    "coverage.py:check_coverage",  # does it reach other parameters?
-    "means.py:have_equal_weights",  # have all blocks the same past?
+    "standstill.py:check_coverage",  # does it reach other parameters?
+    "bases.py:have_equal_weights",  # have all blocks the same past?
     "checkpoint.py:on",  # numbers and random states, into the state by parameter
     "matrices.py:wait",  # of `HostCopy`: for the first decompositions, and whether a check of some steps ago was calm
     "block.py:update_inverses",  # products of a block without an inverse raise
@@ -56,7 +56,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "proof.py:difference_in_words",
     "meeting_cases.py:revealing",
     "proof.py:proof_gradients",
-    "returned_loss.py:size_of_gradient",  # is the loss that forward returns a mean or a sum?
+    "captures.py:size_of_gradient",  # is the loss that forward returns a mean or a sum?
 }
 MEETING = {f"meeting_cases.py:{name}" for name in ("revealing", "halves", "keys_that_meet")}  # in the first exact batch
 LEFT_OUT = {"recorder.py:tell_left_out"}  # once: has a case no target?
@@ -66,8 +66,8 @@ BRANCHES = {"the model"}  # on values
 DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited already
 SPECTRUM = {  # so it has here
     "matrices.py:rescued_eigh",  # whether to try again
-    "systems.py:of",  # whether there is anything to decompose
-    "uncorrelated.py:eigensystem",  # a basis of places is made on the host
+    "groups.py:of",  # whether there is anything to decompose
+    "block_diagonal.py:eigensystem",  # a basis of places is made on the host
 }
 SINGULAR = {  # determinants and inverses refuse blocks with eigenvalues of zero
     "spectrum.py:singular",
@@ -154,10 +154,10 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
 def without_numbers() -> Iterator[None]:
     """A state is checked by its numbers, and this device has none."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("kfac_fx.linalg.entries.wrong_values", return_value=None))
+        stack.enter_context(mock.patch("kfac_fx.linalg.arguments.wrong_values", return_value=None))
         stack.enter_context(mock.patch("kfac_fx.fisher.block.BlockOperator.contradicts", return_value=False))
-        stack.enter_context(mock.patch("kfac_fx.optim.checkpoint_checks.refuse_other_choices"))
-        stack.enter_context(mock.patch("kfac_fx.optim.checkpoint_checks.further_faults", return_value=[]))
+        stack.enter_context(mock.patch("kfac_fx.optim.checkpoint.refuse_other_choices"))
+        stack.enter_context(mock.patch("kfac_fx.optim.checkpoint.further_faults", return_value=[]))
         yield
 
 

@@ -11,14 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.users_code passes.torch_private passes.torch_losses passes.approximations "
-    "passes.results passes.matrix passes.parametrization passes.pieces passes.ir",
+    "data": "passes.errors passes.torch_private passes.torch_losses passes.approximations passes.results passes.matrix "
+    "passes.parametrization passes.ir",
     "graphs": "passes.graphs",
-    "declarations": "passes.apart passes.case_order passes.cases passes.choose passes.complex_parameters passes.layers "
-    "passes.parametrizations passes.returned_loss",
+    "declarations": "passes.cases passes.complex_parameters passes.layers passes.parametrizations",
     "tracing": "passes.tracing",
-    "passes": "passes.trace passes.unroll passes.kernels passes.normalize passes.losses passes.expressions "
-    "passes.match passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
+    "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.expressions "
+    "passes.match passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
     "pipelines": "passes.pipeline passes.divide passes",
     "linalg": "kfac_fx.linalg",
     "losses": "kfac_fx.losses",
@@ -38,10 +37,9 @@ SHARED = {
     "passes.errors",
     "passes.torch_losses",
     "passes.matrix",
-    "passes.pieces",
+    "passes.parametrization",
     "passes.results",
     "passes.torch_private",
-    "passes.users_code",
     "passes.ir",
 }
 

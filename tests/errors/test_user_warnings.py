@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.passes.errors import warn_user
 from tests.errors.test_floors import SOURCES
 from tests.runtime.slow_kfac import batch, mlp
 
@@ -170,6 +170,6 @@ def test_every_warning_of_the_library_goes_through_warn_user() -> None:
         f"{module}:{node.lineno}"
         for module, path in SOURCES.items()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in ("warn", "warn_explicit") and module != "passes.users_code"
+        if isinstance(node, ast.Attribute) and node.attr in ("warn", "warn_explicit") and module != "passes.errors"
     ]
     assert places == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.compiled_module import compile as compiled
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.recording.backends import CompiledForward, CompiledOrPlain, compiled_function
+from kfac_fx.recording.emitted import CompiledForward, CompiledOrPlain, compiled_function
 from tests.runtime.recorded_by_hand import generator
 
 

@@ -15,9 +15,8 @@ from examples.own_rule import OneSidedSoap
 from kfac_fx import KFAC, compile
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher import bases
-from kfac_fx.fisher.bases import basis_of, block_width, turned, update_bases
+from kfac_fx.fisher.bases import basis_of, block_width, in_new_basis, means_of, turned, update_bases
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.means import in_new_basis, means_of
 from kfac_fx.linalg import matrices
 from kfac_fx.linalg.matrices import blocks_of
 from kfac_fx.optim.rules import EigenMoments

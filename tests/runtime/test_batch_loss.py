@@ -15,7 +15,7 @@ from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.compiled.jacobian_products import JacobianProducts, fisher_inner_products
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
-from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.tracing.effects import RandomState
 from tests.tables import pairs
 
 CASES = 6

@@ -17,7 +17,7 @@ from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim import checks
 from kfac_fx.optim.batch_loss import SHARE, BatchLoss, ObservedForward, part_of_batch, share_of_checks
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.tracing.effects import RandomState
 from tests.tables import pairs
 
 CASES, PART, POSITIONS = 20, 3, 5

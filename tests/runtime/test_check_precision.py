@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.compiled.jacobian_products import load_forward_mode
+from kfac_fx.optim.batch_loss import OWN_PRECISION, CheckPrecision
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.precision import OWN_PRECISION, CheckPrecision
 from kfac_fx.passes.tracing.signature import autocast
 from tests.tables import pairs
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.fisher.means import means_of
+from kfac_fx.fisher.bases import means_of
 from kfac_fx.optim.checks import tolerated
 from kfac_fx.optim.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp

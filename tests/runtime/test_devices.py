@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.passes.tracing.random_streams import RandomState, accelerators, same_random
+from kfac_fx.passes.tracing.effects import RandomState, accelerators, same_random
 from tests.devices.walks import QUICK, WALKS, WRONG
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.estimator import early_sums
-from kfac_fx.estimator.early_sums import EarlySums
-from kfac_fx.estimator.estimator import PendingBatch, with_symmetric
+from kfac_fx.estimator import estimator
+from kfac_fx.estimator.estimator import EarlySums, PendingBatch, with_symmetric
 from kfac_fx.linalg.matrices import pack_symmetric, unpack_symmetric
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import ModelChangedError
@@ -120,7 +119,7 @@ def test_early_sums_leave_in_one_order_whatever_the_order_of_the_backward_is(
     backward: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sum that no backward makes is zero, and one of a diagonal side does not travel."""
-    monkeypatch.setattr(early_sums, "BUCKET", 1)
+    monkeypatch.setattr(estimator, "BUCKET", 1)
     net = kfac_fx.compile(
         nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 2)), (torch.ones(2, 2),), loss="normal",
         approximations={"1": "kron_in_diag"},

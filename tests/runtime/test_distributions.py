@@ -12,7 +12,7 @@ from torch.func import jacrev
 from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance, OnehotCategorical
-from kfac_fx.losses.sources import number_of_sources
+from kfac_fx.losses.distributions import number_of_sources
 from kfac_fx.passes.errors import LossError, TargetsMissing
 
 NATURAL: dict[str, Callable[[Tensor], LossFunction]] = {

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher import means as means_module
-from kfac_fx.fisher.bases import update_bases
-from kfac_fx.fisher.means import Means, in_new_basis, means_of
+from kfac_fx.fisher import bases as bases_module
+from kfac_fx.fisher.bases import Means, in_new_basis, means_of, update_bases
 from kfac_fx.optim.rules import EigenMoments
 from kfac_fx.optim.rules.eigen_moments import step_in_bases
 from tests.runtime.test_eigen_moments import FALSE, MOMENTUM, TRUE, Several, data, estimator, gradients
@@ -171,8 +170,8 @@ def test_a_step_that_takes_the_numbers_part_by_part_is_the_same(
 ) -> None:
     results = []
     for worth in (0, 1 << 20):
-        monkeypatch.setattr(means_module, "WORTH_PARTS", worth)
-        monkeypatch.setattr(means_module, "PART", part)
+        monkeypatch.setattr(bases_module, "WORTH_PARTS", worth)
+        monkeypatch.setattr(bases_module, "PART", part)
         fisher = recorded()
         means = Means.of(fisher)
         for number, accept in enumerate((TRUE, FALSE, TRUE)):

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.estimator.estimator import FisherEstimator
-from kfac_fx.fisher.bases import basis_of, eigenvalues_of, update_bases
-from kfac_fx.fisher.means import EPSILON, Means, in_new_basis, means_of
+from kfac_fx.fisher.bases import EPSILON, Means, basis_of, eigenvalues_of, in_new_basis, means_of, update_bases
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import EigenMoments
 from kfac_fx.optim.rules.eigen_moments import step_in_bases

@@ -17,9 +17,9 @@ from kfac_fx.compiled.jacobian_products import JacobianProducts
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.checks import Check
-from kfac_fx.passes.tracing import kernels
-from kfac_fx.passes.tracing.random_streams import RandomState
-from kfac_fx.recording.evaluation import BagsByLookups, evaluated
+from kfac_fx.passes.tracing import substitutes
+from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.recording.equivalence import BagsByLookups, evaluated
 from kfac_fx.recording.recorder import Recorder
 from tests.zoo.recurrent import Last
 
@@ -166,7 +166,7 @@ def test_a_kernel_that_is_no_measure_of_the_graph_is_not_taken_and_reported(
     broken: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, x = compiled(Last(nn.LSTM(3, 4)), (X,)), X
-    monkeypatch.setitem(kernels.TORCH_LAYERS, "lstm", broken)
+    monkeypatch.setitem(substitutes.TORCH_LAYERS, "lstm", broken)
     recorder = net.recorder((x,), {})
     torch.testing.assert_close(evaluated(recorder, {}, (x,)), recorder.outputs({}, (x,)), rtol=0, atol=0)
     text = f"the checks of a step compute recurrent layers step by step, which takes longer: {reason}"
@@ -198,7 +198,7 @@ def test_a_check_by_products_has_values_of_the_written_out_graph_alone(monkeypat
     torch.manual_seed(0)
     net = compiled(Last(nn.LSTM(3, 4)), (X,))
     check = check_of(net, X, by_quotient=False)
-    monkeypatch.setattr(kernels, "TORCH_LAYERS", {})
+    monkeypatch.setattr(substitutes, "TORCH_LAYERS", {})
     fisher, _, _ = check.batch.along(
         check.parameters, {name: torch.ones_like(p) for name, p in check.parameters.items()}
     )
@@ -223,7 +223,7 @@ def test_a_default_training_checks_by_kernels_and_ends_where_it_does_without_the
 
     found, net = trained()
     assert net.recorder((X,), {}).kernels is not None
-    monkeypatch.setattr("kfac_fx.recording.evaluation.recurrent_stacks", lambda graph: [])
+    monkeypatch.setattr("kfac_fx.recording.equivalence.recurrent_stacks", lambda graph: [])
     wanted, other = trained()
     assert other.recorder((X,), {}).kernels is None
     assert found == pytest.approx(wanted, rel=1e-3) and found[-1] < found[0] / 4

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import Batch, fit_spectrum
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.recording.exact import Pullback
 from kfac_fx.recording.progress import tracked
+from kfac_fx.recording.recorder import Pullback
 from tests.compiler.toy import Toy
 
 

@@ -17,9 +17,9 @@ from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rules import exact_steps
 from kfac_fx.optim.rules.exact_steps import LEAST_REACH, MOST_REACH, OMEGA, PROBES, ExactMove
+from kfac_fx.optim.rules.momentum import QuadraticModel
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import fisher, theta
 from tests.tables import pairs

@@ -24,7 +24,7 @@ from torch import nn
 import kfac_fx
 from benchmarks.hostile.folders import Small, X, Y, kinds, small_net, small_spectrum
 from kfac_fx import load_spectrum, save_spectrum
-from kfac_fx.estimator import saved
+from kfac_fx.estimator import fitting
 from kfac_fx.estimator.files import MOST, UNSEALED
 from tests.runtime.test_fitting import same
 
@@ -237,14 +237,14 @@ def test_a_reader_of_a_folder_that_is_replaced_meanwhile_gets_the_new_one(
     save_spectrum(first, tmp_path)
     kfac_fx.save_queries(first.precondition((X[:1], Y[:1])), tmp_path / "queries")
     replacing = [lambda: save_spectrum(second, tmp_path)]
-    real = saved.read_tensors
+    real = fitting.read_tensors
 
     def read_tensors(*args: Any, **options: Any) -> Any:
         if replacing:
             replacing.pop()()
         return real(*args, **options)
 
-    monkeypatch.setattr(saved, "read_tensors", read_tensors)
+    monkeypatch.setattr(fitting, "read_tensors", read_tensors)
     assert same(load_spectrum(net, tmp_path), second.at(damping=0.0))
     other = second.precondition((X[:1], Y[:1]))
     replacing.append(lambda: kfac_fx.save_queries(other, tmp_path / "queries"))

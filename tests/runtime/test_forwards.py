@@ -11,12 +11,10 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.losses import Normal
-from kfac_fx.optim.forwards import Forwards, checked
-from kfac_fx.optim.micro_batches import MicroBatch, MicroBatches
+from kfac_fx.optim.forwards import Forwards, MicroBatch, MicroBatches, checked
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.passes.tracing.effects import closure_undone
-from kfac_fx.passes.tracing.random_streams import RandomState
+from kfac_fx.passes.tracing.effects import RandomState, closure_undone
 from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.statistics import Moments
 from tests.runtime.options_of import options_of

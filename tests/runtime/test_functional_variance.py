@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import kfac_fx
-from kfac_fx.recording import case_gradients, output_gradients
+from kfac_fx.recording import case_gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -149,7 +149,7 @@ def test_it_is_that_of_dense_jacobians(kind: str, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(spectrum.functional_variance(batch, outputs=outputs), expected)
     variances = expected.diagonal(dim1=1, dim2=2)
     monkeypatch.setattr(case_gradients, "CHUNK", 1)  # one example at a time
-    monkeypatch.setattr(output_gradients, "CHUNK_BYTES", 1)  # and one block
+    monkeypatch.setattr(case_gradients, "CHUNK_BYTES", 1)  # and one block
     torch.testing.assert_close(spectrum.functional_variance(batch, outputs=outputs, diagonal=True), variances)
     torch.testing.assert_close(spectrum.functional_variance(batch, outputs=outputs), expected)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.passes.approximations import STATISTICS
-from kfac_fx.recording import gathering, statistics
+from kfac_fx.recording import recorder, statistics
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Rows, behind_each_other, in_groups
 from tests.tables import pairs
@@ -192,8 +192,8 @@ def test_sums_are_those_of_one_use_after_another(name: str, monkeypatch: pytest.
         return net.record(inputs, {}, generator=torch.Generator().manual_seed(0)).statistics
 
     together = [sums()]
-    monkeypatch.setattr(gathering, "FEW", 0)
-    monkeypatch.setattr(gathering, "TIMES", 0)
+    monkeypatch.setattr(recorder, "FEW", 0)
+    monkeypatch.setattr(recorder, "TIMES", 0)
     together.append(sums())  # no rows wait, so they are summed up many times
     one_by_one(monkeypatch)
     wanted = sums()
@@ -208,9 +208,9 @@ def test_rows_of_uses_that_are_not_alike_do_not_wait_behind_each_other() -> None
         return in_groups(torch.randn(n, s, 3, dtype=dtype), torch.randn(n, s, 2, dtype=dtype), True, (1, 2, 4), mask)
 
     first = rows(5, 2)
-    assert gathering.are_alike(first, rows(7, 2))
+    assert recorder.are_alike(first, rows(7, 2))
     others = rows(5, 3), rows(5, 2, dtype=torch.float64), rows(5, 2, masked=True)
-    assert not any(gathering.are_alike(first, other) for other in others)
+    assert not any(recorder.are_alike(first, other) for other in others)
     both = behind_each_other([rows(5, 2, masked=True), rows(7, 2, masked=True)])
     assert both.x.shape == (12, 2, 1, 3) and both.d.shape == (12, 2, 1, 2) and both.mask is not None
     assert both.mask.shape == (12, 2)
@@ -253,7 +253,7 @@ def test_nothing_keeps_the_rows_of_a_forward_that_is_given_up() -> None:
     try:
         loss, pending = in_training(net, torch.randn(5, 4))
         torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
-        held = [weakref.ref(value) for value in gc.get_objects() if type(value) is gathering.WaitingRows]
+        held = [weakref.ref(value) for value in gc.get_objects() if type(value) is recorder.WaitingRows]
         assert held and any(value().of_backward for value in held)  # type: ignore[union-attr]
         del loss, pending
         assert not any(value() for value in held)
@@ -317,7 +317,7 @@ def test_calls_of_one_submodule_are_summed_up_together(products: list[int], monk
 
 
 def test_statistics_that_know_cases_uses_or_an_order_do_not_add_up() -> None:
-    adding = {name for name, statistic in STATISTICS.items() if gathering.adds_up(statistic)}
+    adding = {name for name, statistic in STATISTICS.items() if recorder.adds_up(statistic)}
     assert adding == {"count", "A", "A_diag", "G", "G_diag", "count/reduced", "A/reduced", "G/reduced"}
 
 
@@ -387,13 +387,13 @@ def test_rows_of_one_use_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     net = kfac_fx.compile(Recurring(python=True), (torch.randn(5, 4),), loss="normal")
     net.record((torch.randn(5, 4),), {})
     left: list[int] = []
-    add = gathering.RowsOfBackward.add
+    add = recorder.RowsOfBackward.add
 
-    def watched(self: gathering.RowsOfBackward, rows: Rows) -> None:
+    def watched(self: recorder.RowsOfBackward, rows: Rows) -> None:
         add(self, rows)
         left.append(self.numbers)
 
-    monkeypatch.setattr(gathering.RowsOfBackward, "add", watched)
+    monkeypatch.setattr(recorder.RowsOfBackward, "add", watched)
     net.record((torch.randn(5, 4),), {})
     assert left == [0, 40, 80, 120, 0]
 
@@ -419,7 +419,7 @@ def test_a_first_use_without_a_gradient_loses_no_sums() -> None:
     torch.testing.assert_close(sums["G"][0], sum(row.mT @ row for row in rows))
 
 
-@pytest.mark.parametrize("function", [gathering.Gather, gathering.HandOver])
+@pytest.mark.parametrize("function", [recorder.Gather, recorder.HandOver])
 def test_a_tap_binds_its_arguments_as_a_function_does(function: Any) -> None:
     signature, arguments = inspect.signature(function.forward), tuple(range(7))
     bound, plain = (of.bind(*arguments) for of in (signature, inspect.Signature(list(signature.parameters.values()))))

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from kfac_fx.compiled.compiled_module import compile
-from kfac_fx.optim.first_order import FirstOrder
 from kfac_fx.optim.groups import (
     FIRST_LR,
     IN_CACHE,
     OF_GROUPS,
+    FirstOrder,
     FlatParameters,
     Group,
     GroupedParameters,

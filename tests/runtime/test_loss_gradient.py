@@ -16,12 +16,14 @@ from torch import Tensor
 from kfac_fx.compiled import loss_scale
 from kfac_fx.compiled.loss_scale import (
     LossFactor,
+    SquaredError,
     Watched,
     advice,
     axis_of_classes,
     enough,
     factor_of_step,
     factors,
+    factors_of_squares,
     first,
     gradient_behind,
     is_loss_scale,
@@ -31,7 +33,6 @@ from kfac_fx.compiled.loss_scale import (
     ratio,
     short_name,
 )
-from kfac_fx.compiled.squared_errors import SquaredError, factors_of_squares
 from kfac_fx.losses import Categorical, Normal, OnehotCategorical
 from kfac_fx.losses.declared import LossSpec, RegisteredLosses, loss_from
 from kfac_fx.passes import results

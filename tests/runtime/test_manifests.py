@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import kfac_fx
-from kfac_fx.estimator.manifests import (
+from kfac_fx.estimator.files import (
     NAME,
     digest,
     digest_of_weights,

@@ -195,6 +195,6 @@ def test_blocks_that_have_no_form_are_refused(monkeypatch: pytest.MonkeyPatch) -
         spectrum.eigenvalues()
     with pytest.raises(ValueError, match="has several dampings, and one of them is zero"):
         plain.at(damping={"*.bias": 0.0, "*": 1.0}).log_determinant()
-    monkeypatch.setattr("kfac_fx.fisher.mixed_damping.WRITTEN_OUT", 10)
+    monkeypatch.setattr("kfac_fx.fisher.spectrum.WRITTEN_OUT", 10)
     with pytest.raises(kfac_fx.ApproximationError, match=r"several dampings and 16 elements, of which at most 10 can"):
         plain.at(damping=DAMPING).log_determinant()

@@ -7,7 +7,7 @@ import torch
 
 from kfac_fx.passes.approximations import G1, A, G, Statistic
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.pieces import Piece
+from kfac_fx.passes.parametrization import Piece
 from kfac_fx.recording.statistics import PendingMoments, flat
 from tests.runtime.fisher_cases import FORMS, register
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.operators import inverse_power
+from kfac_fx.linalg.vectors import inverse_power
 
 pytestmark = pytest.mark.usefixtures("float64")
 

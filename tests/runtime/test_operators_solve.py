@@ -9,7 +9,7 @@ from torch.func import functional_call, vmap
 
 import kfac_fx
 from kfac_fx import ConvergenceWarning, ModelSpectrum, Relative
-from kfac_fx.linalg.operators import NamedProduct, conjugate_gradients
+from kfac_fx.linalg.vectors import NamedProduct, conjugate_gradients
 from tests.runtime.single_cases import Gradients
 
 pytestmark = pytest.mark.usefixtures("float64")

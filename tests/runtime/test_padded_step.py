@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.fisher.means import EPSILON
+from kfac_fx.fisher.bases import EPSILON
 from kfac_fx.linalg.matrices import CACHE_LINE
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim import padded_step
@@ -21,7 +21,7 @@ from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.padded_step import PaddedStep
 from kfac_fx.optim.rules import eigen_moments
 from kfac_fx.optim.rules.eigen_moments import most_momentum, nesterov, step_in_bases
-from kfac_fx.recording.backends import CudaGraph
+from kfac_fx.recording.emitted import CudaGraph
 
 STEPS = 9  # with checks after 0, 1, 2 and 5
 # Updates are about one. Adam's step divides the rounding of zeros by its ε.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.parametrization import Piece
 from kfac_fx.passes.parametrizations.parts import in_region
-from kfac_fx.passes.pieces import Piece
 
 PIECES = (Piece("w", 0, 0, 2), Piece("w", 0, 3, 4))
 REGISTRATIONS = [

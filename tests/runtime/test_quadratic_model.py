@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.quadratic_model import QuadraticModel
+from kfac_fx.optim.rules.momentum import QuadraticModel
 
 
 def test_a_direction_of_zero_changes_nothing_though_difference_quotients_of_it_are_rounding() -> None:

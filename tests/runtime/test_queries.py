@@ -16,8 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 import kfac_fx
 from kfac_fx import Queries
 from kfac_fx.estimator import queries as module
-from kfac_fx.estimator.files import metadata_of
-from kfac_fx.estimator.manifests import digest
+from kfac_fx.estimator.files import digest, metadata_of
 from kfac_fx.recording.case_gradients import Cases, Counts
 from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, of_positions, spectrum_of
 

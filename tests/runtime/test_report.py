@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.compiled.report import Report
-from kfac_fx.compiled.text import WIDTH, percent
+from kfac_fx.compiled.report import WIDTH, Report, percent
 from kfac_fx.passes.ir import Note, Program
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced

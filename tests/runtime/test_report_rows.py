@@ -19,12 +19,13 @@ from kfac_fx.compiled.report import (
     casts,
     factor_dtype,
     factor_text,
+    fold,
     generic_places,
+    memory_text,
     row_of,
     rows,
     uses_of,
 )
-from kfac_fx.compiled.text import fold, memory_text
 from kfac_fx.passes.ir import Bound, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from tests.runtime.toy_reports import registration_of, small_program, traced

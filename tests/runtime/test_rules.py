@@ -13,12 +13,10 @@ from torch import Tensor
 
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.optim.damping import AdaptedDamping
-from kfac_fx.optim.first_order import FirstOrder, new_adam_state
-from kfac_fx.optim.groups import FlatParameters, Preconditioner, StateVectors, inner
-from kfac_fx.optim.quadratic_model import QuadraticModel
+from kfac_fx.optim.groups import FirstOrder, FlatParameters, Preconditioner, StateVectors, inner, new_adam_state
+from kfac_fx.optim.rule import AdaptedDamping
 from kfac_fx.optim.rules import Adam, Regular
-from kfac_fx.optim.rules.momentum import shrinking
+from kfac_fx.optim.rules.momentum import QuadraticModel, shrinking
 
 # --- momentum -------------------------------------------------------------------------------------------------------
 

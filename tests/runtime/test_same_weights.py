@@ -14,7 +14,7 @@ from torch import nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator
-from kfac_fx.estimator.weights import stacked
+from kfac_fx.estimator.queries import stacked
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, MultiBernoulli, Normal, NormalMeanVariance
-from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
-from kfac_fx.losses.sources import (
+from kfac_fx.losses.distributions import (
+    DISTRIBUTIONS,
     MODES,
     CaseSource,
+    LossFunction,
     check_mode,
     exact_sources,
     number_of_sources,

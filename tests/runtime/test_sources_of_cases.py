@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.sources import measurement_source, source_vectors
+from kfac_fx.losses.distributions import measurement_source, source_vectors
 
 
 def test_slots_of_a_loss_are_sent_back_one_after_another_and_add_up() -> None:

@@ -24,7 +24,7 @@ from examples.own_rule import OneSidedSoap
 from kfac_fx import KFAC, FisherEstimator
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.fisher.block import key_text
-from kfac_fx.linalg.entries import ORTHOGONAL, fault
+from kfac_fx.linalg.arguments import ORTHOGONAL, fault
 from kfac_fx.rules import Regular, Values
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, values

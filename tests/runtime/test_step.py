@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import Flat, Tensors
+from kfac_fx.optim.forwards import MicroBatch, MicroBatches
 from kfac_fx.optim.groups import FlatParameters, Vectors
-from kfac_fx.optim.measured_step import Losses, check_losses, measured_move
-from kfac_fx.optim.micro_batches import MicroBatch, MicroBatches
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import BlockStep
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import StepState
-from kfac_fx.optim.step import moved, take_step
+from kfac_fx.optim.step import Losses, check_losses, measured_move, moved, take_step
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.options_of import options_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kfac_fx.compiled import text
-from kfac_fx.compiled.text import alike, cell_lines, column_widths, table_lines, words
+from kfac_fx.compiled import report
+from kfac_fx.compiled.report import alike, cell_lines, column_widths, table_lines, words
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_table_that_fits_stays_as_it_is_and_others_have_the_fewest_lines() -> 
 
 def test_a_name_of_a_thousand_letters_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widths of columns that a line has no room for are not tried."""
-    cut, calls = text.cell_lines, 0
+    cut, calls = report.cell_lines, 0
 
     def counted(cell: str, width: int) -> list[str]:
         nonlocal calls
@@ -66,8 +66,8 @@ def test_a_name_of_a_thousand_letters_takes_no_longer(monkeypatch: pytest.Monkey
         assert calls < 2000
         return cut(cell, width)
 
-    monkeypatch.setattr(text, "cell_lines", counted)
+    monkeypatch.setattr(report, "cell_lines", counted)
     rows = [["b" * 1000, "c" * 300], ["short", "x"]]
-    lines = text.table_lines(["name", "other"], rows, [False, False])
-    assert max(map(len, lines)) <= text.WIDTH
+    lines = report.table_lines(["name", "other"], rows, [False, False])
+    assert max(map(len, lines)) <= report.WIDTH
     assert sum(line.count("b") for line in lines) == 1000 and sum(line.count("c") for line in lines) == 300

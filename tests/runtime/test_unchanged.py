@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kfac_fx import ModelChangedError
-from kfac_fx.recording.unchanged import Structure
+from kfac_fx.recording.model_checks import Structure
 
 
 def test_what_stays_is_no_change() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from kfac_fx.recording.unchanged import Trained
+from kfac_fx.recording.model_checks import Trained
 
 
 def test_parameters_are_registered_once_they_were_trained() -> None:

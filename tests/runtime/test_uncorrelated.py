@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import make_block, make_groups
-from kfac_fx.fisher.uncorrelated import UncorrelatedGroup, waves
+from kfac_fx.fisher.block_diagonal import UncorrelatedGroup, waves
 from kfac_fx.passes.matrix import MatrixForm
 from tests.runtime.fisher_cases import FORMS, Form, draw, register, weight
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes.apart import kept_apart
+from kfac_fx.passes.cases import kept_apart
 from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from tests.models import ZOO
 from tests.tables import every

@@ -14,7 +14,7 @@ import kfac_fx
 from kfac_fx import losses
 from kfac_fx.fisher.block import BlockOperator
 from kfac_fx.losses.distributions import LossFunction
-from kfac_fx.recording import exact
+from kfac_fx.recording import recorder
 from tests.tables import pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -228,7 +228,7 @@ def test_chunks_report_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None
             done.append(amount)
             yield item
 
-    monkeypatch.setattr(exact, "tracked", tracked)
+    monkeypatch.setattr(recorder, "tracked", tracked)
     model, x = case()
     estimator(model, x, two_losses, "kron", "exact", memory=1).update_covariances(x)
     (total, what, done), (by_case, _, _) = seen

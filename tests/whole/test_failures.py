@@ -23,7 +23,7 @@ from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.tables import LinearMaps, constant
 from kfac_fx.passes.trace import note_sizes, takes_derivatives, trace_model
 from kfac_fx.recording import captures, equivalence
-from kfac_fx.recording.exact import Pullback
+from kfac_fx.recording.recorder import Pullback
 
 TOO_MUCH = 1 << 50  # bytes
 NO_MEMORY = "can't allocate memory"

@@ -28,8 +28,8 @@ from kfac_fx.fisher.groups import Inverter
 from kfac_fx.linalg import processes as sharded
 from kfac_fx.linalg.processes import ShardLayout, is_sharded
 from kfac_fx.linalg.processes import shard as shard_of
-from kfac_fx.optim.coverage import check_coverage
 from kfac_fx.optim.schedule import LayerFlops
+from kfac_fx.optim.standstill import check_coverage
 from tests.errors.test_floors import ROOT
 from tests.processes import started
 from tests.whole.test_docs import run_blocks

@@ -12,7 +12,7 @@ import kfac_fx
 from benchmarks.hostile.__main__ import DOCS, KINDS, OUT, inputs, read, written_page
 from benchmarks.hostile.grading import RAW, REFUSED, RIGHT, SILENT, WARNED, Outcome, Torchs, graded, warnings_of_kfac_fx
 from benchmarks.hostile.numbers import DTYPES, RULES, SITUATIONS, grade
-from kfac_fx.passes.users_code import warn_user
+from kfac_fx.passes.errors import warn_user
 
 ALL = [(rule, situation, dtype) for rule in RULES for situation in SITUATIONS for dtype in DTYPES]
 DRAWN = random.Random(3).sample(ALL, 5)

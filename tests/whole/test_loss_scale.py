@@ -18,7 +18,7 @@ import kfac_fx
 from kfac_fx import LossScaleWarning, losses
 from kfac_fx.compiled import loss_scale
 from kfac_fx.compiled.loss_scale import LossFactor, factor_of_step
-from kfac_fx.optim.coverage import LISTED_PARAMETERS, check_coverage
+from kfac_fx.optim.standstill import LISTED_PARAMETERS, check_coverage
 from tests.runtime.collections_of_toys import towers
 from tests.tables import pairs
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import kfac_fx
-from kfac_fx.passes.parametrizations.elements import MEAN_SQUARES
+from kfac_fx.passes.parametrizations.parts import MEAN_SQUARES
 
 SIZE = 34  # 1,156 elements
 

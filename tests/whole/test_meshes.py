@@ -22,7 +22,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import kfac_fx
-from kfac_fx.estimator import early_sums, estimator
+from kfac_fx.estimator import estimator
 from tests.processes import started
 from tests.whole.test_fsdp import (
     ADAPTIVE,
@@ -195,7 +195,7 @@ def work(rank: int, world: int, folder: str, runs: Mapping[str, tuple[str, dict[
         results[name] = training.steps(0, STEPS)
         results[f"report of {name}"] = list(training.opt.fallbacks())
     mesh = "tensor" if world == 2 else "hybrid"
-    results["sums"] = sums_sent(mesh, early_sums.EARLY), sums_sent(mesh, 0)
+    results["sums"] = sums_sent(mesh, estimator.EARLY), sums_sent(mesh, 0)
     if world == 2:
         results["other gradients"] = refusal_of_other_gradients()
         results["owners"] = refusals_of_owners()
@@ -234,7 +234,7 @@ def sums_sent(mesh: str, least: int) -> tuple[Tensor, int]:
     training = Training(mesh, {**OWNERS, "lr": 0.1, "damping": 0.3})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(estimator, "EARLY", least)
-        patched.setattr(early_sums, "BUCKET", 2000)
+        patched.setattr(estimator, "BUCKET", 2000)
         for x, y in batches():
             training.opt.zero_grad()
             cases = torch.arange(CASES)[training.part]

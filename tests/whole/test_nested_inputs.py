@@ -16,7 +16,7 @@ from torch.nested import nested_tensor_from_jagged
 import kfac_fx
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.torch_private import NESTED
-from kfac_fx.passes.tracing.nested import attention, nested
+from kfac_fx.passes.trace import attention, nested
 from tests.tables import pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype.*:UserWarning")

@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical
-from kfac_fx.optim.micro_batches import MicroBatch
+from kfac_fx.optim.forwards import MicroBatch
 from tests.tables import pairs
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 

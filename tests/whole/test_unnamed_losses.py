@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.losses.unnamed import Unnamed
+from kfac_fx.losses.distributions import Unnamed
 from kfac_fx.passes.torch_private import pytree
 
 X, LABELS, BOXES = torch.randn(8, 4), torch.randint(3, (8,)), torch.randn(8, 2)

@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from kfac_fx.fisher.bases import without_basis
+from kfac_fx.linalg.arguments import Values, choice, not_negative, positive
 from kfac_fx.linalg.arguments import a_weight as between_0_and_1
-from kfac_fx.linalg.arguments import choice, not_negative, positive
-from kfac_fx.linalg.entries import Values
-from kfac_fx.optim.damping import AdaptedDamping, DampingThresholds
 from kfac_fx.optim.rule import (
     BY_DEFAULT,
+    AdaptedDamping,
     BlockStep,
     CheckedRule,
     Damped,
+    DampingThresholds,
     MeasuredMove,
     Memory,
     Outcome,
@@ -30,8 +30,7 @@ from kfac_fx.optim.rule import (
 )
 from kfac_fx.optim.rules.adaptive import Adaptive
 from kfac_fx.optim.rules.eigen_moments import EigenMoments
-from kfac_fx.optim.rules.momentum import Adam, Regular
-from kfac_fx.optim.rules.quadratic import QModel, QModelFixedMomentum
+from kfac_fx.optim.rules.momentum import Adam, QModel, QModelFixedMomentum, Regular
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
 

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from kfac_fx.linalg.arguments import a_decay, a_weight, positive
 from kfac_fx.optim.checks import RISE, Check
-from kfac_fx.optim.damping import DampingThresholds
-from kfac_fx.optim.rule import ANY, BlockStep, CheckedRule, Damped, MeasuredMove, Outcome, StepIntervals, Update
+from kfac_fx.optim.rule import (
+    ANY,
+    BlockStep,
+    CheckedRule,
+    Damped,
+    DampingThresholds,
+    MeasuredMove,
+    Outcome,
+    StepIntervals,
+    Update,
+)
 
 NORM_GROWTH = 1.5
 LEAST_STEP = 0.05

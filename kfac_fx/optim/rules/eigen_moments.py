@@ -110,30 +110,37 @@ from torch import Tensor
 
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import (
+    MEAN_VALUES,
+    Means,
+    StepScalars,
     basis_of,
+    combine,
+    divide_root,
     eigenvalues_of,
     has_bases_in_blocks,
+    in_new_basis,
+    momentum_of,
+    moving,
+    new_means,
+    norms,
     turned,
     update_bases,
     without_basis,
 )
 from kfac_fx.fisher.block import BlockDiagonalFisher
 from kfac_fx.fisher.groups import BlockGroup
-from kfac_fx.fisher.means import (
-    MEAN_VALUES,
-    Means,
-    StepScalars,
-    combine,
-    divide_root,
-    in_new_basis,
-    momentum_of,
-    moving,
-    new_means,
-    norms,
-)
 from kfac_fx.fisher.placement import UNDIVIDED
-from kfac_fx.linalg.arguments import a_decay, a_flag, a_weight, positive, whole_number
-from kfac_fx.linalg.entries import A_FLAG, A_NUMBER_OF_STEPS, NOT_NEGATIVE, Values
+from kfac_fx.linalg.arguments import (
+    A_FLAG,
+    A_NUMBER_OF_STEPS,
+    NOT_NEGATIVE,
+    Values,
+    a_decay,
+    a_flag,
+    a_weight,
+    positive,
+    whole_number,
+)
 from kfac_fx.linalg.matrices import zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated

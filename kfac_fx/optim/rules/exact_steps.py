@@ -53,11 +53,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.entries import A_FLAG, A_NUMBER_OF_STEPS, NOT_NEGATIVE, Values
+from kfac_fx.linalg.arguments import A_FLAG, A_NUMBER_OF_STEPS, NOT_NEGATIVE, Values
 from kfac_fx.optim.checks import LEAST_RISE, SAME, Check
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.quadratic_model import QuadraticModel
 from kfac_fx.optim.rule import BlockStep, MeasuredMove, Outcome
+from kfac_fx.optim.rules.momentum import QuadraticModel
 from kfac_fx.recording.proof import NO_LOSS
 
 WORTH, NEARLY = 2.0, 1.0

@@ -1,8 +1,17 @@
-"""TF K-FAC's rules with a given learning rate: momentum after the preconditioner ("regular") or before it ("adam")."""
+"""TF K-FAC's rules: with a given learning rate, or with a step size from the quadratic model of the batch.
+
+**With a given learning rate** there is momentum after the preconditioner ("regular") or before it ("adam").
+
+**With a step size that they find**: the exact quadratic model of the batch along two directions.
+
+**The quadratic model** of a batch's loss along a few directions.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -11,9 +20,8 @@ from torch import Tensor
 
 from kfac_fx.linalg.arguments import choice, not_negative, positive
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.damping import AdaptedDamping
-from kfac_fx.optim.groups import FlatParameters, Product
-from kfac_fx.optim.rule import BlockStep, Damped, Update
+from kfac_fx.optim.groups import FlatParameters, InnerProduct, Product, inner
+from kfac_fx.optim.rule import AdaptedDamping, BlockStep, Damped, Products, Update
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,3 +163,143 @@ def move_at_once(
 def shrinking(bound: float, squared: Tensor) -> Tensor:
     """The largest factor κ <= 1 of a vector for which κ² times its squared norm is at most `bound`: 0-dim."""
     return (bound / squared.clamp(min=torch.finfo(squared.dtype).tiny)).sqrt().clamp(max=1.0)
+
+
+PARALLEL = 16  # times ε: directions are parallel up to rounding
+
+
+@dataclass(frozen=True)
+class QuadraticModel:
+    """The model M of the loss along k directions: for δ = Σ s_i d_i, M(δ) = h(θ) + sᵀ c + ½ sᵀ (f + λ b) s.
+
+    The exact Fisher F enters here and nowhere else (Martens & Grosse 2015, sections 6.4 and 7).
+    """
+
+    fisher: Tensor  # f_ij = <d_i, F d_j>, [k, k]
+    products: Tensor  # b_ij = <d_i, d_j>, [k, k]
+    slopes: Tensor  # c_i = <∇h, d_i>, [k]
+
+    @staticmethod
+    def along(directions: Sequence[Tensor], g: Tensor, fisher: Products, inner: InnerProduct = inner) -> QuadraticModel:
+        """The model along directions [P].
+
+        Products with a direction of zero are zero: where `fisher` is made of difference quotients, they are rounding.
+        """
+        slopes = torch.stack([inner(g, direction) for direction in directions])
+        products = torch.stack([torch.stack([inner(a, b) for b in directions]) for a in directions])
+        moves = products.diagonal() != 0
+        return QuadraticModel(torch.where(moves & moves.unsqueeze(1), fisher(directions), 0), products, slopes)
+
+    def best(self, damping: Tensor) -> Tensor:
+        """The s that minimizes the damped model of two directions: [2].
+
+        If the second direction is zero, or parallel to the first up to rounding: the minimum along the first. If both
+        are zero: zero.
+        """
+        m, c = self.matrix(damping), self.slopes
+        size, determinant = m[0, 0] * m[1, 1], m[0, 0] * m[1, 1] - m[0, 1] * m[1, 0]
+        independent = determinant > PARALLEL * torch.finfo(m.dtype).eps * size
+        divisor = torch.where(independent, determinant, 1)
+        both = torch.stack([m[0, 1] * c[1] - m[1, 1] * c[0], m[1, 0] * c[0] - m[0, 0] * c[1]]) / divisor
+        return torch.where(independent, both, self.best_with_momentum(damping, torch.zeros_like(c[0])))
+
+    def best_with_momentum(self, damping: Tensor, momentum: Tensor) -> Tensor:
+        """The same with the second coefficient fixed."""
+        m, c = self.matrix(damping), self.slopes
+        curved = m[0, 0] > 0
+        step = -(momentum * m[0, 1] + c[0]) / torch.where(curved, m[0, 0], 1)
+        return torch.stack([torch.where(curved, step, 0), momentum])
+
+    def change(self, s: Tensor, damping: Tensor | float) -> Tensor:
+        """M(Σ s_i d_i) - M(0). With the damping of the loss's own l2 term alone it is the predicted change."""
+        return s @ self.slopes + 0.5 * (s @ self.matrix(damping) @ s)
+
+    def matrix(self, damping: Tensor | float) -> Tensor:
+        return self.fisher + damping * self.products
+
+    def minimum(self, damping: Tensor | float) -> Tensor:
+        """The s that minimizes the damped model of any number of directions: [k].
+
+        The matrix is scaled to a diagonal of ones. A small multiple of the identity that is then added decides between
+        directions that are parallel up to rounding, and gives zero along directions that are zero.
+        """
+        m, c = self.matrix(damping), self.slopes
+        root = m.diagonal().clamp(min=0).sqrt()
+        inverse = torch.where(root > 0, 1 / root, 0)
+        scaled = inverse.unsqueeze(1) * m * inverse
+        ridge = PARALLEL * torch.finfo(m.dtype).eps * torch.eye(len(c), dtype=m.dtype, device=m.device)
+        unit = torch.diag((root <= 0).to(m.dtype))
+        solution, _ = torch.linalg.solve_ex(scaled + ridge + unit, -(inverse * c))
+        result: Tensor = inverse * solution
+        return result
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QModel(AdaptedDamping, Damped):
+    """The best step along d₁ = P g and d₂ = -v, the previous update (Martens & Grosse 2015, section 7).
+
+        v <- -(α d₁ + μ d₂) = μ v - α P g, Δ = v
+
+    α and μ minimize the exact quadratic model of the batch, with λ.
+
+    Args, next to those of `Damped` and `AdaptedDamping`:
+        qmodel_update_rescale: the lr of the parameter groups.
+    """
+
+    name: ClassVar[str] = "qmodel"
+    is_exact: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, float]] = {"qmodel_learning_rate": math.nan, "qmodel_momentum": math.nan}
+
+    qmodel_update_rescale: Annotated[float, positive] = 1.0
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.check_adapted_damping()
+
+    def group_lr(self, lr: float | Tensor | None) -> float | Tensor:
+        if lr is not None:
+            raise ValueError(
+                f"{self.written} finds its own step size: leave lr out, or scale the steps with qmodel_update_rescale"
+            )
+        return self.qmodel_update_rescale
+
+    def direction(self, step: BlockStep) -> Update:
+        """If the model is not finite, neither is Δ. Stores -α, μ and the predicted change."""
+        v = step.state["velocity"]
+        directions = [step.precondition(step.g), -v]
+        model = QuadraticModel.along(directions, step.g, step.exact_products, step.flat.inner)
+        s = self.best(model, step.damping)
+        s = torch.where(model.fisher.isfinite().all(), s, torch.nan)
+        step.scalars["qmodel_learning_rate"].copy_(-s[0])
+        step.scalars["qmodel_momentum"].copy_(s[1])
+        if step.flat.one_scale:
+            step.scalars["predicted_change"].copy_(model.change(step.flat.lr * s, self.l2_reg))
+        velocity = s[1] * v - s[0] * directions[0]
+        return Update(velocity, {"velocity": velocity})
+
+    def best(self, model: QuadraticModel, damping: Tensor) -> Tensor:
+        """(α, μ): [2]."""
+        return model.best(damping)
+
+    def predicted_change(self, step: BlockStep, move: Tensor) -> Tensor:
+        """By the exact Fisher of the batch."""
+        if step.flat.one_scale:
+            return step.scalars["predicted_change"].clone()
+        model = QuadraticModel.along([move], step.g, step.exact_products, step.flat.inner)
+        return model.change(torch.ones_like(model.slopes), self.l2_reg)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QModelFixedMomentum(QModel):
+    """`QModel` with a fixed coefficient of the previous update.
+
+    Args, next to those of `QModel`:
+        momentum: μ.
+    """
+
+    name: ClassVar[str] = "qmodel_fixedmu"
+
+    momentum: Annotated[float, not_negative] = 0.9
+
+    def best(self, model: QuadraticModel, damping: Tensor) -> Tensor:
+        return model.best_with_momentum(damping, torch.full_like(model.slopes[0], self.momentum))
