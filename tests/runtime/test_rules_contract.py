@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.linalg.arguments import positive, whole_number
@@ -24,6 +25,7 @@ from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.optim.rules import RULES, BlockStep, CheckedRule, MeasuredMove, Outcome, Rule, Update
 from kfac_fx.optim.rules.momentum import Regular
 from tests.runtime.options_of import options_of
+from tests.runtime.slow_kfac import batch, loss_of
 from tests.runtime.test_options_signature import documented
 from tests.runtime.toy_optimizers import assert_same, flat_state, made, train, values
 
@@ -306,6 +308,20 @@ def test_a_rule_trains_and_resumes_bit_for_bit(name: str) -> None:
     train(resumed, again, range(5, 10))
     assert_same(values(net), values(resumed))
     assert_same(flat_state(opt.state_dict()), flat_state(again.state_dict()))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_model_that_is_converted_before_the_first_step_trains(name: str) -> None:
+    """The optimizer has made its scalars in the old precision."""
+    net, opt = of_rule(name)
+    net.float()
+    before, x = values(net), batch(0)[0].float()
+    for number in range(5):
+        y = batch(number)[1]
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        opt.step(evaluate=loss_of(net, x, y))
+    assert opt.skipped == 0 and all(not torch.equal(value, before[name]) for name, value in values(net).items())
 
 
 @functools.cache

@@ -369,9 +369,10 @@ class EigenMoments(CheckedRule):
             by_name = step.of_groups["lr"]
             lr = torch.stack([*{id(by_name[name]): by_name[name] for name in step.flat.parameters}.values()]).amax()
         torch.maximum(peak, lr, out=peak)
-        tiny = torch.finfo(peak.dtype).tiny
-        cosine = (product / (squared * squared_last).sqrt().clamp(min=tiny)).clamp(-1.0, 1.0)
-        weight = GROWTH * torch.where(cosine > 0, YOUNG / steps.clamp(min=YOUNG), 1.0) * lr / peak.clamp(min=tiny)
+        length = (squared * squared_last).sqrt()  # in the dtype of the parameters, which may not be that of the scalars
+        cosine = (product / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(-1.0, 1.0)
+        weight = GROWTH * torch.where(cosine > 0, YOUNG / steps.clamp(min=YOUNG), 1.0) * lr
+        weight = weight / peak.clamp(min=torch.finfo(peak.dtype).tiny)
         least = torch.where(lr < peak, multiplier.clamp(max=1.0), LEAST)
         grown = torch.maximum(multiplier * (weight * cosine).exp(), least).clamp(max=MOST)
         multiplier.copy_(torch.where(ok, grown, multiplier))
