@@ -359,6 +359,7 @@ WITH_NODES = (
     "losses",
     "returned_losses",
     "cut",
+    "unsized",
     "outputs",
     "mask",
     "parameter_exprs",
@@ -423,6 +424,7 @@ class Program:
     losses: tuple[LossSite, ...] = ()
     returned_losses: tuple[fx.Node, ...] = ()  # what forward returns of these losses
     cut: tuple[fx.Node, ...] = ()  # the last activations of their other terms, see `passes.losses`
+    unsized: tuple[fx.Node, ...] = ()  # activations of their other terms, in a graph that knows no sizes
     likelihood: bool = True  # whether they are weighted sums of `losses` and nothing else
     named_loss: int | None = None  # which of the returned values forward calls "loss"
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs

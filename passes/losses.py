@@ -12,6 +12,9 @@ The *way* of `ce` is mul, sum, div, add. It is linear in `ce`, and the mask is c
 every case in the returned loss, ∂loss / ∂ce, is known without a forward. A term such as that of h is on no way. Its
 gradient enters at the last node with a row for every case, here the square: the *cut* has these nodes.
 
+A graph without sizes does not tell which nodes have a row for every case. Its other terms are *unsized*, and the model
+is captured with a batch.
+
 A returned loss is a *likelihood* if it is a weighted sum of losses of torch and nothing else. Then its Fisher is that
 of the distributions, weighted. Every other loss has a gradient, and no Fisher with a name.
 """
@@ -254,9 +257,9 @@ def weights_on(way: Way, leaf: Tensor, value_of: ValueOf) -> Tensor:
 
 def other_terms(
     program: Program, ends: Sequence[fx.Node], inputs: Container[fx.Node], behind: Collection[fx.Node]
-) -> tuple[tuple[fx.Node, ...], tuple[str, ...]]:
+) -> tuple[tuple[fx.Node, ...], tuple[str, ...], tuple[fx.Node, ...]]:
     """(activations that enter the returned losses around the inputs of the losses, parameters that enter behind the
-    sums over cases).
+    sums over cases, activations that enter around the inputs and whose sizes are not known).
 
     The first are the last nodes with a row for every case. Together with the inputs of the losses they cut the graph:
     the gradient of a returned loss passes one of them, once, on every way to a parameter that enters before.
@@ -271,7 +274,8 @@ def other_terms(
             with_gradient.add(node)
         if node in inputs or not of_inputs.isdisjoint(operands):
             of_inputs.add(node)
-    cut, beside, seen, stack = dict[fx.Node, None](), dict[str, None](), set[fx.Node](), list(ends)
+    cut, beside, unsized = dict[fx.Node, None](), dict[str, None](), dict[fx.Node, None]()
+    seen, stack = set[fx.Node](), list(ends)
     while stack:
         node = stack.pop()
         if node in seen or node not in with_gradient or node in inputs:
@@ -281,11 +285,14 @@ def other_terms(
         reads = any(label[operand] is Label.PURE for operand in operands)
         if node in learned:
             beside[str(node.target)] = None
+        elif label[node].activation and "val" not in node.meta and node not in of_inputs:
+            unsized[node] = None
         elif label[node].activation and has_cases(node, sizes) and (reads or node not in of_inputs):
             cut[node] = None
         else:
             stack += operands
-    return tuple(sorted(cut, key=order.__getitem__)), tuple(beside)
+    nodes, others = (tuple(sorted(of, key=order.__getitem__)) for of in (cut, unsized))
+    return nodes, tuple(beside), others
 
 
 def sizes_of_cases(program: Program) -> set[str] | None:
@@ -330,13 +337,14 @@ def find_losses(program: Program) -> Program:
         return program
     unknown = unknowable(program)
     sites = in_chunks(program, [replace(site, way=way_of(site.node, ends, behind, unknown)) for site in sites])
-    cut, beside = other_terms(program, ends, set(outputs), behind)
-    around, alone = other_terms(program, ends, {site.node for site in sites}, behind)
-    notes = left_out(sites, around, alone)
+    cut, _, unsized = other_terms(program, ends, set(outputs), behind)
+    around, alone, of_unknown_size = other_terms(program, ends, {site.node for site in sites}, behind)
+    notes = left_out(sites, (*around, *of_unknown_size), alone)
     return program.but(
         losses=sites,
         returned_losses=tuple(ends),
         cut=cut,
+        unsized=unsized,
         likelihood=not notes and not any(map(has_soft_targets, sites)),
         dropped=(*program.dropped, *notes),
     )

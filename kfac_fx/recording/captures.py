@@ -782,6 +782,8 @@ class CaptureCache:
             return None
         if not self.first.capture.holds(args, kwargs) or not self.has_settings_of(self.first):
             return None
+        if self.first.program.unsized:  # the terms of the returned loss have no rows without the sizes of a batch
+            return None
         try:
             return self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:

@@ -214,6 +214,21 @@ def test_terms_of_parameters_alone_are_noted() -> None:
     assert note.subject == "w" and "a term of these parameters alone, which is no part of any case" in note.reason
 
 
+def test_a_graph_without_sizes_has_terms_of_unknown_size_and_none_of_parameters_alone() -> None:
+    class Around(WithTargets):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.function(x @ self.w, y) + x.mm(self.w).sin().mean() + self.w.square().sum()
+
+    model = Around(lambda out, y: F.cross_entropy(out, y) + out.tanh().mean())
+    found, sized = (
+        find_losses(normalize(trace_model(model, inputs, options=Options()).program)) for inputs in (None, (X, CLASSES))
+    )
+    assert [node.name for node in found.unsized] == ["mean_1"] and found.cut == ()  # tanh passes the logits
+    assert [node.name for node in sized.cut] == ["sin"] and sized.unsized == ()
+    assert [note.subject.split(" (")[0] for note in found.dropped] == ["the term of mean", "the term of mean_1", "w"]
+    assert [note.subject.split(" (")[0] for note in sized.dropped] == ["the term of tanh", "the term of sin", "w"]
+
+
 def parts(count: int, dim: int) -> Callable[..., Any]:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         pairs = zip(out.chunk(count, dim), y.chunk(count, dim), strict=True)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import kfac_fx
@@ -114,6 +115,33 @@ def test_a_measurement_takes_the_place_of_the_loss(text: Fixture) -> None:
         (x, y), measurement=lambda logits, labels: logits.square().sum((1, 2)) + 0 * labels[:, 0]
     )
     torch.testing.assert_close(own, inner(spectrum.multiply_inverse(squared), squared).diagonal())
+
+
+class WithBoxes(nn.Module):
+    """Its loss has a term that is no log-likelihood, on a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.classes, self.boxes = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, y: Tensor, places: Tensor) -> Tensor:
+        h = self.body(x).tanh()
+        return F.cross_entropy(self.classes(h), y) + F.smooth_l1_loss(self.boxes(h), places)
+
+
+def test_scores_of_a_loss_in_forward_are_those_of_all_its_terms_without_example_inputs_too() -> None:
+    inputs = torch.randn(6, 4), torch.randint(3, (6,)), torch.randn(6, 2)
+    model, batch = WithBoxes(), kfac_fx.Batch(*inputs)
+    learned = [*model.body.parameters(), *model.classes.parameters()]  # those with a block
+    gradients = torch.stack([
+        torch.cat([g.flatten() for g in torch.autograd.grad(model(*(value[n : n + 1] for value in inputs)), learned)])
+        for n in range(6)
+    ])  # fmt: skip
+    for examples in (None, inputs):
+        spectrum = kfac_fx.fit_spectrum(kfac_fx.compile(model, examples), [batch], damping=1.0)
+        queries = spectrum.at(damping=1e12).precondition(batch)
+        torch.testing.assert_close(1e12 * queries.scores(batch), gradients @ gradients.T)
 
 
 def test_a_scale_multiplies_the_fisher_and_not_the_damping(text: Fixture) -> None:
