@@ -43,7 +43,7 @@ from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
-from kfac_fx.losses import Normal
+from kfac_fx.losses import MultiBernoulli, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses
 from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction
 from kfac_fx.passes import results
@@ -769,15 +769,21 @@ def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
 
 
 def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
-    """How far the predictions p of a Categorical loss are from uniform, relative to its gradient p - t.
+    """How far the predictions p of a Categorical or MultiBernoulli loss are from uniform, relative to its gradient
+    p - t.
 
     For predictions that are uniform, label smoothing by s has the gradient of 1 - s times the loss.
     """
-    if not isinstance(loss, Categorical):
+    outputs = loss.inputs.detach()
+    if isinstance(loss, Categorical):
+        deviation = outputs.softmax(-1) - 1 / outputs.shape[-1]
+    elif isinstance(loss, MultiBernoulli):
+        deviation = outputs.sigmoid() - 0.5
+    else:
         return math.inf
     counted = of_sum.any(-1, keepdim=True)  # not those of ignored targets
-    deviation = torch.where(counted, loss.inputs.detach().softmax(-1) - 1 / loss.inputs.shape[-1], 0)
-    return float(deviation.norm()) / max(float(of_sum.norm()), torch.finfo(of_sum.dtype).tiny)
+    size = float(torch.where(counted, deviation, 0).norm())
+    return size / max(float(of_sum.norm()), torch.finfo(of_sum.dtype).tiny)
 
 
 def part_with_targets(loss: LossFunction) -> float:
@@ -817,8 +823,8 @@ def check_scale(
     roots = Counter(root for forward in of_losses for root in forward.roots)
     each: list[list[LossFactor]] = []
     with torch.enable_grad():
-        reached = gradients_of(used[0]) if used else []
-        kinds = misplaced_classes, without_targets, cross_entropies
+        reached = gradients_of(used[0], reduction, loss_scale) if used else []
+        kinds = misplaced_classes, without_targets, cross_entropies, no_events
         of_kinds = ([line for reach in reached if (line := kind(reach)) is not None] for kind in kinds)
         lines = next(filter(None, of_kinds), [])
         for forward in () if lines else of_losses:
@@ -1057,18 +1063,25 @@ class Reached(NamedTuple):
     weight: float | Tensor  # as registered
     gradient: Tensor  # of its inputs, in the trained loss; finite
     spec: object  # the origin of the loss
+    of_case: float | None  # the factor of one case in the trained loss, if that is the registered one; None: unknown
 
 
-def gradients_of(watched: Watched) -> list[Reached]:
-    """The losses whose inputs have a gradient of the trained loss that is finite."""
+def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Reached]:
+    """The losses whose inputs have a gradient of the trained loss that is finite.
+
+    reduction, loss_scale: as of `check_scale`.
+    """
     leaves, weighted = watched.losses()
-    arrived = watched.arrived()
+    arrived, spec = watched.arrived(), watched.recorder.loss
     pairs = [(loss, weight, gradient_behind(loss.inputs, leaves, arrived)) for weight, _, loss in weighted]
-    return [
-        Reached(loss, weight, gradient, watched.recorder.loss)
-        for loss, weight, gradient in pairs
-        if gradient is not None and bool(gradient.isfinite().all())
-    ]
+    found = []
+    for loss, weight, gradient in pairs:
+        if gradient is not None and bool(gradient.isfinite().all()):
+            cases = loss.all_cases / watched.part if reduction == "mean" else 1.0
+            is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
+            of_case = float(weight) * loss_scale / cases if is_known else None
+            found.append(Reached(loss, weight, gradient, spec, of_case))
+    return found
 
 
 def without_targets(reached: Reached) -> str | None:
@@ -1120,6 +1133,38 @@ def has_logits(kind: str, outputs: Tensor, gradient: Tensor) -> bool:
         scale = gradient[others].sum() / probabilities[others].sum()
         expected = torch.where(counted, scale * (probabilities - targets.to(probabilities.dtype)), 0)
         return bool((gradient - expected).abs().sum() <= PROPORTIONAL * gradient.abs().sum())
+
+
+def no_events(reached: Reached) -> str | None:
+    """The line of the warning, for a declared MultiBernoulli loss that is not the trained one.
+
+    With targets t from 0 to 1 its gradient is s (p - t), so it is between s (p - 1) and s p, with the factor s of a
+    case. It sums to zero over the last axis by chance alone. Targets of 0 and 1 fit, whatever s is.
+    """
+    loss, gradient, s = reached.loss, reached.gradient, reached.of_case
+    if not isinstance(loss, MultiBernoulli) or not s or not gradient.any() or gradient.shape != loss.inputs.shape:
+        return None
+    if has_logits("multi_bernoulli", loss.inputs, gradient):
+        return None
+    outputs = f"the gradients of the outputs {list(gradient.shape)}"
+    if gradient.shape[-1] > 1 and rest_of_classes(gradient) <= PROPORTIONAL:
+        return (
+            f"{outputs} sum to zero over the last axis, as those of a cross entropy over classes do, and those of the "
+            'registered MultiBernoulli loss do not: write loss="categorical". If the trained loss is no cross entropy '
+            "either, leave loss= out, and the factors are those of the gradients that training sends back."
+        )
+    probabilities = loss.inputs.detach().sigmoid()
+    parts = gradient / s
+    beyond = (parts - probabilities).clamp(min=0) + (probabilities - 1 - parts).clamp(min=0)
+    part = float(beyond.sum() / parts.abs().sum())
+    if part <= NO_CLASSES or float(parts.abs().max()) >= LARGE:  # those of a GradScaler are larger
+        return None
+    return (
+        f"the trained loss fits no targets of the registered MultiBernoulli loss: {outputs} are larger than those of "
+        "targets from 0 to 1. So it is another loss, or one with weights, such as pos_weight, or with another factor. "
+        'If it is a squared error, write loss="mse". Else leave loss= out, and the factors are those of the gradients '
+        "that training sends back."
+    )
 
 
 def rest_of_classes(gradient: Tensor) -> float:

@@ -525,6 +525,42 @@ def test_a_squared_error_is_no_cross_entropy(targets: Tensor) -> None:
             assert not any("cross entropy" in text for text in texts)
 
 
+NO_EVENTS: dict[str, tuple[Any, str]] = {
+    "a cross entropy": (lambda z: F.cross_entropy(z, CLASSES), "sum to zero over the last axis"),
+    "soft classes": (lambda z: F.cross_entropy(z, VALUES.softmax(-1)), "sum to zero over the last axis"),
+    "a hinge loss": (lambda z: F.multi_margin_loss(z, CLASSES), "sum to zero over the last axis"),
+    "a squared error": (lambda z: F.mse_loss(z, VALUES), "fits no targets"),
+    "an absolute error": (lambda z: F.l1_loss(z, VALUES), "fits no targets"),
+    "a count": (lambda z: F.poisson_nll_loss(z, torch.full_like(z, 3.0)), "fits no targets"),
+    "weighted events": (
+        lambda z: F.binary_cross_entropy_with_logits(z, BITS, pos_weight=torch.full((4,), 5.0)), "fits no targets",
+    ),
+}  # fmt: skip
+
+
+@pairs(("loss, text", NO_EVENTS), ("mode", ["gradients", "empirical"]))
+def test_another_loss_than_the_declared_one_of_events_is_told(loss: Any, text: str, mode: str) -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="bce_with_logits")
+    (told,) = in_steps(net, loss, X, estimation_mode=mode)
+    assert text in told and "the registered MultiBernoulli loss" in told and "leave loss= out" in told
+    assert f'write loss="{"categorical" if "sum" in text else "mse"}"' in told
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0])  # heads often begin with zeros
+def test_events_with_uncertain_or_ignored_targets_are_not_told(factor: float) -> None:
+    head, some = nn.Linear(3, 4), (VALUES > 0).float()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(factor)
+    for loss in (
+        lambda z: F.binary_cross_entropy_with_logits(z, BITS * 0.9 + 0.05),
+        lambda z: F.binary_cross_entropy_with_logits(z, F.one_hot(CLASSES, 4).float()),
+        lambda z: F.binary_cross_entropy_with_logits(z, VALUES.softmax(-1), weight=some),
+        lambda z: F.binary_cross_entropy_with_logits(z, VALUES.sigmoid()) + 1e-2 * z.square().mean(),
+    ):
+        assert in_steps(kfac_fx.compile(head, loss="bce_with_logits"), loss, X) == []
+
+
 class Language(nn.Module):
     """Returns its loss, as models of Hugging Face do; the last positions, and some others, have no target."""
 
