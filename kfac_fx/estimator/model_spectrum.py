@@ -19,7 +19,7 @@ from torch.func import vmap
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.batches import NotFinite, as_batch, refuse_no_batches
-from kfac_fx.estimator.queries import Queries, Weights, in_order, recording
+from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
@@ -349,6 +349,7 @@ class ModelSpectrum(Spectrum):
                 f"of this spectrum, so their queries are zero: {names}. Take the spectrum of the whole model, or of "
                 "the parameters behind it."
             )
+        warn_of_queries(matrices.values())
         # Blocks that this path of the model does not use are zero in the queries.
         return Queries(
             of_rank(matrices, rank), recording(self.net, [*matrices], self.weights), net=self.net, weights=self.weights
@@ -400,6 +401,7 @@ class ModelSpectrum(Spectrum):
             key: in_order(scores[key]) if key in scores else weights[key].new_zeros(counts.examples)
             for key in self.keys
         }
+        warn_of_scores(list(by_block.values()), "this batch")
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
     # --- outputs ------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from kfac_fx.linalg.arguments import a_process_group, choice, optional
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import Replicas, shard
 from kfac_fx.losses.distributions import Measurement
+from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.recording.case_gradients import Cases, Consumer, Counts, LowRank, QueryGradients, by_rows, query_products
 from kfac_fx.recording.progress import tracked
@@ -137,6 +138,11 @@ def sums_of(tensor: Tensor) -> list[Tensor]:
 
 BY = ("sum", "block", "position")  # how scores are added up
 OF_QUERIES = "Or take queries of any weights, by spectrum.at(any_weights=True) or load_queries(..., any_weights=True)."
+ZERO = (
+    "Usual causes are targets that are all ignored, as those of -100 are, and outputs that depend on no parameter of "
+    "the spectrum, as behind units that are not active."
+)
+NUMBERED = 5  # examples that a warning names
 Record = Callable[[Any, Consumer, Measurement | None], Counts]
 
 
@@ -201,9 +207,17 @@ class Queries:
                 of every position, [Q, N, S], whose sum over positions is the score.
             measurement: in place of the loss of the examples; see `ModelSpectrum.precondition`.
 
+        Warns of examples whose scores are not finite, and of a batch whose scores are all zero.
+
         Raises ValueError for another `by`, and for "position" if the blocks have different numbers of positions.
         """
-        if choice("by", by, BY) == "position":
+        scores = self.computed(batch, choice("by", by, BY), measurement)
+        warn_of_scores(list(scores.values()) if isinstance(scores, dict) else [scores], "this batch")
+        return scores
+
+    def computed(self, batch: Any, by: str, measurement: Measurement | None) -> Any:
+        """The scores as they are, without a warning."""
+        if by == "position":
             return self.scores_by_position(batch, measurement)
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
@@ -261,7 +275,7 @@ class Queries:
             if replicas is not None and not all(replicas.told(there is not None)):
                 there = None
             if there is None:
-                computed = self.scores(batch, measurement=measurement)
+                computed = self.computed(batch, "sum", measurement)
                 there = [computed] if replicas is None or ranks == 1 else each_of_all(replicas, computed, batch, turn)
                 if kept is not None and rank == 0:
                     for n, (of_batch, item) in enumerate(zip(there, turn, strict=True), len(scores)):
@@ -269,7 +283,9 @@ class Queries:
             scores += [of_batch.to(device) for of_batch in there]
         if not scores:
             raise ValueError("`batches` has no batches.")
-        return torch.cat(scores, dim=1)
+        every = torch.cat(scores, dim=1)
+        warn_of_scores([every], "`batches`")
+        return every
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -315,6 +331,62 @@ class Queries:
                 "FisherEstimator(net, variables=...)."
             )
         return torch.stack([product for products in parts.values() for product in products]).sum(0)
+
+
+def warn_of_scores(scores: Sequence[Tensor], of: str) -> None:
+    """Warn of examples whose scores are not finite, and of scores that are all zero. The host waits.
+
+    Args:
+        scores: [Q, N] or [Q, N, S], or [N] of examples with themselves; several for several blocks.
+        of: what the examples are of.
+    """
+    parts = [part.detach().sum(-1) if part.dim() == 3 else part.detach().view(-1, part.shape[-1]) for part in scores]
+    whole = torch.stack([part.to(parts[0].device) for part in parts])  # [blocks, Q, N]
+    queries = whole.isfinite().any(-1, keepdim=True)  # a query that is not finite has been told
+    wrong = (~whole.isfinite() & queries).any(0).any(0) if bool(queries.any()) else ~whole.isfinite().all(0).all(0)
+    if bad := wrong.nonzero().flatten().tolist():
+        warn_user(
+            UserWarning(
+                f"the scores of {numbered('example', bad)} of {of} are not finite, and topk and argsort take NaN for "
+                "the largest number. Look for NaN and infinity in these inputs and targets. Leave the examples out, or "
+                "write scores.nan_to_num(0.0, 0.0, 0.0)."
+            )
+        )
+    elif whole.numel() and not bool(whole.any()):
+        warn_user(
+            UserWarning(
+                f"all scores of {of} are zero, because the gradients of its examples or of the queries are. {ZERO}"
+            )
+        )
+
+
+def warn_of_queries(matrices: Iterable[Tensor]) -> None:
+    """Warn of queries that are zero or not finite. The host waits. matrices: [Q, g, o, i]."""
+    sizes = torch.stack([matrix.detach().abs().sum((1, 2, 3)) for matrix in matrices]).sum(0)
+    if bad := (~sizes.isfinite()).nonzero().flatten().tolist():
+        warn_user(
+            UserWarning(
+                f"the gradients of {numbered('query', bad, 'queries')} of this batch are not finite, and so are all "
+                "their scores. Look for NaN and infinity in these inputs and targets."
+            )
+        )
+    if zero := (sizes == 0).nonzero().flatten().tolist():
+        warn_user(
+            UserWarning(
+                f"the gradients of {numbered('query', zero, 'queries')} of this batch are zero, and so are all their "
+                f"scores. {ZERO}"
+            )
+        )
+
+
+def numbered(noun: str, numbers: Sequence[int], nouns: str = "") -> str:
+    """`"example 3"`, `"examples 0, 3 and 7"`, `"examples 0, 1, 2, 3, 4 and 12 more"`, counted from 0."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    few = numbers[:NUMBERED]
+    last = f"{len(numbers) - NUMBERED:,} more" if len(numbers) > NUMBERED else str(few[-1])
+    listed = few if len(numbers) > NUMBERED else few[:-1]
+    return f"{nouns or f'{noun}s'} {', '.join(map(str, listed))} and {last}"
 
 
 def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:

@@ -117,6 +117,32 @@ def test_a_measurement_takes_the_place_of_the_loss(text: Fixture) -> None:
     torch.testing.assert_close(own, inner(spectrum.multiply_inverse(squared), squared).diagonal())
 
 
+def test_examples_without_a_target_and_with_nan_are_told() -> None:
+    """Their scores are zero, and NaN, which topk takes for the largest number."""
+    model, x, y = classifier(), torch.randn(6, 2, 3, 3), torch.randint(3, (6,))
+    spectrum, bad, none = spectrum_of(model, x, y), x.clone(), torch.full_like(y, -100)
+    queries = spectrum.precondition((x, y))
+    bad[4] = torch.nan
+    for by in ("sum", "block"):
+        with pytest.warns(UserWarning, match=r"the scores of example 4 of this batch are not finite, and topk and"):
+            queries.scores((bad, y), by=by)
+        with pytest.warns(UserWarning, match=r"the scores of example 4 of this batch are not finite, and topk and"):
+            spectrum.self_scores((bad, y), by=by)
+    with pytest.warns(UserWarning, match=r"the scores of examples 4 and 16 of `batches` are not finite"):
+        queries.scores_of_all([(bad, y), (x, y), (bad, y)])
+    with pytest.warns(UserWarning, match=r"the gradients of query 4 of this batch are not finite, and so are all"):
+        with_nan = spectrum.precondition((bad, y))
+    with_nan.scores((x, y))  # which was told
+    ignored = r"targets that are all ignored, as those of -100 are"
+    with pytest.warns(UserWarning, match=rf"queries 0, 1, 2, 3, 4 and 1 more of this batch are zero.*{ignored}"):
+        spectrum.precondition((x, none))
+    with pytest.warns(UserWarning, match=rf"the gradients of queries 1 and 2 of this batch are zero, and.*{ignored}"):
+        spectrum.precondition((x, torch.where((torch.arange(6) - 1) // 2 == 0, none, y)))
+    with pytest.warns(UserWarning, match=rf"all scores of this batch are zero, because the gradients.*{ignored}"):
+        queries.scores((x, none))
+    queries.scores((x, torch.where(torch.arange(6) < 3, none, y)))  # some examples are padding alone
+
+
 class WithBoxes(nn.Module):
     """Its loss has a term that is no log-likelihood, on a head of its own."""
 
@@ -174,15 +200,15 @@ def test_scores_of_a_loader_are_written_and_resumed(
     torch.testing.assert_close(queries.scores_of_all(loader), expected)
     assert shown == [(len(loader), "scores of 2 queries")] and len(loader) == 3
     done: list[int] = []
-    scores = Queries.scores
+    computed = Queries.computed
 
-    def killed(self: Queries, batch: Any, **options: Any) -> Any:
+    def killed(self: Queries, batch: Any, *options: Any) -> Any:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(1)
-        return scores(self, batch, **options)
+        return computed(self, batch, *options)
 
-    monkeypatch.setattr(Queries, "scores", killed)
+    monkeypatch.setattr(Queries, "computed", killed)
     with pytest.raises(KeyboardInterrupt):
         queries.scores_of_all(loader, folder=tmp_path)
     done.pop()  # room for the last batch alone
