@@ -41,8 +41,9 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod, sqrt
 from typing import Any, ClassVar, Self
 
@@ -782,10 +783,12 @@ def measurement_source(
     try:
         inspect.signature(measurement).bind(*given)
     except TypeError as error:
-        takes = "the outputs alone, because the batch has no targets" if targets is None else "the outputs and targets"
+        takes = "the outputs alone, because the batch has no targets=" if targets is None else "the outputs and targets"
+        labels = ". If it needs labels that forward takes, pass them twice: Batch(x, labels=y, targets=y)"
         raise ValueError(
             f"a measurement is called with {takes}, and this one does not take that: {error}. Write "
             f"measurement=lambda {'outputs' if targets is None else 'outputs, targets'}: ..., one number an example"
+            f"{labels if targets is None else ''}"
         ) from error
     except ValueError:  # a function without a signature
         pass
@@ -797,6 +800,13 @@ def measurement_source(
     return CaseSource(
         [values], [torch.ones_like(values)], leaves, lambda: [torch.arange(examples, device=values.device)]
     )
+
+
+def code_of(function: Callable[..., Any]) -> Hashable:
+    """The code of a function, which functions that differ in values from outside share; a class for other objects."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 def refuse_without_gradient(what: str, values: Tensor, leaves: Sequence[Tensor], instead: str) -> None:

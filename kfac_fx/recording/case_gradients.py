@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -45,6 +45,7 @@ from kfac_fx.losses.distributions import (
     Cotangents,
     Measurement,
     check_mode,
+    code_of,
     measurement_source,
     only_slots,
     refuse_without_gradient,
@@ -385,7 +386,7 @@ class CaseRecorder:
             for registration in self.recorder.registrations
             if (reason := reason_apart(self.recorder.program, registration)) is not None
         }
-        self.compared: dict[str, set[Key]] = {}  # by kind of source the registrations that were looked at
+        self.compared: dict[Hashable, set[Key]] = {}  # by kind of source the registrations that were looked at
         self.settled = False  # whether a backward has shown the numbers of rows
         self.grouped = False  # whether a backward has shown that examples of the user's are apart
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
@@ -450,7 +451,7 @@ class CaseRecorder:
 
             returned = losses_of.returned(output) if follows else []
             if grouped is None:
-                kind = "loss" if measurement is None else "measurement"
+                kind = "loss" if measurement is None else code_of(measurement)
                 nodes = self.nodes_of_outputs if measurement is None else ()
                 self.set_meeting_apart(values, rows_of_cases, kind, run, nodes)
             if measurement is not None:
@@ -629,12 +630,13 @@ class CaseRecorder:
         return program.outputs if self.recorder.whole else ()
 
     def set_meeting_apart(
-        self, values: Any, loss_rows: Callable[..., LossRows], kind: str, run: CaseRun, nodes: Sequence[fx.Node]
+        self, values: Any, loss_rows: Callable[..., LossRows], kind: Hashable, run: CaseRun, nodes: Sequence[fx.Node]
     ) -> None:
         """Let those of the registrations whose cases meet or change places be apart, if the graph does not tell that
         they stay apart: as the first batch of several examples without NaN tells; of a model that sorts, every batch.
 
-        kind: of the source: "loss", "measurement" or "outputs". nodes: of the leaves of `loss_rows`; (): not known.
+        kind: of the source: "loss", "outputs", or the code of a measurement, which may itself mix examples. nodes: of
+            the leaves of `loss_rows`; (): not known.
         """
         compared = self.compared.setdefault(kind, set())
         unknown = {registration.parameters for registration in run.backward.registrations} - compared
@@ -1119,7 +1121,8 @@ def record_outputs(
             leaves_of_graph = results.tree_leaves(of.recorder.program.returned) if of.recorder.whole else []
             pairs = zip(leaves_of_graph, results.tree_leaves(run.output), strict=of.recorder.whole)
             nodes = [node for node, leaf in pairs if is_differentiable(leaf)]
-            of.set_meeting_apart(values, rows_of_cases, "outputs", run, nodes)
+            kind = "outputs" if outputs is None else code_of(outputs)
+            of.set_meeting_apart(values, rows_of_cases, kind, run, nodes)
         every = torch.eye(chosen.shape[1], dtype=chosen.dtype, device=chosen.device)  # one row for each output
 
         def cotangents(example: int | None = None) -> Cotangents:

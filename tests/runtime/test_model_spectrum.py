@@ -392,7 +392,8 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
         spectrum.precondition(x, measurement=lambda logits: logits.sum())
     with pytest.raises(
-        ValueError, match=r"the outputs alone, because the batch has no targets, and .*lambda outputs: .*"
+        ValueError,
+        match=r"alone, because the batch has no targets=, and .*lambda outputs: .*Batch\(x, labels=y, targets=y\)",
     ):
         spectrum.precondition(x, measurement=lambda logits, targets: logits)
     with pytest.raises(

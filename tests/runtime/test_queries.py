@@ -170,6 +170,26 @@ def test_scores_of_a_loss_in_forward_are_those_of_all_its_terms_without_example_
         torch.testing.assert_close(1e12 * queries.scores(batch), gradients @ gradients.T)
 
 
+MIXED: dict[str, Any] = {
+    "a mean": lambda out, y: out[:, 0] - out[:, 0].mean(),
+    "pairs": lambda out, y: (out @ out.T).sum(1),
+    "another order": lambda out, y: out[:, 0].flip(0),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
+def test_a_measurement_may_mix_the_examples_of_a_batch_after_one_that_does_not(mixed: Any) -> None:
+    model, x, y = classifier(), torch.randn(3, 2, 3, 3), torch.randint(3, (3,))
+    spectrum = spectrum_of(model, x, y).at(damping=1e12)
+    spectrum.precondition((x, y), measurement=lambda out, y: out[:, 0])
+    scores = 1e12 * spectrum.precondition((x, y), measurement=mixed).scores((x, y), measurement=mixed)
+    flat = torch.stack([
+        torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()), retain_graph=True)])
+        for value in mixed(model(x), y)
+    ])  # fmt: skip
+    torch.testing.assert_close(scores, flat @ flat.T)
+
+
 def test_a_scale_multiplies_the_fisher_and_not_the_damping(text: Fixture) -> None:
     model, x, y, spectrum = text
     gradients, many = of_examples(model, x, y), spectrum.at(scale=40.0, damping=2.0)
