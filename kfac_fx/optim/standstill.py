@@ -5,10 +5,11 @@ Steps 1, 2, 5, 10, 20, 50 and 100 are looked at, and then every hundredth. A loo
 parameter that have the largest gradients before and after the step. The host reads it some steps later, so that it
 hardly waits.
 
-A training may diverge within finite numbers, and a rule without checks does not know the loss. |g| |θ| grows as the
-loss does: <g, θ> is the loss times its degree, for a loss that is a power of the parameters. A look compares it with
-that of the first look. Either factor alone may grow in a training that is well: gradients that leave a saddle point,
-and parameters on the way to large targets.
+A training may diverge within finite numbers. A rule without checks does not know the loss, and checks know that of the
+registered distribution, which is not the trained one where there was a LossScaleWarning. |g| |θ| grows as the loss
+does: <g, θ> is the loss times its degree, for a loss that is a power of the parameters. A look compares it with that of
+the first look. Either factor alone may grow in a training that is well: gradients that leave a saddle point, and
+parameters on the way to large targets.
 
 **Coverage**: parameters that have a gradient and no curvature; the first step warns of them.
 """
@@ -153,8 +154,8 @@ class StandstillWatch:
     told: set[str] = field(default_factory=set)
     without_gradient: int = 0
 
-    def begin(self, parameters: Iterable[Tensor], unchecked: bool) -> None:
-        """Before a step; parameters: with a gradient. unchecked: no check of the rule would see that it diverges."""
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Before a step; parameters: with a gradient."""
         self.tried += 1
         self.before, self.without_gradient = None, 0
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
@@ -163,7 +164,7 @@ class StandstillWatch:
             pairs = [(shard(p.detach()), dense(shard(p.grad))) for p in parameters if p.grad is not None]
             shards = [(real_numbers(p), real_numbers(gradient)) for p, gradient in pairs]
             self.before = [(p, *largest(p, gradient)) for p, gradient in shards if p.numel()]
-            self.sizes = size_of(shards) if unchecked else None
+            self.sizes = size_of(shards)
 
     def note_without_gradient(self) -> None:
         """Count a step in which no parameter has a gradient; it changes nothing."""
@@ -251,7 +252,8 @@ class StandstillWatch:
             "diverged",
             f"the training diverges: at step {step} gradients and parameters are more than {GROWN:g} times as large as "
             f"at first, and their product, which grows as the loss does, is more than {DIVERGED:,.0f} times as large. "
-            "The steps are too long: write a smaller lr or a larger damping, and begin anew.",
+            "If there was a LossScaleWarning, do what it says. Else the steps are too long: write a smaller lr or a "
+            "larger damping. Then begin anew.",
         )
 
     def tell(self, kind: str, text: str) -> None:

@@ -179,7 +179,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
     parameters = (parameter for group in groups for parameter in group["params"])
-    state.standstill.begin(parameters, unchecked=state.options.checks is None)
+    state.standstill.begin(parameters)
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     causes = {LOSS: ok}
     for condition in finite if usable is None else (*finite, usable):

@@ -172,7 +172,9 @@ def test_factors_that_underflow_have_the_damping_of_zeros() -> None:
 # --- trainings that diverge -------------------------------------------------------------------------------------------
 
 
-def regression(steps: int, targets: float = 1.0, zeros: bool = False, **options: Any) -> tuple[list[float], KFAC]:
+def regression(
+    steps: int, targets: float = 1.0, zeros: bool = False, factor: float = 1.0, **options: Any
+) -> tuple[list[float], KFAC]:
     """The losses of a training by the squared error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
@@ -185,7 +187,7 @@ def regression(steps: int, targets: float = 1.0, zeros: bool = False, **options:
     opt = KFAC(net, **{"momentum_type": "regular", "seed": 0, "damping": 0.1, **options})
     for _ in range(steps):
         opt.zero_grad()
-        loss = (net(x) - y).square().sum(-1).mean()
+        loss = factor * (net(x) - y).square().sum(-1).mean()
         loss.backward()
         opt.step()
         losses.append(loss.item())
@@ -200,9 +202,19 @@ def test_a_training_that_diverges_is_told_once(rule: str) -> None:
     (text,) = [str(entry.message) for entry in caught]
     assert text == (
         "the training diverges: at step 5 gradients and parameters are more than 10 times as large as at first, and "
-        "their product, which grows as the loss does, is more than 1,000,000 times as large. The steps are too long: "
-        "write a smaller lr or a larger damping, and begin anew."
+        "their product, which grows as the loss does, is more than 1,000,000 times as large. If there was a "
+        "LossScaleWarning, do what it says. Else the steps are too long: write a smaller lr or a larger damping. Then "
+        "begin anew."
     )
+
+
+def test_checks_of_another_loss_than_the_trained_one_do_not_hide_that_it_diverges() -> None:
+    """They compute the change of the registered loss, which a factor of the trained one makes fall."""
+    with pytest.warns() as caught:
+        losses, _ = regression(24, momentum_type="adaptive", damping=None, factor=100.0)
+    assert losses[-1] > 1e6 * losses[0] and math.isfinite(losses[-1])
+    first, then = [str(entry.message) for entry in caught]
+    assert first.startswith("the trained loss is 100 times") and then.startswith("the training diverges: at step ")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +224,8 @@ def test_a_training_that_diverges_is_told_once(rule: str) -> None:
         {"lr": 0.3, "zeros": True},
         {"lr": 0.3, "zeros": True, "targets": 1e8},
         {"lr": 10.0, "damping": 1e4},
+        {"momentum_type": "adaptive", "damping": None, "zeros": True, "targets": 1e4},
+        {"momentum_type": "eigen_moments", "damping": None, "zeros": True, "targets": 1e8},
     ],
 )
 def test_a_training_that_grows_well_is_not_told(given: dict[str, Any]) -> None:
@@ -230,10 +244,10 @@ def test_a_batch_that_is_not_finite_is_no_training_that_diverges() -> None:
         parameter.grad = torch.full((3,), size)
         parameter.data.fill_(max(min(size, 1e4), 1.0))
         watch.tried = 0
-        watch.begin([parameter], unchecked=True)
+        watch.begin([parameter])
         told_of.append(bool(watch.diverged(parameter)))
     assert told_of == [False, False, False, False, False, True]
     watch.forget(0)
     watch.tried = 0
-    watch.begin([parameter], unchecked=True)
+    watch.begin([parameter])
     assert not watch.diverged(parameter)
