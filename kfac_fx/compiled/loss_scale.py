@@ -80,8 +80,10 @@ WEIGHED = (
     " {}"
 )
 HOW_TO_WEIGH = (
-    'Let forward compute the loss as a product of F.cross_entropy(..., reduction="none") and weights that depend on '
-    'the inputs alone; or write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients themselves.'
+    "If the weights are of classes or examples, as weight=, let forward compute the loss as a product of them and "
+    'F.cross_entropy(..., reduction="none"), with weights[y] for those of classes. If they depend on the predictions, '
+    'as those of a focal loss do, write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients '
+    "themselves; or leave it as it is, if the loss falls."
 )
 AROUND = (
     "{:.0%} of the gradient of the trained loss comes from terms that are no log-likelihood ({}), and the factors have "

@@ -175,9 +175,11 @@ LEFT_OUT = (
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
-    "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. Let "
-    'forward compute the loss as a product of F.cross_entropy(..., reduction="none") and weights that depend on the '
-    'inputs alone; or write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients themselves.'
+    "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. If "
+    "the weights are of classes or examples, as weight=, let forward compute the loss as a product of them and "
+    'F.cross_entropy(..., reduction="none"), with weights[y] for those of classes. If they depend on the predictions, '
+    'as those of a focal loss do, write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients '
+    "themselves; or leave it as it is, if the loss falls."
 )
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "some cases left out": ({"loss": "categorical", "targets": SOME, "trained": ce()}, LEFT_OUT),
@@ -940,6 +942,34 @@ def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode
     assert re.match(text, told[0])
     if "%" in text:
         assert "(square (test_loss_scale.py:" in told[0] and 'estimation_mode="empirical"' in told[0]
+
+
+OF_CLASSES = torch.tensor([0.5, 1.0, 1.5, 3.0])
+WEIGHTED: dict[str, tuple[Callable[[Tensor], Tensor], Any, dict[str, Any]]] = {
+    "weights of classes": (
+        lambda z: F.cross_entropy(z, CLASSES, OF_CLASSES),
+        lambda h, z, ce: (ce * OF_CLASSES[CLASSES]).sum() / OF_CLASSES[CLASSES].sum(),
+        {},
+    ),
+    "a focal loss": (
+        lambda z: ((1 - z.log_softmax(-1).exp()[torch.arange(8), CLASSES]) ** 2
+                   * F.cross_entropy(z, CLASSES, reduction="none")).mean(),
+        None, {"estimation_mode": "empirical"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_what_the_warning_about_weights_asks_for_has_none(name: str) -> None:
+    outside, inside, options = WEIGHTED[name]
+    torch.manual_seed(0)
+    texts = in_steps(kfac_fx.compile(nn.Linear(3, 4), loss="categorical"), outside, X)
+    assert len(texts) == 1 and texts[0].startswith("the trained loss weighs its cases from ")
+    if inside is None:
+        assert in_steps(kfac_fx.compile(nn.Linear(3, 4), loss="categorical"), outside, X, **options) == []
+    else:
+        net = kfac_fx.compile(Inside(inside), (X, CLASSES))
+        assert in_steps(net, lambda loss: loss, X, CLASSES, **options) == []
 
 
 SILENT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
