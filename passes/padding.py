@@ -265,7 +265,7 @@ class Places:
         cases = use.batch_dim or 0
         other = next((dim for dim in range(len(self.order.sizes(use.output))) if dim != cases), None)
         if other is None or not fits_mask((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
-            return None, f"its output [{', '.join(self.order.sizes(use.output))}] has no rows of [{self.cases}] cases"
+            return None, f"{NO_ROWS}{in_words(use.output)}] has no rows of {in_example(self.shape[0])} cases"
         return (Computed(torch.narrow, (self.mask, 1, place, 1)), (cases, other)), ""
 
     def of_use(self, registration: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
@@ -284,10 +284,11 @@ class Places:
         if len(fitting) == 1:
             turned = len(set(fitting[0])) == 1 and self.merged[use.output]
             return (Computed(torch.t, (self.mask,)) if turned else self.mask, fitting[0]), ""
-        shown = ", ".join(self.order.sizes(use.output))
+        shown = in_words(use.output)
         if fitting:
             return None, f"which dimension of its output [{shown}] counts positions is not clear"
-        return None, f"its output [{shown}] has no rows of [{self.cases}, {self.positions}] cases and positions"
+        cases, positions = map(in_example, self.shape)
+        return None, f"{NO_ROWS}{shown}] has no rows of {cases} cases and {positions} positions"
 
     def joins_others(self, node: fx.Node) -> bool:
         """Whether it puts steps of other sequences than the mask's together, which are as long in this capture."""
@@ -315,6 +316,11 @@ class Places:
         )
         apart: list[Dims] = [(i, j) for i, j in pairs if i != j]
         return apart or ([(0, 0)] if node in self.merged else [])
+
+
+def in_words(node: fx.Node) -> str:
+    """The sizes of a node in the example."""
+    return ", ".join(str(in_example(size)) for size in shape_of(node))
 
 
 def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:

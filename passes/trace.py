@@ -39,6 +39,7 @@ import inspect
 import io
 import itertools
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -919,7 +920,7 @@ def untraceable(model: nn.Module, error: Exception) -> UntraceableError:
             place, source = f" ({line[0]})", line[1]
         step = step.tb_next
     gave_up = "" if path is None else f"torch gave up in {path or type(model).__name__}{place}"
-    lines = [text for text in (source, f"{type(error).__name__}: {first_line(error)}") if text]
+    lines = [text for text in (source, f"{type(error).__name__}: {without_symbols(first_line(error))}") if text]
     if any(word in str(error) for word in VALUE_ERRORS):
         advice = (
             "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
@@ -932,6 +933,11 @@ def untraceable(model: nn.Module, error: Exception) -> UntraceableError:
     failure = UntraceableError(f"{failed}\n{shown}{advice}")
     failure.cause, failure.advice = gave_up and f"{gave_up}: {lines[0]}", advice
     return failure
+
+
+def without_symbols(text: str) -> str:
+    """`"[s87, 4]"` -> `"[any size, 4]"`: a symbol of torch's tells a user nothing."""
+    return re.sub(r"\[[^][]*\]", lambda sizes: re.sub(r"\bs\d+\b", "any size", sizes[0]), text)
 
 
 def first_argument(frame: FrameType) -> Any:

@@ -197,6 +197,13 @@ def behind_views(node: fx.Node, dims: int | None = None) -> Any:
     return node
 
 
+IN_PIECES = (
+    "\nForward computes its loss in pieces, and a mask of cases and positions fits no piece. Compute the loss in one "
+    "piece, as in F.cross_entropy(head(x).flatten(0, 1), y.flatten()). If its logits need too much memory, leave it as "
+    "it is: only the factors A of these uses have padding."
+)
+
+
 def refuse_unfit_mask(program: Program) -> None:
     """Raises RegistrationError if the mask fits no use; warns if there may be padding in the rows of some."""
     uses = [use for registration in program.registrations for use in registration.uses]
@@ -210,10 +217,11 @@ def refuse_unfit_mask(program: Program) -> None:
             "cases and positions; or leave padding_mask out."
         )
     if program.padded:
+        in_pieces = any(site.chunk_of != number for number, site in enumerate(program.losses))
         warn_user(
             UserWarning(
                 f"padding_mask does not fit {len(program.padded):,} of {plural(len(uses), 'use')}, whose factors may "
-                f"have padding:\n{listed_misfits(program.padded)}"
+                f"have padding:\n{listed_misfits(program.padded)}{IN_PIECES if in_pieces else ''}"
             )
         )
 

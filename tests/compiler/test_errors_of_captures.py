@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.trace import quiet, untraceable
+from kfac_fx.passes.trace import quiet, untraceable, without_symbols
 
 
 def test_torch_is_quiet_about_a_failure_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +61,9 @@ def test_a_failure_inside_torch_names_the_users_line() -> None:
     assert source == "  y: Tensor = self.inner(x)"
     assert said.startswith("  RuntimeError: ") and "mat1 and mat2 shapes cannot be multiplied" in said
     assert advice.startswith("See that the model runs on these inputs.")
+
+
+def test_an_error_of_torch_shows_no_symbols_of_sizes() -> None:
+    assert without_symbols("a size (torch.Size([s87, 4])) and [s1*s2, 3] of s3") == (
+        "a size (torch.Size([any size, 4])) and [any size*any size, 3] of s3"
+    )

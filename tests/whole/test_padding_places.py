@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -182,7 +183,37 @@ def test_the_report_says_what_is_masked() -> None:
     (line,) = [number for number, line in enumerate(text) if line.startswith("padding")]
     assert text[line] == "padding   attention_mask masks 9 of 10 uses"
     assert text[line + 1].startswith("          linear(out.weight, out.bias) at linear")
-    assert "has no rows of [" in " ".join(part.strip() for part in text[line + 1 : line + 3])
+    reason = " ".join(part.strip() for part in text[line + 1 : line + 3])
+    assert re.search(r"its output \[\d+, \d+\] has no rows of \d+ cases and \d+ positions", reason)  # as in the example
+
+
+class InPieces(nn.Module):
+    """Its loss is computed over a part of the positions at a time, without the memory of all logits."""
+
+    def __init__(self, pieces: int) -> None:
+        super().__init__()
+        self.table, self.body, self.head, self.pieces = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7), pieces
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.body(self.table(ids)).tanh()
+        if self.pieces == 1:
+            return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+        rows, targets = h.flatten(0, 1), y.flatten()
+        parts = zip(rows.chunk(self.pieces), targets.chunk(self.pieces), strict=True)
+        return torch.stack([F.cross_entropy(self.head(x), t, reduction="sum") for x, t in parts]).sum() / (y >= 0).sum()
+
+
+def test_a_loss_in_pieces_has_a_mask_that_does_not_fit_and_one_piece_has_none() -> None:
+    ids = torch.randint(1, 7, (4, 6)) * (torch.arange(6) < torch.tensor([[6], [4], [3], [6]]))
+    inputs = ids, torch.where(ids == 0, -100, ids)
+    with pytest.warns(UserWarning) as caught:
+        kfac_fx.compile(InPieces(3), inputs, padding_mask=lambda ids, y: ids != 0)
+    (text,) = [str(entry.message) for entry in caught]
+    assert text.startswith("padding_mask does not fit 3 of 5 uses, whose factors may have padding:\n")
+    assert text.count("its output [8, 7] has no rows of 4 cases and 6 positions\n") == 3
+    assert "Compute the loss in one piece, as in F.cross_entropy(head(x).flatten(0, 1), y.flatten())." in text
+    net = kfac_fx.compile(InPieces(1), inputs, padding_mask=lambda ids, y: ids != 0)
+    assert not net.program.padded
 
 
 def test_spreading_a_mask() -> None:
