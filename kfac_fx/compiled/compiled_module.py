@@ -99,6 +99,23 @@ def at_least_one(cases: int | Tensor) -> int | Tensor:
     return cases.clamp(min=1) if isinstance(cases, Tensor) else max(1, cases)
 
 
+def refuse_batch(model: nn.Module, inputs: Sequence[Any]) -> None:
+    """Raises TypeError for a batch in one object instead of the arguments of forward: a `Batch`, or a dict of them."""
+    names = inspect.signature(model.forward).parameters
+    for given in inputs:
+        kind = type(given).__name__
+        if kind == "Batch" and type(given).__module__.startswith("kfac_fx."):
+            instead = "*batch.args, targets=batch.targets, **batch.kwargs"
+        elif isinstance(given, Mapping) and given and all(name in names for name in given):
+            instead = "**batch"
+        else:
+            continue
+        raise TypeError(
+            f"fisher_product takes the arguments of forward, and got a {kind} of them: write "
+            f"net.fisher_product({instead})"
+        )
+
+
 class FisherProduct:
     """F v of the batch behind one call of a model; `CompiledModule.fisher_product` makes it.
 
@@ -631,7 +648,10 @@ class CompiledModule(nn.Module):
 
         It does not record, takes no sample and changes nothing of the model. With several processes it is the Fisher of
         the batch of this one.
+
+        Raises TypeError for a `Batch` or a dict of the arguments instead of these.
         """
+        refuse_batch(self.model, inputs)
 
         def losses(parameters: Mapping[str, Tensor]) -> list[tuple[float, Any]]:
             outputs, fisher = self.functional(parameters, inputs, kwargs)

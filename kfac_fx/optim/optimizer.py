@@ -578,7 +578,7 @@ class KFAC(Optimizer, Joinable):
         in_blocks = {name for registration in self._registrations for name in registration.owners}
         names = self._step_state.vectors.names
         left_out = fold(sorted(in_blocks.difference(names[p] for group in self.param_groups for p in group["params"])))
-        unmoved = f"{left_out}: in no parameter group, so KFAC does not move it"
+        unmoved = f"{left_out}: in no parameter group of KFAC, which leaves such parameters as they are"
         return [*of_steps, *[reason] * bool(outside), *[unmoved] * bool(left_out)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -131,13 +131,15 @@ def adapt_damping(state: StepState, after: Tensor) -> None:
 UNRECORDED = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
     "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
-    "enabled. Other methods of the model record nothing, as in net.loss(x): let forward compute their results. Where a "
-    "trainer calls the model itself, write kfac_fx.compile(model, ..., in_place=True)"
+    "enabled. Make KFAC(net) before that call: forwards before it record nothing. Other methods of the model record "
+    "nothing, as in net.loss(x): let forward compute their results. Where a trainer calls the model itself, write "
+    "kfac_fx.compile(model, ..., in_place=True)"
 )
 UNRECORDED_IN_PLACE = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: {model} is "
-    "compiled in place, and was not called itself in training mode and with gradients enabled. Calls of its parts "
-    "record nothing, such as those in the training_step of a LightningModule: compile the module that is called, as in "
+    "compiled in place, and was not called itself in training mode and with gradients enabled. Make KFAC(net) before "
+    "that call: forwards before it record nothing. Calls of its parts record nothing, such as those in the "
+    "training_step of a LightningModule: compile the module that is called, as in "
     "kfac_fx.compile(self.model, ..., in_place=True). Neither do those of torch.compile(model), which traces past the "
     "recording: write kfac_fx.compile(torch.compile(model), ..., in_place=True) and call net(x)"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,32 @@ def test_it_is_the_dense_fisher_of_a_classifier() -> None:
     with torch.no_grad():
         next(model.parameters()).mul_(2)
         assert not torch.allclose(flat(product(v)), matrix @ flat(v))
+
+
+def test_a_batch_instead_of_the_arguments_of_forward_is_refused() -> None:
+    x, y = torch.randint(V, (2, T)), torch.randint(V, (2, T))
+    net = kfac_fx.compile(Text(), (x,), loss="categorical")
+    names = list(inspect.signature(net.model.forward).parameters)[:1]
+    with pytest.raises(TypeError, match=r"got a Batch of them: write net.fisher_product\(\*batch.args, targets=batch."):
+        net.fisher_product(kfac_fx.Batch(x, targets=y))
+    with pytest.raises(TypeError, match=r"got a dict of them: write net.fisher_product\(\*\*batch\)"):
+        net.fisher_product(dict(zip(names, (x,), strict=True)))
+
+
+class OfDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.inner(batch["x"])
+        return out
+
+
+def test_a_forward_that_takes_a_dict_has_a_product() -> None:
+    model, batch = OfDict(), {"x": torch.randn(4, 3)}
+    net = kfac_fx.compile(model, (batch,), loss="categorical")
+    assert net.fisher_product(batch)(vector_like(model)).keys() == dict(model.named_parameters()).keys()
 
 
 def test_some_parameters_have_their_part_of_it() -> None:

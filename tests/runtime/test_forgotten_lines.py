@@ -265,6 +265,14 @@ def test_a_net_in_evaluation_mode_is_named() -> None:
     assert str(error.value).endswith(f". {EVALUATING}")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_optimizer_that_is_made_after_the_forward_says_so(in_place: bool) -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical", in_place=in_place)
+    loss_of(net).backward()
+    with pytest.raises(FactorNotReady, match=r"Make KFAC\(net\) before that call: forwards before"):
+        kfac_fx.KFAC(net).step()
+
+
 def test_a_step_without_its_batch_says_what_to_call() -> None:
     net, opt = made()
     loss_of(net).backward()

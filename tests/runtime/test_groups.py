@@ -201,7 +201,9 @@ def test_parameters_in_no_group_do_not_move_and_are_in_the_report() -> None:
         opt.step()
     moved = [not torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
     assert moved == [True, True, False, False]
-    assert "2.{bias, weight}: in no parameter group, so KFAC does not move it" in " ".join(str(net.report).split())
+    assert "2.{bias, weight}: in no parameter group of KFAC, which leaves such parameters as they are" in " ".join(
+        str(net.report).split()
+    )
     opt.add_param_group({"params": net.model[2].parameters()})
     assert "in no parameter group" not in str(net.report)
 
