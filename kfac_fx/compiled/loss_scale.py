@@ -33,7 +33,7 @@ import math
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -41,13 +41,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.linalg.matrices import is_differentiable, with_gradient
+from kfac_fx.compiled.report import fold
+from kfac_fx.linalg.matrices import dense, is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import MultiBernoulli, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses
 from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
+from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -90,6 +92,83 @@ AROUND = (
     "no curvature of them. Nothing is wrong if they are a small part of the loss; else lower lr, or write "
     'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
 )
+
+OTHER = (
+    "about {:.0%} of the gradient of the trained loss comes from {}, which forward returns and which is no known loss: "
+    "the factors have no curvature of it{}. Nothing is wrong if it is a small part of the loss. Else let forward "
+    "return the inputs of all losses, and name a distribution that is near for each, as in loss=lambda outputs: "
+    "[kfac_fx.losses.Categorical(outputs['classes']), kfac_fx.losses.Normal(outputs['boxes'])]; or write "
+    'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
+)
+ALONE = ", and AdamW moves {}, on which no known loss depends"
+
+
+@dataclass(frozen=True)
+class ReturnedNumber:
+    """A number that forward returns next to its losses, and that is no part and no function of these; or such a loss.
+
+    place: its node and line. size: the length of its gradient by the parameters. alone: those of the parameters that no
+    known loss depends on.
+    """
+
+    place: str
+    size: float
+    alone: Sequence[str] = ()
+
+
+def returned_numbers(
+    recorder: Recorder, leaves: Sequence[Any], values: tuple[Any, ...]
+) -> tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]]:
+    """The losses that forward returns and the other numbers, by their place among the returned leaves; none without
+    others. One forward, and one backward for each of them."""
+    program, known = recorder.program, recorder.program.returned_losses
+    nodes = results.tree_leaves(recorder.capture.unflatten(program.returned)) if recorder.whole else []
+    if not known or len(nodes) != len(leaves):
+        return {}, {}
+    parts = ancestors(known)
+
+    def is_other(node: Any, leaf: Any) -> bool:
+        is_number = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1
+        is_apart = isinstance(node, fx.Node) and node not in parts and ancestors([node]).isdisjoint(known)
+        return is_number and is_apart
+
+    others = [n for n, (node, leaf) in enumerate(zip(nodes, leaves, strict=True)) if is_other(node, leaf)]
+    if not others:
+        return {}, {}
+    live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
+    learned = {name: value for name, value in live.items() if value.requires_grad}
+    outputs = results.tree_leaves(recorder.outputs(live, values)[0])
+    gradients = {
+        n: dict(zip(learned, pulled_whole(outputs[n], list(learned.values())), strict=True))
+        for n, node in enumerate(nodes)
+        if n in others or node in known
+    }
+    reached = {name for n, of in gradients.items() if n not in others for name, grad in of.items() if grad is not None}
+    numbers = {}
+    for n, of_number in gradients.items():
+        found = {name: gradient for name, gradient in of_number.items() if gradient is not None}
+        size = math.hypot(*(float(dense(gradient).double().norm()) for gradient in found.values()))
+        numbers[n] = ReturnedNumber(where(nodes[n]), size, tuple(name for name in found if name not in reached))
+    return {n: of for n, of in numbers.items() if n not in others}, {n: numbers[n] for n in others}
+
+
+def pulled_whole(root: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(root.sum(), leaves, retain_graph=True, allow_unused=True)
+
+
+def parts_of_others(
+    losses: Mapping[int, ReturnedNumber], others: Mapping[int, ReturnedNumber], factors: Mapping[int, float]
+) -> list[str]:
+    """The lines of the warning about trained numbers that are no losses. factors: the gradients of the returned
+    numbers in the trained loss, of those that it depends on."""
+    sizes = {n: abs(factors.get(n, 0.0)) * number.size for n, number in {**losses, **others}.items()}
+    total = sum(sizes.values())
+    lines = []
+    for n, number in others.items():
+        if total and sizes[n] > SMALL * total:
+            alone = ALONE.format(fold(sorted(number.alone))) if number.alone else ""
+            lines.append(OTHER.format(sizes[n] / total, number.place, alone))
+    return lines
 
 
 def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
@@ -290,6 +369,9 @@ class Watched:
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # differentiated, by backward and identity
     padding: tuple[Tensor, Sequence[Dims | None]] | None = None  # the mask, and its dimensions in the Fisher's outputs
+    between: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of returned numbers by others before them
+    numbers: tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]] = ({}, {})  # returned: losses, and others
+    of_numbers: dict[int, Tensor] = field(default_factory=dict)  # their gradients that arrived, by leaf
     otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
 
     @property
@@ -317,6 +399,11 @@ class Watched:
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
 
+    def take_number(self, leaf: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            gradient = gradient.detach().clone()
+            self.of_numbers[leaf] = gradient + self.of_numbers[leaf] if leaf in self.of_numbers else gradient
+
     @property
     def is_given(self) -> bool:
         """Whether forward divides its loss by a number that does not grow with the batch."""
@@ -335,10 +422,22 @@ class Watched:
         gradients = [self.gradients[leaf] for leaf in self.losses_at if leaf in self.gradients]
         return float(gradients[0]) if len(gradients) == len(self.losses_at) == 1 and gradients[0].numel() == 1 else None
 
+    def direct(self) -> dict[int, Tensor]:
+        """By leaf the gradient that arrived on no way through another one: a loss and its parts are both returned, and
+        that of the loss arrives at the parts, too."""
+        found: dict[int, Tensor] = {}
+        for leaf in sorted(self.gradients, key=lambda leaf: len(self.between.get(leaf, {})), reverse=True):
+            gradient = self.gradients[leaf]
+            for later, of_later in found.items():
+                if leaf in (inside := self.between.get(later, {})):
+                    gradient = gradient - of_later * inside[leaf].reshape(gradient.shape)
+            found[leaf] = gradient
+        return found
+
     def arrived(self) -> list[Tensor]:
         """The gradient of every one of the Fisher's outputs."""
         gradients = [torch.zeros_like(value) for value in self.fisher]
-        for leaf, gradient in self.gradients.items():
+        for leaf, gradient in self.direct().items():
             for n, before in enumerate(gradients):
                 if self.inner:
                     gradients[n] = before + gradient * self.inner[leaf][n]
@@ -398,7 +497,25 @@ def watch(
         else:
             for leaf in watched.losses_at:
                 take_gradient(leaves[leaf], watched.take, leaf)
+    if watched is not None:
+        watched.numbers = numbers_of(recorder, leaves, values, start)
+        for leaf in {**watched.numbers[0], **watched.numbers[1]}:
+            take_gradient(leaves[leaf], watched.take_number, leaf)
     return watched
+
+
+def numbers_of(
+    recorder: Recorder, leaves: Sequence[Any], values: tuple[Any, ...], start: RandomState
+) -> tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]]:
+    """See `returned_numbers`; none if the user's own forward leaves no memory for these."""
+    try:
+        with same_random(start.devices):
+            start.restore()
+            return returned_numbers(recorder, leaves, values)
+    except RuntimeError as error:
+        if out_of_memory(error):
+            return {}, {}
+        raise
 
 
 def watch_leaves(
@@ -412,13 +529,14 @@ def watch_leaves(
 ) -> Watched | None:
     """Watch the gradients of some of the returned leaves. hooked, at_outputs: as `hooked_leaves` has them."""
     inner: dict[int, list[Tensor]] = {}
+    between: dict[int, dict[int, Tensor]] = {}
     around: str | None = None
     places = hooked if at_outputs else []
     if places:
         fisher = [leaves[n].detach() for n in places]
     else:
         try:
-            fisher, inner, around = within(recorder, values, hooked, start)
+            fisher, inner, between, around = within(recorder, values, hooked, start)
         except RuntimeError as error:
             if out_of_memory(error):  # the user's own forward is in memory, too
                 return None
@@ -438,6 +556,7 @@ def watch_leaves(
         part,
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
         rows=recorder.losses.first_rows(fisher, values, cases, part),
+        between=between,
         around=around,
         padding=first_padding(recorder.emitted.padding(values, fisher), cases),
         losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
@@ -578,22 +697,30 @@ def targets(recorder: Recorder, values: tuple[Any, ...]) -> Any:
 
 def within(
     recorder: Recorder, values: tuple[Any, ...], hooked: Sequence[int], start: RandomState
-) -> tuple[list[Tensor], dict[int, list[Tensor]], str | None]:
-    """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, and `part_around`."""
+) -> tuple[list[Tensor], dict[int, list[Tensor]], dict[int, dict[int, Tensor]], str | None]:
+    """The Fisher's outputs inside a forward that returns numbers, the gradients of those numbers, their gradients by
+    the numbers that are before them, and `part_around`."""
     live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
     with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)
     leaves, learned = results.tree_leaves(output), [value for value in fisher if value.requires_grad]
-    inner = {}
+    inner, between = {}, {}
     for n in hooked:
+        others = [m for m in hooked if m != n and leaves[m] is not leaves[n]]
+        by_others = (
+            torch.autograd.grad(leaves[n].sum(), [leaves[m] for m in others], retain_graph=True, allow_unused=True)
+            if others
+            else ()
+        )
+        between[n] = {m: grad for m, grad in zip(others, by_others, strict=True) if grad is not None}
         grads = iter(
             torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
         )
         inner[n] = [next(grads) if value.requires_grad else torch.zeros_like(value) for value in fisher]
     trained = [n for n in hooked if any(leaves[n] is loss for loss in recorder.losses.returned(output))]
     around = part_around(recorder, [leaves[n] for n in trained], fisher, inner[trained[0]], live) if trained else None
-    return [value.detach() for value in fisher], inner, around
+    return [value.detach() for value in fisher], inner, between, around
 
 
 # --- factors --------------------------------------------------------------------------------------------------------
@@ -839,6 +966,8 @@ def check_scale(
             for reach in reached:
                 lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
+            for forward in used[:1]:
+                lines += parts_of_others(*forward.numbers, {n: float(of) for n, of in forward.of_numbers.items()})
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     by_loss = list(zip(*each, strict=True)) if same_losses else []
     here: list[tuple[int, float | None]] = []

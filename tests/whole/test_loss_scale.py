@@ -944,6 +944,61 @@ def test_terms_and_weights_without_curvature_are_told(loss: Any, text: str, mode
         assert "(square (test_loss_scale.py:" in told[0] and 'estimation_mode="empirical"' in told[0]
 
 
+class Apart(nn.Module):
+    """Returns its two losses by name, of which one is no distribution's, and with them what `more` makes of these."""
+
+    def __init__(self, more: Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]) -> None:
+        super().__init__()
+        self.body, self.classes, self.boxes, self.more = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 4), more
+
+    def forward(self, x: Tensor, y: Tensor, places: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        z = self.classes(h)
+        losses = F.cross_entropy(z, y), F.smooth_l1_loss(self.boxes(h), places)
+        return self.more(z, *losses)
+
+
+APART: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "two losses": lambda z, classes, boxes: {"classes": classes, "boxes": boxes},
+    "two losses and the outputs": lambda z, classes, boxes: {"z": z, "classes": classes, "boxes": boxes},
+}
+
+
+@pytest.mark.parametrize("examples", [False, True])
+@pytest.mark.parametrize("name", APART)
+def test_a_returned_number_that_is_no_known_loss_is_told_if_it_is_trained(name: str, examples: bool) -> None:
+    torch.manual_seed(0)
+    inputs = X, CLASSES, 3 * VALUES
+
+    def texts(trained: Callable[[dict[str, Tensor]], Tensor], **options: Any) -> list[str]:
+        net = kfac_fx.compile(Apart(APART[name]), inputs if examples else None)
+        return in_steps(net, trained, *inputs, **options)  # type: ignore[arg-type]
+
+    (text,) = texts(lambda losses: losses["classes"] + losses["boxes"])
+    assert re.match(r"about \d\d% of the gradient of the trained loss comes from smooth_l1_loss \(test_loss_sca", text)
+    assert "and AdamW moves boxes.{bias, weight}, on which no known loss depends." in text
+    assert texts(lambda losses: losses["classes"] + losses["boxes"], estimation_mode="empirical") == []
+    assert texts(lambda losses: losses["classes"]) == []
+    assert texts(lambda losses: losses["classes"] + 1e-2 * losses["boxes"]) == []
+
+
+WITH_PARTS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "a part and a function": lambda z, a, b: {"loss": a + 1e-2 * b, "classes": a, "boxes": b, "perplexity": a.exp()},
+    "a part of a part": lambda z, a, b: {"loss": (a + 1e-2 * b) * 1.0, "sum": a + 1e-2 * b, "classes": a},
+    "parts first": lambda z, a, b: {"classes": a, "boxes": b, "total": a + 1e-2 * b},
+}
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("name", WITH_PARTS)
+def test_a_loss_that_is_returned_with_its_parts_counts_once(name: str, factor: int) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Apart(WITH_PARTS[name]), (X, CLASSES, VALUES))
+    trained = "loss" if "loss" in WITH_PARTS[name](*torch.ones(3)) else "total"
+    told = in_steps(net, lambda losses: factor * losses[trained], X, CLASSES, VALUES)  # type: ignore[call-overload]
+    assert len(told) == (factor != 1) and all(text.startswith(times("3", "Categorical")) for text in told)
+
+
 OF_CLASSES = torch.tensor([0.5, 1.0, 1.5, 3.0])
 WEIGHTED: dict[str, tuple[Callable[[Tensor], Tensor], Any, dict[str, Any]]] = {
     "weights of classes": (
