@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -361,3 +362,15 @@ def test_a_checked_rule_of_a_user_is_told_of_its_checks_and_of_steps_that_were_u
     train(net, opt, range(6, 7))
     assert opt.scalars["undone"] == 1 and opt.skipped == 1
     assert all(map(torch.equal, net.parameters(), good))
+
+
+def test_the_page_of_training_has_every_number_of_a_step() -> None:
+    page = (PACKAGE.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page.partition("## The numbers of a step")[2], re.MULTILINE)
+    scalars: dict[str, None] = {}
+    for name in ("regular", "qmodel", "eigen_moments"):
+        net, opt = of_rule(name)
+        train(net, opt, range(1))
+        scalars |= dict.fromkeys(opt.scalars)
+    assert sorted(listed) == sorted(scalars)
+    assert scalars.keys() >= {scalar for rule in RULES.values() for scalar in rule.scalars}
