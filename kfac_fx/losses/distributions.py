@@ -806,7 +806,9 @@ def code_of(function: Callable[..., Any]) -> Hashable:
     """The code of a function, which functions that differ in values from outside share; a class for other objects."""
     while isinstance(function, partial):
         function = function.func
-    return getattr(function, "__code__", type(function))
+    kind: Any = type(function)
+    code: Hashable = getattr(function, "__code__", kind)
+    return code
 
 
 def refuse_without_gradient(what: str, values: Tensor, leaves: Sequence[Tensor], instead: str) -> None:
