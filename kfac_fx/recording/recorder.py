@@ -834,8 +834,8 @@ class Recorder:
             values: the model's inputs, as `capture.flatten` returns them.
             mode: "gradients" samples the targets from the model's own distribution (Martens & Grosse 2015, §5);
                 "empirical" takes the true ones, from `targets` or, where forward computes the loss, from its inputs;
-                "curvature_prop", "exact" and either with "_GGN": see `losses.distributions`. The exact modes run without a
-                compiler.
+                "curvature_prop", "exact" and either with "_GGN": see `losses.distributions`. The exact modes run
+                without a compiler.
             fraction: the part of the examples to record.
             generator: of the sampled targets, and of the sampled rows of input factors; None: torch's own.
             params_stats: also sum the gradients of the parameters.
