@@ -340,7 +340,7 @@ def warn_of_scores(scores: Sequence[Tensor], of: str) -> None:
         scores: [Q, N] or [Q, N, S], or [N] of examples with themselves; several for several blocks.
         of: what the examples are of.
     """
-    parts = [part.detach().sum(-1) if part.dim() == 3 else part.detach().view(-1, part.shape[-1]) for part in scores]
+    parts = [part.detach().sum(-1) if part.dim() == 3 else torch.atleast_2d(part.detach()) for part in scores]
     whole = torch.stack([part.to(parts[0].device) for part in parts])  # [blocks, Q, N]
     queries = whole.isfinite().any(-1, keepdim=True)  # a query that is not finite has been told
     wrong = (~whole.isfinite() & queries).any(0).any(0) if bool(queries.any()) else ~whole.isfinite().all(0).all(0)

@@ -381,7 +381,7 @@ class BatchLoss:
         total = self.cases(values.cases for values in before)
         change = self.zero(before)
         for forward, old, new in zip(self.forwards, before, after, strict=True):
-            change = change + self.slope(forward, [b - a for a, b in zip(old.leaves, new.leaves, strict=True)])
+            change = change + self.slope(forward, differences(old.leaves, new.leaves))
             if forward.at_outputs or not forward.leaves:
                 for (_, was), (weight, loss) in zip(old.losses, new.losses, strict=True):
                     share = weight / at_least_one(loss.cases) * old.cases / at_least_one(total)
@@ -575,8 +575,16 @@ class BatchLoss:
 def quotients(old: Values, new: Values, step: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """(the inputs of the losses, the difference quotients of these and of the leaves)."""
     primals = [loss.inputs for _, loss in old.losses]
-    there = [*(loss.inputs for _, loss in new.losses), *new.leaves]
-    return primals, [(b - a) / step for a, b in zip([*primals, *old.leaves], there, strict=True)]
+    there = [loss.inputs for _, loss in new.losses]
+    changes = [*(b - a for a, b in zip(primals, there, strict=True)), *differences(old.leaves, new.leaves)]
+    return primals, [change / step for change in changes]
+
+
+def differences(old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """new - old. A number that is NaN at both is the mean of a loss over no cases, as of targets that are all ignored:
+    it is NaN at all parameters, with a gradient of zero, so it does not change."""
+    pairs = zip(old, new, strict=True)
+    return [b - a if a.numel() > 1 else torch.where(a.isnan() & b.isnan(), 0.0, b - a) for a, b in pairs]
 
 
 def quotient_or_zero(number: float | Tensor, share: float | Tensor) -> float | Tensor:

@@ -54,7 +54,7 @@ from kfac_fx.linalg.arguments import (
 from kfac_fx.linalg.processes import shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.distributions import MODES
-from kfac_fx.optim.checks import Place, StepSize
+from kfac_fx.optim.checks import Newcomers, Place, StepSize
 from kfac_fx.optim.groups import ADAM_VALUES, FIRST_LR, OF_GROUPS, Group, new_adam_state, rule_state
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
@@ -69,6 +69,7 @@ LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, an
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
 NAME = f"{WHOLE}name"  # on every parameter that has a state of its rule
 OUTDATED = f"{WHOLE}outdated"  # in a state that a user kept without a copy, while the optimizer went on
+MOVED = f"{WHOLE}moved"  # when each parameter moved last, see `Newcomers.numbers`
 OPTIONS = f"{WHOLE}options"  # a checksum of the names of the options, and the numbers that stand for them
 
 # --- the checkpoint, written ------------------------------------------------------------------------------------------
@@ -147,13 +148,14 @@ def option_numbers(options: KFACOptions) -> Tensor:
 
 def whole(state: StepState) -> Tensors:
     """The tensors that belong to no block."""
-    schedule, late, rule = state.schedule, state.late, state.options.rule
+    schedule, late, rule, names = state.schedule, state.late, state.options.rule, state.vectors.names.values()
     values = {"damping": state.damping, **{name: state.scalars[name] for name in (*SCALARS, *rule.scalars)}}
     values |= {"skipped": state.skipped}
     if rule.checked:
         values |= {name: getattr(state.checks.size, name) for name in STEP_SIZE}
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
+        values |= {MOVED.removeprefix(WHOLE): state.checks.newcomers.numbers(names, schedule.counter)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in sorted(state.estimator.blocks)]
     values |= {"first_recorded": torch.tensor(first)}
@@ -220,6 +222,7 @@ def restore(
         for name in STEP_SIZE:
             getattr(state.checks.size, name).copy_(values[name])
         state.checks.place = Place()  # the next step begins elsewhere
+        state.checks.newcomers = Newcomers.of(values["moved"], state.vectors.names.values(), schedule.counter)
         schedule.intervals = schedule.with_given(StepIntervals(*values["intervals"].tolist()))
         schedule.overhead = float(values["overhead"])
         state.estimator.cov_ema_decay = schedule.decay
@@ -464,6 +467,11 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
             missing = [name for name in SINCE if name in new and name not in values]
             values.update({name: new[name] for name in missing})
             names += [name for name in missing if name not in names]
+    if rule.checked and MOVED not in entry_of and isinstance(counter, Tensor) and counter.numel() == 1:
+        with_state = {place for place, values in entries.rules.items() if values}
+        moved = {state.vectors.names[p] for n, (p, _) in enumerate(parameters_of(groups)) if n in with_state}
+        steps_of = [int(counter) if name in moved else 0 for name in state.vectors.names.values()]
+        entry_of[MOVED] = torch.tensor(steps_of)
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
         entries.late.clear()  # they belong to a step whose loss is still to be measured

@@ -19,7 +19,7 @@ parameters (`kfac_fx.optim.batch_loss`). On an accelerator they take a part of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -265,6 +265,59 @@ class Place:
         return ((now - there).abs() > ROUNDED * there.abs().max()).any()
 
 
+@dataclass
+class Newcomers:
+    """Looks for parameters that begin to move after the first step.
+
+    A rule finds the length of its steps for the parameters that move, and this length may be many times that of a first
+    step. So it begins anew where others begin to move.
+
+    Attributes:
+        moved_at: the step in which a parameter moved last, by name; those of `present` still move.
+        present: the names of the parameters that moved in the last step; None before the first.
+        rested: those that were frozen or had an lr of zero since they moved last.
+    """
+
+    moved_at: dict[str, int] = field(default_factory=dict)
+    present: frozenset[str] | None = None
+    rested: set[str] = field(default_factory=set)
+
+    def look(self, moving: frozenset[str], resting: Callable[[], Iterable[str]], step: int, long_ago: int) -> bool:
+        """At a step. Returns whether parameters begin to move.
+
+        Args:
+            moving: the names of the parameters that move in it.
+            resting: the names of those that are frozen, or have an lr of zero.
+            step: its number.
+            long_ago: a step; parameters that have rested since then begin anew. Shorter rests, as of networks that take
+                turns, do not count.
+        """
+        if moving == self.present:
+            return False
+        new = set[str]()
+        if self.present is not None:
+            self.moved_at.update(dict.fromkeys(self.present, step - 1))
+            self.rested.update(resting())
+            new = {n for n in moving if n not in self.moved_at or (n in self.rested and self.moved_at[n] < long_ago)}
+        self.rested -= moving
+        self.present = moving
+        return bool(new)
+
+    def numbers(self, names: Iterable[str], step: int) -> Tensor:
+        """For a checkpoint before a step: 1 + the step in which each parameter moved last, and 0 for one that never
+        has; negative where it has rested since. [parameters]"""
+        moved_at = {**self.moved_at, **dict.fromkeys(self.present or (), step - 1)}
+        return torch.tensor([(1 + moved_at.get(n, -1)) * (-1 if n in self.rested else 1) for n in names])
+
+    @staticmethod
+    def of(numbers: Tensor, names: Iterable[str], step: int) -> Newcomers:
+        """The inverse of `numbers`."""
+        by_name = dict(zip(names, numbers.tolist(), strict=True))
+        present = frozenset(name for name, number in by_name.items() if number == step) if step else None
+        moved_at = {name: abs(int(number)) - 1 for name, number in by_name.items() if number}
+        return Newcomers(moved_at, present, {name for name, number in by_name.items() if number < 0})
+
+
 def some_numbers(parameter: Tensor) -> Tensor:
     """At most five numbers of a contiguous parameter, a view from the first one on."""
     return parameter.detach().view(-1)[:: max(1, parameter.numel() // 4)]
@@ -276,6 +329,7 @@ class Checks:
 
     size: StepSize
     place: Place = field(default_factory=Place)
+    newcomers: Newcomers = field(default_factory=Newcomers)
     watch: Watch = field(default_factory=Watch)
     unobserved: bool = False  # a check did not know the gradient of the outputs
     by_product: str | None = None  # why the last check took a product with the Jacobian

@@ -663,6 +663,10 @@ class CheckedRule(Rule):
         """By how much steps are shorter than the rule would have them without checks, 0-dim."""
         return step.size.ratio
 
+    def begin_anew(self, step: BlockStep) -> None:
+        """Called before a step in which parameters begin to move that no check has measured. The next step has a check,
+        unless an interval of checks is given."""
+
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:
         """Called when a check may have undone the steps since the last one; risen: whether it has, 0-dim."""
 

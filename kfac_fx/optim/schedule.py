@@ -371,11 +371,14 @@ class Schedule:
         """Go to the next step.
 
         calm: whether the check of this one was, 0-dim; None without a check. check_next: whether the next step has a
-            check, too, if no interval of checks is given.
+            check, if no interval of checks is given.
         """
+        free = self.options.checks is not None and self.options.checks.damping_adaptation_interval is None
+        apart = 0 if check_next and free else max(1, self.intervals_apart)
         if calm is not None:
-            free = self.options.checks is not None and self.options.checks.damping_adaptation_interval is None
-            self.checked(self.counter, 0 if check_next and free else max(1, self.intervals_apart), calm)
+            self.checked(self.counter, apart, calm)
+        elif check_next:
+            self.intervals_apart, self.calm = apart, None
         self.counter += 1
         if self.calm is not None and self.counter >= self.intervals_later(1):
             half = self.last_check // (2 * self.intervals.checks)

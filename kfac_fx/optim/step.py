@@ -171,11 +171,13 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         check_losses(schedule.damping_rule, due, losses)
     if gradients and not forwards.checked:
         check_processes(state, groups)
-    step = None if in_blocks is None else state.block_step(in_blocks)
+    step, anew = None if in_blocks is None else state.block_step(in_blocks), False
     finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
     finite += [] if others is None else [others.is_finite(others.g)]
     if step is not None and state.options.checks is not None:
         begin_here(state.checks.place, step.flat)
+        if anew := has_newcomers(state, step, groups):
+            state.options.checks.begin_anew(step)
     usable = estimator.usable(expected=due.recording or rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
@@ -220,7 +222,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if step is not None and due.checking:
         schedule.advance(state.checks.size.calm, step.check_next)
     else:
-        schedule.advance(None)
+        schedule.advance(None, check_next=anew)
     if state.options.checks is not None and step is not None:
         state.checks.place.note(step.flat.copies)
     if (rule_with_checks := state.options.checks) is not None and step is not None and undone is not None:
@@ -235,6 +237,21 @@ def look_at(state: StepState, moving: Sequence[FlatParameters], causes: Mapping[
         pushed = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
         rates = torch.stack([flat.largest_lr for flat in moving])
         state.standstill.look(state.skipped, state.undone, torch.stack(pushed).any(), rates.any(), causes)
+
+
+def has_newcomers(state: StepState, step: BlockStep, groups: Sequence[Group]) -> bool:
+    """Whether parameters begin to move. The numbers of groups that are tensors are not read."""
+    schedule, newcomers, names = state.schedule, state.checks.newcomers, state.vectors.names
+    still = [group for group in groups if not isinstance(group["lr"], Tensor) and group["lr"] == 0]
+    of_still = frozenset(names[parameter] for group in still for parameter in group["params"])
+
+    def resting() -> Iterator[str]:
+        yield from of_still
+        for group in groups:
+            yield from (names[parameter] for parameter in group["params"] if not parameter.requires_grad)
+
+    long_ago = schedule.last_check - schedule.intervals.checks
+    return newcomers.look(frozenset(step.flat.parameters) - of_still, resting, schedule.counter, long_ago)
 
 
 # --- before the update ------------------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ c is negative and m shrinks (Baydin et al. 2018, "Online learning rate adaptatio
 trainings of noisy batches the cosines say little, and their sum drifts. So m grows ever more slowly after `YOUNG`
 steps, when it has had the time to find its scale. The factor lr / lr₀ leaves a schedule alone: an lr that falls does
 not make m grow instead. While lr is below lr₀, m does not fall below 1 either, because the schedule shortens the steps.
+An lr of more than `JUMP` times lr₀ divides m by lr / lr₀, down to 1: m has found the length of steps, and lr is not it.
+
+The length is that for the parameters that move. Where further ones begin to move, as when they are unfrozen, the search
+for it begins anew: m is at most 1, T is 1, the next step has a check, and this check counts as the first.
 
 The first check multiplies m by `ADVANCE` / ρ, at least 1 and at most `FIRST`, so that the first step goes a part of
 the way that the bound allows: a job without curvature to fear has its scale after one step, and a transformer, whose
@@ -141,7 +145,7 @@ from kfac_fx.linalg.arguments import (
     positive,
     whole_number,
 )
-from kfac_fx.linalg.matrices import zero_unless_
+from kfac_fx.linalg.matrices import on_host, zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
@@ -167,6 +171,7 @@ RATE = 0.02
 GROWTH = 1.0  # η
 OVERSHOT = 0.3
 YOUNG = 100.0  # steps, after which m grows more slowly
+JUMP = 4.0  # of lr, which is more than that of a warm-up from one step to the next
 ADVANCE, FIRST = 0.5, 10.0  # the first check takes m to this part of the bound, and at most to `FIRST`
 AGREEMENT = 0.75  # of batches, from which steps do what their checks predicted
 EARLY = 5  # steps, whose checks take m on if batches agree
@@ -316,12 +321,9 @@ class EigenMoments(CheckedRule):
         padded = step.memory.padded(step.flat)
         if padded is None:
             return None
-        size, scalars = step.size, step.scalars
-
-        def rate() -> Tensor:
-            return RATE * scalars["multiplier"] / size.divisor
-
-        most, grow = partial(most_momentum, scalars["steps"]), partial(self.grow, step)
+        size = step.size
+        most, grow = partial(most_momentum, step.scalars["steps"]), partial(self.grow, step)
+        rate = partial(self.rate, step)
         ok = padded.step(step.flat, step.ok, rate, step.of_groups, lambda: nesterov(size), most, grow)
         return ok, None
 
@@ -368,6 +370,10 @@ class EigenMoments(CheckedRule):
         if lr.dim():
             by_name = step.of_groups["lr"]
             lr = torch.stack([*{id(by_name[name]): by_name[name] for name in step.flat.parameters}.values()]).amax()
+        jumped = (peak > 0) & (lr > JUMP * peak)
+        if not on_host(jumped) or jumped:
+            shorter = torch.maximum(multiplier * peak / lr, multiplier.clamp(max=1.0))
+            multiplier.copy_(torch.where(jumped & ok, shorter, multiplier))
         torch.maximum(peak, lr, out=peak)
         length = (squared * squared_last).sqrt()  # in the dtype of the parameters, which may not be that of the scalars
         cosine = (product / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(-1.0, 1.0)
@@ -377,11 +383,23 @@ class EigenMoments(CheckedRule):
         grown = torch.maximum(multiplier * (weight * cosine).exp(), least).clamp(max=MOST)
         multiplier.copy_(torch.where(ok, grown, multiplier))
 
+    def begin_anew(self, step: BlockStep) -> None:
+        scalars, size = step.scalars, step.size
+        size.ratio.copy_(torch.where(size.ratio > 0, self.divisor(step).clamp(min=1.0), 0.0))
+        size.norm.fill_(torch.inf)
+        for name in ("steps", "trust", "advance", "agreement", "agreed"):
+            scalars[name].fill_(self.scalars[name])
+        for name in ("multiplier", "held"):
+            scalars[name].clamp_(max=1.0)
+
     def move(self, step: BlockStep, update: Update) -> Tensor:
-        rate = RATE * step.scalars["multiplier"] / step.size.divisor
         # Memory of its own costs as much as a product where it is large. The rule of a user may keep the gradient.
         gradient = step.g if type(self) is EigenMoments else None
-        return step.flat.displacement(update.vector, rate, instead=gradient)
+        return step.flat.displacement(update.vector, self.rate(step), instead=gradient)
+
+    def rate(self, step: BlockStep) -> Tensor:
+        """a m / r, 0-dim."""
+        return RATE * step.scalars["multiplier"] / step.size.divisor
 
     def measured_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         exact_steps.give_back(step.scalars)
