@@ -253,7 +253,7 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
 def slower(found: Mapping[str, Any]) -> list[str]:
     """The phases but "prepare" that take us longer."""
     return [
-        f"*{name}*, {phase} ({of['ours']:.3f} s, {of['peer']:.3f} s there)"
+        f"*{name}*, {phase} ({of['ours']:.4f} s, {of['peer']:.4f} s there)"
         for name, example in found.items()
         for phase, of in example["seconds"].items()
         if phase != "prepare" and of["ours"] > of["peer"]
@@ -334,9 +334,9 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 WHY_SLOWER = (
-    "Those of the regression take milliseconds on a network of 151 parameters. The comparison with the model's own "
-    "outputs, that of the weights with those of the spectrum, and the code of a recording cost about as much on a "
-    "network of any size."
+    "Those of the regression take milliseconds on a network of 151 parameters. The choice of the capture, the "
+    "comparison of the weights with those of the spectrum, and the code of a recording cost about as much on a network "
+    "of any size."
 )
 
 

@@ -28,7 +28,7 @@ from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher, BlockOperator, key_text
-from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup, all_true
 from kfac_fx.fisher.placement import BlockOwners, DividedGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
@@ -361,7 +361,7 @@ class FisherEstimator(BlockDiagonalFisher):
             batch.registrations, batch.multiplied = self._registrations, moments.multiplied
             finite = batch.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         self.kept_is_finite = finite
-        if finite is not None:
+        if finite is not None and not all_true(finite):
             for block in (due[key] for key in recorded if due[key].group.here):
                 block.group.skipped[block.member] += ~finite
 
@@ -735,9 +735,10 @@ class PendingBatch:
         finite, lost = None, cast(int | Tensor, 0)
         if guarded and recorded:
             each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
-            finite = torch.stack([value.sum().isfinite().to(device) for value in each]).all()
-            recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
-            gradients = only_where(finite, gradients)
+            finite = torch.stack([value.sum().to(device) for value in each]).isfinite().all()
+            if not all_true(finite):
+                recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
+                gradients = only_where(finite, gradients)
             lost = torch.where(finite, 0, cases)
         self.join(PendingBatch(dict(recorded), dict(gradients), cases, lost, set(paused)))
         return finite

@@ -386,7 +386,7 @@ class ModelSpectrum(Spectrum):
         """
         choice("by", by, ("sum", "block"))
         self.refuse_singular()
-        weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in self.places().items()}
         for system in self.used:
             self.root_of(system, -1)  # which refuses a derivative by several dampings
         scores: dict[Key, list[tuple[int, Tensor]]] = {}
@@ -426,7 +426,7 @@ class ModelSpectrum(Spectrum):
         """
         self.refuse_other_weights()
         self.refuse_singular()
-        weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in self.places().items()}
         for system in self.used:
             self.root_of(system, -1)  # which refuses a derivative by several dampings
         batch, graph = as_batch(batch), torch.is_grad_enabled()
@@ -497,7 +497,8 @@ def variance_of_outputs(
         lone = Cases(gradients.lone.matrix, (gradients.lone,))
         (rows,) = system.turned_rows(lone, system.group.operators_of(index, system.operators)).uses
         # The matrix of output c is d_c rᵀ, so the sum over its inputs is the same for all outputs.
-        of_row = torch.einsum("goi,ngi->ngo", weights, homogeneous(rows)[:, 0].square())
+        inputs = homogeneous(rows)[:, 0].square().transpose(0, 1)
+        of_row = (inputs @ weights.mT).transpose(0, 1)
         return product_with_itself(rows.d.flatten(2), of_row.flatten(1), diagonal)
     if gradients.lone is not None and len(gradients.lone.d) == 1 and many_rows(gradients.lone, diagonal):
         return variance_of_common_rows(system, index, weights, gradients.lone, diagonal)
@@ -538,6 +539,8 @@ def variance_of_common_rows(system: System, index: int, weights: Tensor, rows: R
 def product_with_itself(rows: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
     """Σ_p rows_p rows_pᵀ weights_p, [n, C, C], or its diagonal [n, C]. rows: [n, C, p]; weights: [n, p]; either may be
     the same for all, with n = 1."""
+    if diagonal and rows.shape[1] == 1:  # one matrix product for every number is slow
+        return (rows.square().squeeze(1) * weights).sum(1, keepdim=True)
     if diagonal:
         return torch.einsum("ncp,np->nc", rows.square(), weights)
     return (rows * weights.unsqueeze(1)) @ rows.mT

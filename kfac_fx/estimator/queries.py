@@ -10,8 +10,8 @@ Scores of all batches of a DataLoader can be kept in a folder, one file a batch,
 
 Factors are of the weights of their time, and gradients of examples are of the present ones, so scores of both together
 would be of no model. A digest of all weights before every batch would take longer than its scores, and versions of
-tensors do not know what is written through `.data`. So three sums over numbers of every tensor tell: over all of a
-small tensor, and over `SAMPLED` of a large one, all of which a step or a swap of weights changes.
+tensors do not know what is written through `.data`. So a copy of numbers of every tensor tells: of all of a small
+tensor, and of `SAMPLED` of a large one, all of which a step or a swap of weights changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
 
 LISTED = 4  # names in an error
-SAMPLED = 4096  # numbers of a tensor
-STRIDE = 3  # a sum over every third number tells permutations apart
+SAMPLED = 4096  # the most numbers of a tensor
 
 
 @dataclass(frozen=True)
@@ -69,33 +68,39 @@ class Weights:
 
     Attributes:
         names: of these tensors.
-        sums: see `sums_of`, [tensors, 3].
+        sizes: how many numbers of each are in the copy.
+        numbers: the copy, see `sampled_numbers`, one tensor behind the other.
         buffers: the names of buffers.
     """
 
     names: tuple[str, ...]
-    sums: Tensor
+    sizes: tuple[int, ...]
+    numbers: Tensor
     buffers: frozenset[str]
 
     @staticmethod
     def of(model: nn.Module) -> Weights:
         tensors = tensors_of(model, model.state_dict().keys())
         buffers = frozenset(tensors) - {name for name, _ in model.named_parameters()}
-        return Weights(tuple(tensors), stacked(tensors), buffers)
+        return Weights(tuple(tensors), *numbers_of(tensors), buffers)
 
     def changed(self, model: nn.Module) -> list[str]:
         """The names of the tensors that have other numbers now. Waits for the device.
 
         Buffers count in evaluation mode only: in training they are written, and not read, as in batch normalization.
         """
-        now = tensors_of(model, self.names)
+        now = tensors_of(model, frozenset(self.names))
         if tuple(now) != self.names:
             return [name for name in self.names if name not in now]
-        other = (stacked(now).to(self.sums.device) != self.sums).any(1).tolist()
+        sizes, numbers = numbers_of(now)
+        numbers = numbers.to(self.numbers.device)
+        if sizes == self.sizes and numbers.dtype == self.numbers.dtype and torch.equal(numbers, self.numbers):
+            return []
+        pairs = zip(self.names, numbers.split(sizes), self.numbers.split(self.sizes), strict=True)
         return [
             name
-            for name, differs in zip(self.names, other, strict=True)
-            if differs and not (model.training and name in self.buffers)
+            for name, of_now, of_then in pairs
+            if not same_numbers(of_now, of_then) and not (model.training and name in self.buffers)
         ]
 
     def refuse_others(self, model: nn.Module, things: str, remedy: str) -> None:
@@ -114,26 +119,30 @@ class Weights:
 
 def tensors_of(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
     """The parts of this process of the parameters and buffers with these names."""
-    both = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: shard(tensor.detach()) for name, tensor in both.items() if name in names and not tensor.is_meta}
+    both = chain(model.named_parameters(), model.named_buffers())
+    return {name: shard(tensor.detach()) for name, tensor in both if name in names and not tensor.is_meta}
 
 
-def stacked(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The sums over several tensors, [tensors, 3]."""
-    sums = [of_one for tensor in tensors.values() for of_one in sums_of(tensor)]
-    if not sums:
-        return torch.zeros(0, 3)
-    return torch.nan_to_num(torch.stack([of_one.to(sums[0].device) for of_one in sums])).view(-1, 3)
+def numbers_of(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], Tensor]:
+    """(how many numbers of every tensor are taken, a copy of these), in the precision of the finest."""
+    parts = list(map(sampled_numbers, tensors.values()))
+    return tuple(map(len, parts)), torch.cat([part.to(parts[0].device) for part in parts] or [torch.empty(0)])
 
 
-def sums_of(tensor: Tensor) -> list[Tensor]:
-    """The sum of the sampled numbers, that of every third, and the root of that of the squares, in double precision."""
+def sampled_numbers(tensor: Tensor) -> Tensor:
+    """At most `SAMPLED` numbers of the tensor, evenly spread, flat; of a complex one its real and imaginary parts."""
     numbers = real_numbers(dense(tensor))
     numbers = numbers.view(-1) if numbers.is_contiguous() else numbers.flatten()
-    numbers = numbers[:: max(1, -(-numbers.numel() // SAMPLED))]
-    numbers = numbers if numbers.is_floating_point() and numbers.element_size() > 1 else numbers.double()
-    sums = [part.sum(dtype=torch.float64) for part in (numbers, numbers[::STRIDE])]
-    return [*sums, torch.linalg.vector_norm(numbers, dtype=torch.float64)]
+    if numbers.numel() > SAMPLED:
+        numbers = numbers[:: -(-numbers.numel() // SAMPLED)]
+    return numbers if numbers.is_floating_point() and numbers.element_size() > 1 else numbers.double()
+
+
+def same_numbers(numbers: Tensor, others: Tensor) -> bool:
+    """Whether both are equal, number by number; NaN is equal to NaN."""
+    if numbers.shape != others.shape:
+        return False
+    return bool(((numbers == others) | (numbers.isnan() & others.isnan())).all())
 
 
 BY = ("sum", "block", "position")  # how scores are added up
@@ -391,7 +400,8 @@ def numbered(noun: str, numbers: Sequence[int], nouns: str = "") -> str:
 
 def in_order(parts: Iterable[tuple[int, Tensor]], dim: int = 0) -> Tensor:
     """Results for some examples each, along `dim`, joined in the order of their first examples."""
-    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
+    ordered = [part for _, part in sorted(parts, key=lambda pair: pair[0])]
+    return torch.cat(ordered, dim) if len(ordered) > 1 else ordered[0]
 
 
 # --- scores in a folder -----------------------------------------------------------------------------------------------

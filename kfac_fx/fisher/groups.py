@@ -40,9 +40,10 @@ the positions; Martens, Ba & Johnson 2018, for several uses.
 
 from __future__ import annotations
 
-import copy
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -66,6 +67,7 @@ from kfac_fx.linalg.matrices import (
     mean_eigenvalue,
     multiply_left,
     multiply_right,
+    on_host,
     pi_correction,
     renewed_eigh,
     rescued_roots,
@@ -121,6 +123,13 @@ class Stack:
 
         batch: overwritten. decay, weight: of all blocks, or [L]. anew: [L], blocks that drop the past.
         """
+        if not isinstance(decay, Tensor) and not isinstance(weight, Tensor) and all_true(accepted):
+            if anew is not None and all_true(anew):
+                decay, anew = 0.0, None
+            if anew is None or not anew.any():
+                self.moment.mul_(decay).add_(batch, alpha=weight)
+                self.total_weight.mul_(decay).add_(weight)
+                return
         decays = decay if isinstance(decay, Tensor) else torch.full_like(self.total_weight, decay)
         decays = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
         added = zero_unless_(unsqueeze_like(accepted, batch), batch)
@@ -165,6 +174,11 @@ class Factor:
                 "call estimator.update_covariances(inputs) first."
             )
         return self.moment / self.total_weight
+
+
+def all_true(flags: Tensor) -> bool:
+    """Whether the host knows without waiting for a device that all flags are true."""
+    return on_host(flags) and bool(flags.all())
 
 
 def kept_elsewhere(registration: str, process: int | None = None) -> str:
@@ -369,7 +383,8 @@ class BlockGroup:
         """
         total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
         batch = self.batch_values(total, cases)
-        finite = self.agreed(torch.stack([are_finite(value) for value in batch.values()]).all(0))
+        totals = [value.unsqueeze(-1).flatten(1).sum(1) for value in batch.values()]  # finite only if all numbers are
+        finite = self.agreed(torch.stack(totals).isfinite().all(0))
         accepted = finite if accept is None else finite & accept
         averaged, anew = accepted, None
         if "count" in total:  # a batch without rows has no mean over rows; before the first rows the mean is zero
@@ -383,7 +398,8 @@ class BlockGroup:
             else:
                 of_rows = weight * self.rows_of_a_case(name, total, cases) if by_rows else weight
                 part.update(value, averaged, decay, of_rows, anew)
-        self.skipped[members] += ~finite
+        if not all_true(finite):
+            self.skipped[members] += ~finite
         self.updated = True
 
     def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
@@ -565,9 +581,9 @@ class BlockGroup:
         Λ is NaN for blocks whose factors are not finite. Raises FactorNotReady before the first update.
         """
         values, vectors = self.side_eigensystems(place)
-        left = values[0] * unsqueeze_like(self.positions(), values[0])
         if self.right is None:
-            return left.view(len(self), *self.shape), vectors
+            return values[0].view(len(self), *self.shape), vectors
+        left = values[0] * unsqueeze_like(self.positions(), values[0])
         return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
 
     def side_eigensystems(
@@ -576,7 +592,7 @@ class BlockGroup:
         """Eigenvalues and eigenvectors of every side, as of `side_eigensystem`. last: the eigenvectors of every side to
         iterate from. widths: of the diagonal blocks of dense sides that are decomposed; None: whole sides."""
         self.check_updated()
-        with full_precision():
+        with full_precision() if self.decomposed else nullcontext():
             systems = [
                 self.side_eigensystem(side, place, None if last is None else last[n], (widths or {}).get(side))
                 for n, side in enumerate(self.sides)
@@ -624,10 +640,11 @@ class BlockGroup:
 
     def without_factors(self, members: Sequence[int]) -> Self:
         """A group of some of the blocks that turns their vectors, and holds neither factors nor roots."""
-        group = copy.copy(self)
+        group = object.__new__(type(self))
+        vars(group).update(vars(self))
         group.registrations = tuple(self.registrations[index] for index in members)
         group.forms = tuple(self.forms[index] for index in members)
-        group.alike = AlikeForms.of(group.forms)
+        group.alike = self.alike if group.forms == self.forms else AlikeForms.of(group.forms)
         group.factors, group.roots, group.extras = {}, {}, {}
         return group
 
@@ -778,13 +795,14 @@ class System:
         Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
         group.check_whole()
         values, operators = group.eigensystem(Place(dtype, device))
-        finite = values.flatten(1).isfinite().all(1).tolist()
-        if failed := [str(block) for block, fine in zip(group.registrations, finite, strict=True) if not fine]:
-            raise FactorNotReady(
-                "every batch was skipped as not finite, or no eigenvalues were found, for\n  "
-                + "\n  ".join(failed)
-                + "\nLook for NaN in inputs, outputs and parameters, and record a finite batch."
-            )
+        if not math.isfinite(float(values.sum())):  # a sum is finite only if all its terms are
+            finite = values.flatten(1).isfinite().all(1).tolist()
+            if failed := [str(block) for block, fine in zip(group.registrations, finite, strict=True) if not fine]:
+                raise FactorNotReady(
+                    "every batch was skipped as not finite, or no eigenvalues were found, for\n  "
+                    + "\n  ".join(failed)
+                    + "\nLook for NaN in inputs, outputs and parameters, and record a finite batch."
+                )
         factors = {name: stack.value for name, stack in group.factors.items()}
         return System(group.without_factors(range(len(group))), values, operators, factors)
 
@@ -821,6 +839,8 @@ class System:
     def turned_rows(self, cases: Cases, operators: Sequence[Tensor]) -> Cases:
         """With Q_Aᵀ r for every row and Q_Gᵀ d for every gradient row. Diagonal sides have unit vectors as Q."""
         group, (left, *right) = self.group, operators
+        if all(side.diagonal for side in group.sides) and all(left.dtype == r.d.dtype == r.x.dtype for r in cases.uses):
+            return cases
 
         def outputs(d: Tensor) -> Tensor:
             if group.left.diagonal:

@@ -375,12 +375,16 @@ class Spectrum:
         return (undamped & (shifted <= rounding * shifted.max())) | ~(1 / shifted).isfinite()
 
     @cached_property
+    def near_singular(self) -> list[System]:
+        """The systems with an eigenvalue that may be zero to rounding, or is NaN. Waits for the device."""
+        return [system for system in self.used if not self.is_far_from_singular(system)]
+
+    @cached_property
     def singular(self) -> list[str]:
         """The blocks with eigenvalues of zero, to rounding, and no damping. Waits for the device."""
         return [
             ", ".join(registration.parameters)
-            for system in self.used
-            if not self.is_far_from_singular(system)
+            for system in self.near_singular
             for index, registration in enumerate(system.group.registrations)
             if not bool((~self.zeros(system, index)).all())
         ]
@@ -390,8 +394,7 @@ class Spectrum:
         """The blocks with eigenvalues of NaN. Waits for the device."""
         return [
             ", ".join(registration.parameters)
-            for system in self.used
-            if not self.is_far_from_singular(system)
+            for system in self.near_singular
             for registration, values in zip(system.group.registrations, self.shifted(system), strict=True)
             if not bool((~values.isnan()).all())
         ]

@@ -385,6 +385,8 @@ class Capturing:
         recorder.proven = verdict is None or verdict.conclusive
         recorder.misfits = [] if verdict is None else [*verdict.misfits]
         recorder.rows_are_outputs = verdict is not None and verdict.rows_are_outputs
+        if recorder.rows_are_outputs:  # now, and not in the first recording of a pass that asks for it
+            recorder.kept_apart(recorder.program.outputs)
         for misfit in recorder.misfits:
             kind = re.sub(r"[\d,]+", "", misfit)  # another capture has other sizes
             if kind not in recorder.told:
@@ -618,7 +620,7 @@ class CaptureCache:
                         self.make_first(cached[-1])
                     else:
                         cached[-1] = self.joined(cached[-1])
-                if not recorder.apart <= recorder.frozen:
+                if recorder.apart and not recorder.apart <= recorder.frozen:
                     cached[-1] = self.renewed(cached[-1], self.joined(cached[-1]))
                 return cached[-1]
         if self.structure.sharded:

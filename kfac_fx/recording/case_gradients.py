@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -81,7 +81,7 @@ from kfac_fx.recording.statistics import (
     squared_sums_of_ids,
     with_bias,
 )
-from kfac_fx.recording.taps import CollectingTap, TappedCall, watched
+from kfac_fx.recording.taps import CALLS, CollectingTap, TappedCall
 
 COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
@@ -381,10 +381,11 @@ class CaseRecorder:
         self.plain, self.recorder = recorder, replace(recorder, emitted=emitted)
         self.losses = recorder.losses if emitted.whole else self.recorder.losses
         self.complete: bool | None = None  # whether the inputs of its losses tell all of the returned loss's gradient
+        program, ends = self.recorder.program, returned_activations(self.recorder.program)
         self.apart = {
             registration.parameters: reason
-            for registration in self.recorder.registrations
-            if (reason := reason_apart(self.recorder.program, registration)) is not None
+            for registration in program.registrations
+            if (reason := reason_apart(program, registration, ends)) is not None
         }
         self.compared: dict[Hashable, set[Key]] = {}  # by kind of source the registrations that were looked at
         self.settled = False  # whether a backward has shown the numbers of rows
@@ -512,12 +513,15 @@ class CaseRecorder:
             live |= {name: live[name].requires_grad_() for name in owners}
             like = next(iter(live.values()))
             keys = {registration.parameters for registration in registrations if not registration.generic}
-            probes = row_probes(recorder.registrations, keys, like)
-            with watched([tap for key in keys for tap in collecting_taps(emitted, key)], calls):
-                output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            with_rows = keys if calls is None or not emitted.whole else ()
+            probes: list[dict[str, Any]] = row_probes(recorder.registrations, with_rows, like)
+            all_probes = [probe for by_use in probes for probe in by_use.values()]
+            for registration, by_use in zip(recorder.registrations, probes, strict=True):
+                if calls is not None and registration.parameters in keys:
+                    by_use[CALLS] = calls
+            output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
             fisher, others = self.apart_from_cut(outputs)
             examples = emitted.examples(values) if grouped is None else grouped.count
-            all_probes = [probe for by_use in probes for probe in by_use.values()]
             backward = Backward(self, registrations, live, all_probes, examples, grouped)
             yield CaseRun(output, fisher, others, examples, backward)
 
@@ -949,9 +953,11 @@ def noisy_modules(model: nn.Module) -> list[str]:
     """The modules whose output for an example is one draw, or depends on the rest of the batch."""
 
     def is_noisy(module: nn.Module) -> bool:
-        rate = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
-        drops = isinstance(module, (*DROPOUTS, nn.RNNBase, nn.MultiheadAttention)) and rate > 0
-        return module.training and (drops or isinstance(module, BATCH_NORMS))
+        if not module.training:
+            return False
+        drops = isinstance(module, DROPOUTS) and module.p > 0
+        drops_between = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0
+        return drops or drops_between or isinstance(module, BATCH_NORMS)
 
     return [name or type(model).__name__ for name, module in model.named_modules() if is_noisy(module)]
 
@@ -959,8 +965,15 @@ def noisy_modules(model: nn.Module) -> list[str]:
 # --- rows of single examples ------------------------------------------------------------------------------------------
 
 
-def reason_apart(program: Program, registration: Registration) -> str | None:
-    """Why the gradients of single examples are not made of rows; None if they may be."""
+def returned_activations(program: Program) -> set[fx.Node]:
+    """The last activations of what forward returns, but for its loss, and of the other terms of the loss."""
+    losses = set(program.returned_losses)
+    returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
+    return {*program.cut, *(leaf for leaf in returned if leaf not in losses and shape_of(leaf))}
+
+
+def reason_apart(program: Program, registration: Registration, ends: Collection[fx.Node]) -> str | None:
+    """Why the gradients of single examples are not made of rows; None if they may be. ends: `returned_activations`."""
     if registration.generic:
         return "it is generic"
     if any(use.batch_independent for use in registration.uses):
@@ -969,17 +982,14 @@ def reason_apart(program: Program, registration: Registration) -> str | None:
         return "its rows leave out a part of the gradient"
     if not all(cases_apart(program.layers, use) for use in registration.uses):
         return "its rows are merged with positions"
-    if is_read_elsewhere(program, registration):
+    if is_read_elsewhere(program, registration, ends):
         return "other terms of the loss, or other outputs, use it where the distribution of the Fisher does not"
     return None
 
 
-def is_read_elsewhere(program: Program, registration: Registration) -> bool:
+def is_read_elsewhere(program: Program, registration: Registration, ends: Collection[fx.Node]) -> bool:
     """Whether what forward returns besides the Fisher's outputs depends on the parameters of a registration by other
-    ways than its uses, as an auxiliary term of a second pass through the layers does."""
-    ends = set(program.returned_losses)
-    returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
-    roots = {*program.cut, *(leaf for leaf in returned if leaf not in ends and shape_of(leaf))}
+    ways than its uses, as an auxiliary term of a second pass through the layers does. ends: `returned_activations`."""
     owners = set(registration.owners)
     of_owners = (use for other in program.registrations if owners & {*other.owners} for use in other.uses)
     # The bias of an output that is permuted is added behind it, at the last node of the use.
@@ -992,7 +1002,7 @@ def is_read_elsewhere(program: Program, registration: Registration) -> bool:
     seen = set(reads)
     while reads:
         node = reads.pop()
-        if node in roots:
+        if node in ends:
             return True
         following = [user for user in node.users if user not in seen and node in operands(user)]
         seen.update(following)
@@ -1110,13 +1120,15 @@ def record_outputs(
             returned = of.losses.rebuilt(output, leaves, constants)
             return leaves, constants, of_examples(returned, outputs, run.examples)
 
+        leaves, constants, chosen = of_run = by_example(run.output)
+
         def rows_of_cases(output: Any, _: tuple[Tensor, ...]) -> LossRows:
-            leaves, constants, chosen = by_example(output)
+            leaves, constants, chosen = of_run if output is run.output else by_example(output)
             return LossRows(leaves, constants, [chosen])
 
-        leaves, constants, chosen = by_example(run.output)
-        instead = "outputs=lambda outputs: outputs.log_softmax(1)"
-        refuse_without_gradient("the function of the outputs", chosen, constants, instead)
+        if outputs is not None:  # the outputs themselves have a gradient
+            instead = "outputs=lambda outputs: outputs.log_softmax(1)"
+            refuse_without_gradient("the function of the outputs", chosen, constants, instead)
         if grouped is None:
             leaves_of_graph = results.tree_leaves(of.recorder.program.returned) if of.recorder.whole else []
             pairs = zip(leaves_of_graph, results.tree_leaves(run.output), strict=of.recorder.whole)
@@ -1218,7 +1230,9 @@ class SpreadRows:
     def lone(self) -> Rows:
         """x [N, 1, g, i] and d [N, C, g, o], or [1, C, g, o] if these are the same for all examples, as those of a last
         layer are, whose rows are the outputs. The host waits for the comparison."""
-        d = self.rows.d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
+        d = self.rows.d  # with one output, its dimension is that of the position
+        if self.outputs > 1:
+            d = d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
         same = len(self.rows.x) == len(d) and torch.equal(d, d[:1].expand(d.shape))
         return replace(self.rows, d=d[:1] if same else d)
 

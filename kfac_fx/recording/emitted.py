@@ -621,11 +621,14 @@ def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) 
     return CompiledOrPlain(function, backend, has_functions, has_statistics=True)
 
 
-@contextmanager
-def isolated(model: nn.Module, random: bool = True) -> Iterator[None]:
+def isolated(model: nn.Module, random: bool = True) -> AbstractContextManager[None]:
     """Gradients on; torch's random streams are restored afterwards, if the run is `random`."""
-    devices = accelerators(model.parameters()) if random else ()
-    with torch.enable_grad(), same_random(devices, enabled=random):
+    return random_isolated(model) if random else torch.enable_grad()
+
+
+@contextmanager
+def random_isolated(model: nn.Module) -> Iterator[None]:
+    with torch.enable_grad(), same_random(accelerators(model.parameters())):
         yield
 
 

@@ -134,7 +134,7 @@ def with_all_rows(emitted: EmittedModel, make_tap: type[Tap]) -> EmittedModel:
     return emitted.but(program=program, backend="eager", make_tap=make_tap)
 
 
-def row_probes(registrations: Sequence[Registration], wanted: Collection[Key], like: Tensor) -> list[dict[str, Tensor]]:
+def row_probes(registrations: Sequence[Registration], wanted: Collection[Key], like: Tensor) -> list[dict[str, Any]]:
     """One mapping a registration: a probe for those that are wanted."""
     zero = torch.zeros((), device=like.device)
     return [{ROWS: zero.clone().requires_grad_()} if r.parameters in wanted else {} for r in registrations]

@@ -115,7 +115,8 @@ class SavedBytes:
     @contextmanager
     def watched(self) -> Iterator[None]:
         def note(tensor: Tensor) -> Tensor:
-            for storage in (part.untyped_storage() for part in strided_parts(tensor)):
+            parts = [tensor] if tensor.layout is torch.strided else strided_parts(tensor)
+            for storage in (part.untyped_storage() for part in parts):
                 self.sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
@@ -166,6 +167,8 @@ class Pullback:
                 if fatal(error):
                     raise
                 self.loop_reason = f"vmap is not possible here: {first_line(error)}"
+        if len(batched[0]) == 1:
+            return [gradient.unsqueeze(0) for gradient in grad(*(vectors[0] for vectors in batched))]
         each = [grad(*vectors) for vectors in zip(*batched, strict=True)]
         return [torch.stack(grads) for grads in zip(*each, strict=True)]
 
@@ -751,7 +754,8 @@ class Recorder:
         """The parameters whose own gradients are squared, see `has_whole_gradients`, among `only`, and not frozen."""
         blocks = [r for r in self.registrations if has_whole_gradients(r, meeting) and is_among(r, only)]
         generic = [name for registration in blocks for name in registration.owners]
-        return [name for name in generic if name not in self.frozen] if self.frozen else generic
+        frozen = self.frozen if generic else ()
+        return [name for name in generic if name not in frozen]
 
     @property
     def sampled(self) -> list[Tap]:

@@ -360,14 +360,14 @@ def square(rows: Rows) -> Tensor:
     """Valid for one use only: the square of a sum over uses is not the sum of the squares."""
     rows = rows.widened()
     if rows.d.shape[1] == 1 and not rows.ids:
-        weight = torch.einsum("ngo,ngi->goi", rows.d.squeeze(1).square(), rows.expanded().squeeze(1).square())
-    else:
-        chunk = squared_sums_of_ids if rows.ids else squared_sums
-        held = rows.d.shape[1] ** 2 if rows.ids else math.prod(rows.matrix)
-        step = max(1, CHUNK // max(1, held))
-        weight = rows.d.new_zeros(rows.matrix[0], rows.matrix[1], rows.matrix[2] - rows.bias)
-        for x, d in zip(torch.split(rows.expanded(), step), torch.split(rows.d, step), strict=True):
-            weight = weight + chunk(x, d, weight.shape[2])
+        d, x = rows.d.squeeze(1).square(), rows.expanded().squeeze(1).square()
+        return with_bias(rows, d.permute(1, 2, 0) @ x.transpose(0, 1), d.sum(0))
+    chunk = squared_sums_of_ids if rows.ids else squared_sums
+    held = rows.d.shape[1] ** 2 if rows.ids else math.prod(rows.matrix)
+    step = max(1, CHUNK // max(1, held))
+    weight = rows.d.new_zeros(rows.matrix[0], rows.matrix[1], rows.matrix[2] - rows.bias)
+    for x, d in zip(torch.split(rows.expanded(), step), torch.split(rows.d, step), strict=True):
+        weight = weight + chunk(x, d, weight.shape[2])
     return with_bias(rows, weight, rows.d.sum(1).square().sum(0))
 
 

@@ -23,7 +23,6 @@ import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -44,7 +43,7 @@ from kfac_fx.passes.padding import spread_rows
 from kfac_fx.passes.parametrization import RowPair, RowsStep, as_complex, in_real_positions
 from kfac_fx.recording.statistics import Rows, canonical, in_groups, sum_of
 
-Probes = Mapping[str, Any]  # by the name of the statistic; and `WAITING`, if the rows of several uses wait
+Probes = Mapping[str, Any]  # by the name of the statistic; and `WAITING`, if the rows of several uses wait; and `CALLS`
 BothRows = Callable[..., RowPair]  # (gradient of the output, input, attributes) -> (rows, gradient rows) of a use
 UseStep = Callable[[RowPair, Mapping[str, Any]], RowPair]
 RealRows = Callable[[Tensor, Any], Tensor]
@@ -689,6 +688,7 @@ def make_probes(registration: Registration, names: Iterable[str], cases: int, li
 
 
 ROWS = Statistic("rows", lambda g, o, i, n: (), power=1).name  # of the probe, whose sum is zero
+CALLS = "calls"  # the key of a list among the probes, which gets the calls of the taps
 
 
 class CollectingTap(Tap):
@@ -697,14 +697,16 @@ class CollectingTap(Tap):
     Its probe is a single zero, which makes autograd visit the tap; the "gradient" of the probe is zero. A collecting
     tap runs without a compiler, and its sink without vmap. Before `sink` is set, rows are not made.
 
+    A tap without this probe, and with `CALLS`, has no rows in a backward, and returns a plain view, which takes less
+    time. Autograd lets one write into such a view, so this serves whole graphs alone: they write into copies of what
+    comes out of a tap (`passes.rewrite`).
+
     Attributes:
         reads_x: whether `sink` reads `Rows.x`, which takes the time of patches.
-        calls: gets its calls in a forward that is `watched`; None in others.
     """
 
     sink: Callable[[Rows], None] | None = None
     reads_x: bool = True
-    calls: list[TappedCall] | None = None
 
     sampling = None  # it gets all rows
 
@@ -733,9 +735,14 @@ class CollectingTap(Tap):
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
             return output
-        tapped: Tensor = Collected.apply(output, input, probes[ROWS], self, *tensors)  # type: ignore[no-untyped-call]
-        if self.calls is not None:
-            self.calls.append(TappedCall(self, tapped, input.detach(), tensors))
+        tapped: Tensor
+        if ROWS not in probes and output.requires_grad:
+            tapped = output.view_as(output)
+        else:
+            probe = probes[ROWS] if ROWS in probes else torch.zeros((), device=output.device).requires_grad_()
+            tapped = Collected.apply(output, input, probe, self, *tensors)  # type: ignore[no-untyped-call]
+        if CALLS in probes:
+            probes[CALLS].append(TappedCall(self, tapped, input.detach(), tensors))
         return tapped
 
 
@@ -783,19 +790,6 @@ class TappedCall:
         have the precision that is set."""
         with torch.no_grad():
             return self.tap.rows_of(output_grad, as_computed_with(self.input, output_grad), self.values)
-
-
-@contextmanager
-def watched(taps: Iterable[CollectingTap], calls: list[TappedCall] | None) -> Iterator[None]:
-    """Forwards inside add the calls of these taps to the list."""
-    taps = list(taps)
-    try:
-        for tap in taps:
-            tap.calls = calls
-        yield
-    finally:
-        for tap in taps:
-            tap.calls = None
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

@@ -127,3 +127,18 @@ def test_a_block_that_starts_anew_drops_its_past() -> None:
     for value in (2.0, 8.0):
         stack.update(torch.full((2,), value, dtype=torch.float64), both, 1.0, 1.0, anew)
     assert stack.value.tolist() == [8.0, 5.0]
+
+
+@pytest.mark.parametrize("anew", [None, [False, False], [True, False], [True, True]])
+@pytest.mark.parametrize("accepted", [[True, True], [True, False]])
+def test_a_decay_that_is_a_number_is_one_for_all_blocks(accepted: list[bool], anew: list[bool] | None) -> None:
+    of_number, of_tensor = (Stack.zeros(2, (3,), torch.float64, torch.device("cpu")) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for number in range(3):
+        batch = torch.randn(2, 3, dtype=torch.float64, generator=generator)
+        flags = torch.tensor(accepted) if number else torch.tensor([True, True])
+        past = None if anew is None else torch.tensor(anew)
+        of_number.update(batch.clone(), flags, 0.7, 2.0, past)
+        of_tensor.update(batch.clone(), flags, torch.full((2,), 0.7, dtype=torch.float64), 2.0, past)
+    torch.testing.assert_close(of_number.moment, of_tensor.moment)
+    torch.testing.assert_close(of_number.total_weight, of_tensor.total_weight)

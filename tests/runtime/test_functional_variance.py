@@ -72,6 +72,20 @@ class Divided(nn.Module):
         return torch.as_tensor(self.head(h if float(h.sum()) > -1e9 else -h))
 
 
+class InPlace(nn.Module):
+    """Forward writes into what comes out of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h *= 3.0
+        h[:, 1:].add_(1.0)
+        return torch.as_tensor(self.head(torch.tanh_(h)).mul_(2.0))
+
+
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +116,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "convolution": (convolution, lambda: (torch.randn(5, 1, 4, 4),), {}),
     "words": (words, lambda: (torch.randint(6, (5, 2)),), {}),
     "one output": (lambda: nn.Linear(4, 1), lambda: (torch.randn(6, 4),), {"loss": "normal"}),
+    "one output, diagonal blocks": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
+        lambda: (torch.randn(6, 4),),
+        {"loss": "normal", "approximations": {"*": "diagonal"}},
+    ),
+    "in place": (InPlace, lambda: (torch.randn(6, 4),), {}),
     "tied": (Tied, lambda: (torch.randint(7, (5, 3)),), {}),
     "lstm": (Reader, lambda: (torch.randn(4, 3, 2),), {}),
     "cases meet": (Meeting, lambda: (torch.randn(6, 3),), {}),

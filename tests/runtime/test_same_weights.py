@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator
-from kfac_fx.estimator.queries import stacked
+from kfac_fx.estimator.queries import SAMPLED, Weights
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
 
@@ -135,9 +135,43 @@ def test_an_estimator_s_spectrum_is_of_the_weights_of_its_time() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool])
-def test_sums_tell_numbers_apart(dtype: torch.dtype) -> None:
-    numbers = torch.arange(12).view(3, 4).remainder(5).to(dtype)
-    assert not torch.equal(stacked({"": numbers}), stacked({"": numbers.flip(0)}))
-    assert torch.equal(stacked({"": numbers}), stacked({"": numbers.clone()}))
-    with_nan = torch.tensor([1.0, torch.nan])
-    assert torch.equal(stacked({"": with_nan}), stacked({"": with_nan.clone()}))
+def test_every_small_change_of_a_tensor_of_any_precision_is_told(dtype: torch.dtype) -> None:
+    def told(change: Callable[[Tensor], Tensor], beside: Tensor) -> list[str]:
+        model = nn.Module()
+        numbers = torch.arange(12).view(3, 4).remainder(5).to(dtype)
+        model.register_buffer("numbers", numbers.clone())
+        model.register_buffer("beside", beside)
+        weights = Weights.of(model.eval())
+        model.numbers.copy_(change(numbers))
+        return weights.changed(model)
+
+    for beside in (torch.tensor([1.0, torch.nan]), torch.arange(3), torch.ones(2, dtype=torch.float64)):
+        assert told(lambda numbers: numbers.clone(), beside) == []
+        assert told(lambda numbers: numbers.flip(0), beside) == ["numbers"]
+        assert told(lambda numbers: numbers.roll(1, 1), beside) == ["numbers"]
+
+
+def test_numbers_that_swap_places_with_equal_sums_are_told() -> None:
+    model = nn.Linear(4, 3)
+    weights = Weights.of(model)
+    with torch.no_grad():
+        row = model.weight[0].clone()
+        model.weight[0] = row[[3, 1, 2, 0]]  # every third number has the same sum
+    assert weights.changed(model) == ["weight"]
+
+
+def test_a_tensor_of_another_size_is_told_and_another_precision_is_not() -> None:
+    model = nn.Linear(4, 3)
+    weights = Weights.of(model)
+    assert weights.changed(model.double()) == []
+    model.bias = nn.Parameter(torch.zeros(5))
+    assert weights.changed(model) == ["bias"]
+
+
+def test_large_tensors_are_told_by_a_part_of_their_numbers() -> None:
+    model = nn.Linear(300, 40)
+    weights = Weights.of(model)
+    assert len(weights.numbers) <= SAMPLED + 40
+    with torch.no_grad():
+        model.weight.mul_(1.001)
+    assert weights.changed(model) == ["weight"]

@@ -7,7 +7,7 @@ from torch import nn
 
 import kfac_fx
 from kfac_fx.recording.statistics import Rows
-from kfac_fx.recording.taps import ROWS, CollectingTap
+from kfac_fx.recording.taps import CALLS, ROWS, CollectingTap, TappedCall
 
 
 def collecting() -> tuple[nn.Module, CollectingTap]:
@@ -42,3 +42,15 @@ def test_without_a_sink_or_a_probe_nothing_is_made() -> None:
     torch.autograd.grad(tap(model(x), x, {ROWS: probe}).sum(), [probe])
     output = model(x)
     assert tap(output, x, {}) is output
+
+
+def test_calls_are_told_with_a_gradient_of_what_came_out_whether_the_layer_has_one_or_not() -> None:
+    model, tap = collecting()
+    x = torch.randn(4, 3)
+    for output in (model(x), model(x).detach()):
+        calls: list[TappedCall] = []
+        tapped = tap(output, x, {CALLS: calls})
+        (call,) = calls
+        assert call.output is tapped and torch.equal(tapped, output)
+        (gradient,) = torch.autograd.grad(tapped.square().sum(), [call.output])
+        torch.testing.assert_close(call.rows(gradient).d.view(4, 2), 2 * output)
