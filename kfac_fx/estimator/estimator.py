@@ -28,7 +28,7 @@ from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
 from kfac_fx.fisher.block import BlockDiagonalFisher, BlockOperator, key_text
-from kfac_fx.fisher.groups import BlockGroup, all_true
+from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import BlockOwners, DividedGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
@@ -47,6 +47,7 @@ from kfac_fx.linalg.arguments import (
 )
 from kfac_fx.linalg.matrices import (
     Root,
+    all_true,
     at_least_float32,
     full_precision,
     pack_symmetric,

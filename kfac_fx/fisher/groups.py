@@ -56,6 +56,7 @@ from kfac_fx.linalg.matrices import (
     HostCopy,
     Place,
     Root,
+    all_true,
     are_finite,
     copy_if_,
     damp,
@@ -67,7 +68,6 @@ from kfac_fx.linalg.matrices import (
     mean_eigenvalue,
     multiply_left,
     multiply_right,
-    on_host,
     pi_correction,
     renewed_eigh,
     rescued_roots,
@@ -174,11 +174,6 @@ class Factor:
                 "call estimator.update_covariances(inputs) first."
             )
         return self.moment / self.total_weight
-
-
-def all_true(flags: Tensor) -> bool:
-    """Whether the host knows without waiting for a device that all flags are true."""
-    return on_host(flags) and bool(flags.all())
 
 
 def kept_elsewhere(registration: str, process: int | None = None) -> str:

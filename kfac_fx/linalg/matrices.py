@@ -647,6 +647,11 @@ def on_host(condition: Tensor) -> bool:
     return condition.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def all_true(flags: Tensor) -> bool:
+    """Whether the host knows without waiting for a device that all flags are true."""
+    return on_host(flags) and bool(flags.all())
+
+
 class HostCopy:
     """A copy of a tensor on the host. The host does not wait for the device that computes the tensor.
 

@@ -245,7 +245,7 @@ def restore(
 
 WHOLE_VALUES: Mapping[str, Values] = {
     **dict.fromkeys(("damping", "estimator.damping", "ratio", "overhead"), NOT_NEGATIVE),
-    **dict.fromkeys(("skipped", "counter", "burned_in", "checks", "first_recorded"), A_COUNT),
+    **dict.fromkeys(("skipped", "counter", "burned_in", "checks", "first_recorded", "moved"), A_COUNT),
     **dict.fromkeys(("rho", "predicted_change", "options"), ANY_NUMBER),
     "loss_before": Values(nan=True),  # of a step that was not taken
     "norm": Values(least=0, infinite=True),  # before the first check
@@ -470,8 +470,8 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
     if rule.checked and MOVED not in entry_of and isinstance(counter, Tensor) and counter.numel() == 1:
         with_state = {place for place, values in entries.rules.items() if values}
         moved = {state.vectors.names[p] for n, (p, _) in enumerate(parameters_of(groups)) if n in with_state}
-        steps_of = [int(counter) if name in moved else 0 for name in state.vectors.names.values()]
-        entry_of[MOVED] = torch.tensor(steps_of)
+        names_here = state.vectors.names.values()
+        entry_of[MOVED] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
         entries.late.clear()  # they belong to a step whose loss is still to be measured
@@ -615,7 +615,7 @@ def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, 
         if f"{WHOLE}{name}" not in wrong and float(state.options.rule.first_damping) and not given[f"{WHOLE}{name}"]:
             rows.append((f"{WHOLE}{name}", "is 0, and must be positive"))
     counter = given.get(f"{WHOLE}counter")
-    for name in ("checks", "first_recorded"):
+    for name in ("checks", "first_recorded", "moved"):
         if (
             wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}"))
             and (entry := given.get(f"{WHOLE}{name}")) is not None

@@ -304,18 +304,18 @@ class Newcomers:
         return bool(new)
 
     def numbers(self, names: Iterable[str], step: int) -> Tensor:
-        """For a checkpoint before a step: 1 + the step in which each parameter moved last, and 0 for one that never
-        has; negative where it has rested since. [parameters]"""
+        """For a checkpoint before a step, [parameters, 2]: 1 + the step in which each parameter moved last, and 0 for
+        one that never has; and whether it has rested since."""
         moved_at = {**self.moved_at, **dict.fromkeys(self.present or (), step - 1)}
-        return torch.tensor([(1 + moved_at.get(n, -1)) * (-1 if n in self.rested else 1) for n in names])
+        return torch.tensor([(1 + moved_at.get(name, -1), name in self.rested) for name in names]).view(-1, 2)
 
     @staticmethod
     def of(numbers: Tensor, names: Iterable[str], step: int) -> Newcomers:
         """The inverse of `numbers`."""
         by_name = dict(zip(names, numbers.tolist(), strict=True))
-        present = frozenset(name for name, number in by_name.items() if number == step) if step else None
-        moved_at = {name: abs(int(number)) - 1 for name, number in by_name.items() if number}
-        return Newcomers(moved_at, present, {name for name, number in by_name.items() if number < 0})
+        present = frozenset(name for name, (moved, _) in by_name.items() if moved == step) if step else None
+        moved_at = {name: moved - 1 for name, (moved, _) in by_name.items() if moved}
+        return Newcomers(moved_at, present, {name for name, (_, rested) in by_name.items() if rested})
 
 
 def some_numbers(parameter: Tensor) -> Tensor:

@@ -505,8 +505,8 @@ def differs_from_model(
 
 
 def outside_now(recorder: Recorder) -> ForwardSettings:
-    """What forward reads from outside, as it is now, to be put back behind a forward. The settings of a capture that
-    hold are that, unless forward itself changes some of them."""
+    """The present settings of all that forward reads from outside, to be put back behind a forward. They are those of a
+    capture if these hold, unless forward itself changes some of them."""
     settings = recorder.settings
     if settings is not None and not settings.without and settings.hold():
         return settings

@@ -197,7 +197,7 @@ def refused(opt: KFAC, state: dict[str, Any], text: str) -> None:
     ("path", "value", "text"),
     [
         (("state", 0, "kfac/counter"), torch.tensor(2**62), "kfac/counter  is 4.61169e.18, too large$"),
-        (("state", 0, "kfac/counter"), torch.tensor(0), "kfac/checks  is of a step after the last, 0$"),
+        (("state", 0, "kfac/counter"), torch.tensor(0), "kfac/moved   is of a step after the last, 0$"),
         (("state", 0, "kfac/intervals"), torch.zeros(3, dtype=torch.int64), "kfac/intervals  has values below 1$"),
         (("state", 0, "kfac/generator"), torch.zeros(5056, dtype=torch.uint8), "is no state of a random gen"),
         (("param_groups", 0, "lr"), True, r"param_groups\[0\]\['lr'\]  is True; it must be a number"),

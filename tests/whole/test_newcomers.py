@@ -140,10 +140,10 @@ def test_numbers_of_a_checkpoint_are_as_good_as_the_newcomers_themselves() -> No
     newcomers.look(frozenset(["rested", "left", "moves"]), list, 0, 0)
     newcomers.look(frozenset(["moves"]), lambda: ["rested"], 1, 0)
     numbers = newcomers.numbers(names, 2)
-    assert numbers.tolist() == [0, -1, 1, 2]
+    assert numbers.tolist() == [[0, 0], [1, 1], [1, 0], [2, 0]]
     assert Newcomers.of(numbers, names, 2).numbers(names, 2).tolist() == numbers.tolist()
     assert Newcomers.of(numbers, names, 2).present == newcomers.present
-    assert Newcomers.of(torch.zeros(4), names, 0).present is None
+    assert Newcomers.of(torch.zeros(4, 2), names, 0).present is None
 
 
 class WithLoss(nn.Module):

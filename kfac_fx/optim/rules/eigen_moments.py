@@ -145,7 +145,7 @@ from kfac_fx.linalg.arguments import (
     positive,
     whole_number,
 )
-from kfac_fx.linalg.matrices import on_host, zero_unless_
+from kfac_fx.linalg.matrices import all_true, zero_unless_
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import LEAST_RISE, Check, StepSize, tolerated
 from kfac_fx.optim.groups import MOST_SUMMED, FlatParameters
@@ -370,10 +370,10 @@ class EigenMoments(CheckedRule):
         if lr.dim():
             by_name = step.of_groups["lr"]
             lr = torch.stack([*{id(by_name[name]): by_name[name] for name in step.flat.parameters}.values()]).amax()
-        jumped = (peak > 0) & (lr > JUMP * peak)
-        if not on_host(jumped) or jumped:
+        usual = (lr <= JUMP * peak) | (peak == 0)
+        if not all_true(usual):
             shorter = torch.maximum(multiplier * peak / lr, multiplier.clamp(max=1.0))
-            multiplier.copy_(torch.where(jumped & ok, shorter, multiplier))
+            multiplier.copy_(torch.where(usual | ~ok, multiplier, shorter))
         torch.maximum(peak, lr, out=peak)
         length = (squared * squared_last).sqrt()  # in the dtype of the parameters, which may not be that of the scalars
         cosine = (product / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(-1.0, 1.0)
