@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from kfac_fx.linalg.arguments import choice
-from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction
+from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction, OnehotCategorical
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from kfac_fx.passes.ir import LossSite
@@ -150,16 +150,19 @@ def likelihood(
 ) -> tuple[float, LossFunction]:
     """The distribution behind a loss of torch, and its weight in the mean over cases.
 
+    targets: as torch's function takes them: for classes also their probabilities, of the shape of the inputs.
     case_dim: the dimension of the cases in the inputs of torch's function, which is moved to the front.
     """
     case_dim = moved_dim(of_torch, inputs, case_dim)
+    distribution, kept = DISTRIBUTIONS[of_torch.distribution], rows.kept
+    soft = of_torch.classes_second and are_probabilities_of_classes(targets, inputs)
     if of_torch.classes_second and inputs.dim() > 2:
-        inputs = inputs.movedim(1, -1)
-    distribution = DISTRIBUTIONS[of_torch.distribution]
-    kept = rows.kept
-    if kept is not None and targets is not None:
+        inputs, targets = inputs.movedim(1, -1), targets.movedim(1, -1) if soft else targets
+    if soft:
+        distribution, targets = OnehotCategorical, targets if kept is None else targets * kept.unsqueeze(-1)
+    elif kept is not None and targets is not None:
         assert distribution.ignored is not None, "bug in kfac_fx: ignored targets of a distribution that has none"
-        whole = isinstance(targets, Tensor) and targets.shape == kept.shape  # else they are probabilities of classes
+        whole = isinstance(targets, Tensor) and targets.shape == kept.shape  # else `evaluate` raises
         targets = torch.where(kept, targets, distribution.ignored) if whole else targets
     loss = distribution(inputs, targets=targets)
     loss = (loss if kept is None else loss.keeping(kept)).with_cases_at(case_dim)
@@ -169,6 +172,11 @@ def likelihood(
         loss = loss.keeping(not_masked)
     averages = of_torch.averages_elements and reduction == "mean"
     return loss.all_cases / max(1, inputs.numel()) if averages else 1.0, loss
+
+
+def are_probabilities_of_classes(targets: Any, inputs: Tensor) -> bool:
+    """Whether `F.cross_entropy` takes these targets for probabilities of the classes, as of mixup and distillation."""
+    return isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape == inputs.shape
 
 
 def moved_dim(of_torch: TorchLoss, inputs: Tensor, case_dim: int) -> int:

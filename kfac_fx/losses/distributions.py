@@ -432,10 +432,10 @@ def axis_of_log_probabilities(outputs: Tensor) -> int | None:
 
 
 class OnehotCategorical(Categorical):
-    """`Categorical` with one-hot targets."""
+    """`Categorical` with one-hot targets, or probabilities of the classes."""
 
     name = ""
-    targets_like = "one-hot vectors, of the shape of the logits"
+    targets_like = "one-hot vectors or probabilities, of the shape of the logits"
     ignored = None
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
