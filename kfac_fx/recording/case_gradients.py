@@ -341,7 +341,7 @@ Consumer = Callable[[Key, Cases], None]
 
 @dataclass(frozen=True)
 class Counts:
-    """examples: of a batch. rows: the terms in the mean of its loss, without padding."""
+    """examples: of a batch. rows: of these examples, the terms in the mean of the loss, without padding."""
 
     examples: int
     rows: int
@@ -476,6 +476,8 @@ class CaseRecorder:
                 if grouped is not None and not self.grouped:
                     self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
                     self.grouped = True
+                if grouped is not None:
+                    rows = self.rows_of_examples(losses, [owner for owner, _ in layout()])
                 if returned:
                     sources = self.of_returned(returned, values, fisher, leaves, losses, layout, by_row, backward)
                 else:
@@ -724,6 +726,20 @@ class CaseRecorder:
         slot = slot.unsqueeze(-1) * others + torch.arange(others, device=inputs.device)
         wide = (*shape, *[1] * (inputs.dim() - len(shape)))
         return owner.unsqueeze(-1).expand_as(slot).reshape(wide), slot.reshape(wide)
+
+    def rows_of_examples(self, losses: WeightedLosses, owners: Sequence[Tensor]) -> int:
+        """The cases of the first loss, of all its pieces, that are of an example.
+
+        owners: of every loss the example of every row; a negative number is of none.
+        """
+        names = self.losses.declared.names or range(len(losses))
+        rows = 0
+        for name, (_, loss), owner in zip(names, losses, owners, strict=True):
+            if name == names[0]:
+                of_example = owner.reshape(loss.inputs.shape[: loss.case_axes]) >= 0
+                counted = loss.kept if loss.real is None else loss.real
+                rows += int((of_example if counted is None else of_example & counted).sum())
+        return rows
 
     def refuse_other_examples(
         self,

@@ -138,6 +138,39 @@ def test_rows_of_no_example_are_in_none() -> None:
     assert_examples(net, Batch(ids, PLACE, targets=y), by_document)
 
 
+class OnRows(nn.Module):
+    """Every row by itself, so that a row is a position, too. With targets it returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, graph: Tensor, y: Tensor | None = None) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.layer(x)))
+        return out if y is None else F.cross_entropy(out, y)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")
+@pytest.mark.parametrize("case", ["row", "position"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_corrected_eigenvalues_are_means_over_the_rows_of_examples(case: str, inside: bool) -> None:
+    """Neither rows of no example nor those with an ignored target count."""
+    x, y, graph = torch.randn(9, 3), torch.randint(4, (9,)), torch.tensor([1, 0, 0, 2, -1, 1, 2, 2, -1])
+    y[3] = y[8] = -100
+    model = OnRows()
+    args, targets = ((x, graph, y), None) if inside else ((x, graph), y)
+    loss = {} if inside else {"loss": "categorical"}
+    net = kfac_fx.compile(model, args, examples=lambda x, graph, y=None: graph, **cast(Any, loss))
+    spectrum = kfac_fx.fit_spectrum(net, [Batch(*args, targets=targets)], case=case, mode="empirical")
+    losses = F.cross_entropy(model(x, graph), y, reduction="none")[(graph >= 0) & (y >= 0)]
+    assert len(losses) == 6
+    for names, values in spectrum.eigenvalues().items():
+        learned = [model.get_parameter(name) for name in names]
+        each = [torch.autograd.grad(value, learned, retain_graph=True) for value in losses]
+        squares = [sum(grad.square().sum() for grad in grads) for grads in each]
+        torch.testing.assert_close(values.sum(), sum(squares) / len(losses))
+
+
 def test_pairs_of_two_halves_are_examples() -> None:
     class Rewards(nn.Module):
         def __init__(self) -> None:
