@@ -79,7 +79,14 @@ from kfac_fx.passes.tracing.effects import RandomState, accelerators, same_rando
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts, OutputConsumer, record_outputs
 from kfac_fx.recording.emitted import COMPILE_BACKENDS, CompiledForward
-from kfac_fx.recording.equivalence import BAGS, BagsByLookups, coarsest_rounding, differs_from_model, sampled_elements
+from kfac_fx.recording.equivalence import (
+    BAGS,
+    BagsByLookups,
+    ConstantPadding,
+    coarsest_rounding,
+    differs_from_model,
+    sampled_elements,
+)
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import (
     averages_gradients,
@@ -118,6 +125,9 @@ def refuse_batch(model: nn.Module, inputs: Sequence[Any]) -> None:
 
 class FisherProduct:
     """F v of the batch behind one call of a model; `CompiledModule.fisher_product` makes it.
+
+    F is that of the gradients, so it is zero in the row that an embedding looks up for its `padding_idx`, as the
+    backward is. Other uses of the same row, as of a tied weight, are in F.
 
     The parameters are those at the time of a product; the noise of dropout is that of the time when this was made.
     """
@@ -212,12 +222,13 @@ class FisherProduct:
         self, function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         try:
-            values, pushed = torch.func.jvp(function, point, tangents)[:2]
+            with ConstantPadding():
+                values, pushed = torch.func.jvp(function, point, tangents)[:2]
         except (RuntimeError, KeyError) as error:
             if fatal(error):
                 raise
             if BAGS in str(error):
-                with BagsByLookups():
+                with BagsByLookups(), ConstantPadding():
                     return torch.func.jvp(function, point, tangents)[:2]
             raise RuntimeError(
                 "the exact product F v needs a forward-mode derivative of the model, and torch has none: "

@@ -4,6 +4,10 @@ K-FAC's step size, momentum and damping rule need the quadratic model with the t
 Kronecker approximation (Martens & Grosse 2015, sections 6.4 and 7). With F = sum over losses of c Jᵀ B Bᵀ J / cases,
 where J is the Jacobian of a loss's inputs, the inner product <d, F e> is c <Bᵀ J d, Bᵀ J e> / cases. It takes one
 product with the Jacobian for each of a few vectors, and no backward.
+
+J d is the change of the outputs. So it has the row that an embedding looks up for its `padding_idx`, though the
+backward leaves this row out: a step without weight decay does not move it, but weight decay does, as does another use
+of a tied weight. `CompiledModule.fisher_product` has the Fisher of the gradients, without this row.
 """
 
 from __future__ import annotations

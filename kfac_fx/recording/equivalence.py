@@ -626,6 +626,30 @@ def against(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, 
 BAGS = "embedding_bag"  # in torch's words that it has no derivative
 BAG = signature(F.embedding_bag)
 MODES = ("sum", "mean", "max")  # by torch's number of the mode
+LOOKUP, LOOKUP_OF_ATEN = signature(F.embedding), ("weight", "indices", "padding_idx")
+
+
+class ConstantPadding(TorchFunctionMode):
+    """Inside, a row that a lookup of an embedding takes for its `padding_idx` is a constant, also in forward mode.
+
+    The backward of a lookup leaves this row out, and torch's derivative in forward mode has it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is F.embedding:
+            given = LOOKUP.bind(*args, **kwargs).arguments
+            ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+        elif func is torch.embedding:
+            given = {**dict(zip(LOOKUP_OF_ATEN, args, strict=False)), **kwargs}
+            ids, weight, padding = given["indices"], given["weight"], given.get("padding_idx", -1)
+            padding = None if padding == -1 else padding  # ATen writes "none" as -1
+        else:
+            return result
+        if padding is None:
+            return result
+        return torch.where((ids == padding % weight.shape[0]).unsqueeze(-1), result.detach(), result)
 
 
 class BagsByLookups(TorchFunctionMode):

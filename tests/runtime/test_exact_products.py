@@ -208,6 +208,38 @@ def test_a_divided_model_and_attention() -> None:
     torch.testing.assert_close(flat(net.fisher_product(z)(v)), matrix @ flat(v))
 
 
+class Looked(nn.Module):
+    """Lookups of a table, by a function or a module; tied, its rows are the weight of the output layer, too."""
+
+    def __init__(self, spelling: str, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 3))
+        self.layer, self.spelling, self.tied = nn.Linear(6, 3), spelling, tied
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = {
+            "by name": lambda: F.embedding(ids, self.table, padding_idx=0),
+            "from the end": lambda: F.embedding(ids, self.table, -5),
+            "of ATen": lambda: torch.embedding(self.table, ids, 0),
+        }[self.spelling]()
+        out: Tensor = self.layer(torch.tanh(rows).flatten(1))
+        return out @ self.table.T if self.tied else out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spelling", ["by name", "from the end", "of ATen"])
+def test_the_row_of_padding_has_no_part_of_a_lookup(spelling: str, tied: bool) -> None:
+    """As in the gradients of autograd: jacrev differentiates backward."""
+    model, ids = Looked(spelling, tied), torch.tensor([[1, 0], [2, 3], [4, 0], [0, 0]])
+    net = kfac_fx.compile(model, (ids,), loss="categorical")
+    product = net.fisher_product(ids)
+    u, v = vector_like(model), vector_like(model)
+    matrix = dense(model, lambda p: functional_call(model, p, (ids,)), categorical)
+    torch.testing.assert_close(flat(product(v)), matrix @ flat(v))
+    torch.testing.assert_close(flat(u) @ flat(product(v)), flat(v) @ flat(product(u)))
+    assert bool(product(v)["table"][0].any()) == tied
+
+
 def test_noise_is_the_same_in_all_products_and_nothing_of_the_model_changes() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2))
     x = torch.randn(6, 3)
