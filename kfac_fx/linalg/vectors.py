@@ -89,7 +89,8 @@ class ColumnForm(Flat):
         return 1, sum(shape.numel() for shape in self.shapes.values()), 1
 
     def pack(self, tensors: Vector) -> Tensor:
-        return self.joined(tensors).view(self.shape)
+        # Not `joined`, whose copy has no rule of `vmap`: many vectors are packed at once.
+        return torch.cat([tensors[name].reshape(-1) for name in self.shapes]).view(self.shape)
 
     def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
         return self.parts(matrix.flatten())

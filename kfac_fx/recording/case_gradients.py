@@ -1316,11 +1316,11 @@ def of_parameters(
     """
     names = list(dict.fromkeys(name for registration in separate for name in registration.owners))
     pullback = Pullback(leaves, [run.backward.parameters[name] for name in names], loop_reason=reason)
+    of_one = split(run.backward.parameters, separate)
+    forms = {registration.parameters: vector_form(registration, of_one) for registration in separate}
     for example in range(run.examples):
         parts = split(dict(zip(names, pullback(cotangents(example)), strict=True)), separate, 1)
-        for registration in separate:
-            form = vector_form(registration, parts)
-            packed = torch.vmap(form.pack)({name: parts[name] for name in registration.parameters})
+        for key, form in forms.items():
+            packed = torch.vmap(form.pack)({name: parts[name] for name in key})
             whole = packed.to(torch.promote_types(packed.dtype, torch.float32))
-            gradients = OutputGradients(example, Cases(form.shape, whole=whole))
-            consume(registration.parameters, gradients, len(whole))
+            consume(key, OutputGradients(example, Cases(form.shape, whole=whole)), len(whole))

@@ -125,6 +125,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "tied": (Tied, lambda: (torch.randint(7, (5, 3)),), {}),
     "lstm": (Reader, lambda: (torch.randn(4, 3, 2),), {}),
     "cases meet": (Meeting, lambda: (torch.randn(6, 3),), {}),
+    "columns": (Meeting, lambda: (torch.randn(6, 3),), {"approximations": {"shift": "generic", "gain": "generic"}}),
     "graphs": (Graphs, lambda: (torch.randn(9, 3), GRAPH), {"examples": lambda x, graph: graph}),
     "divided": (Divided, lambda: (torch.randn(6, 3),), {}),
     "named": (Named, lambda: (torch.randn(6, 3),), {"loss": lambda out: kfac_fx.losses.Categorical(out["logits"])}),

@@ -121,6 +121,16 @@ def test_many_vectors_are_multiplied_at_once() -> None:
             torch.testing.assert_close(mapped[name][n // 3, n % 3], expected)
 
 
+def test_many_vectors_of_generic_parameters_lie_in_any_order_in_memory() -> None:
+    net = kfac_fx.compile(nn.Linear(3, 2), (torch.randn(4, 3),), loss="normal", approximations={"*": "generic"})
+    spectrum = kfac_fx.fit_spectrum(net, [torch.randn(4, 3)]).at(damping=0.1)
+    many = {"weight": torch.randn(3, 5, 2).permute(1, 2, 0), "bias": torch.randn(2, 5).T}
+    product = spectrum.multiply_inverse(many)
+    for n in range(5):
+        alone = spectrum.multiply_inverse({name: tensor[n].clone() for name, tensor in many.items()})
+        torch.testing.assert_close({name: tensor[n] for name, tensor in product.items()}, alone)
+
+
 def test_samples_follow_their_generator() -> None:
     spectrum = exact(mixed(), batch()).spectrum(damping=0.1)
     first, again = (spectrum.sample(2, torch.Generator().manual_seed(3)) for _ in range(2))
