@@ -406,8 +406,9 @@ def refuse_other_choices(state: StepState, whole: Mapping[str, Any]) -> None:
 
 
 def refuse_other_blocks(state: StepState, blocks: Mapping[str, Any]) -> None:
-    """Raises ValueError if the state has blocks of parameters that no call has used so far, or lacks those of some that
-    calls have used; and if parameters were frozen before they had a block there or here."""
+    """Raises ValueError if the state has blocks of parameters that no call has used so far, or none since they were
+    unfrozen, or lacks those of some that calls have used; and if parameters were frozen before they had a block there
+    or here."""
     there = {name.rpartition("/ready")[0] for name in blocks if name.endswith("/ready")}
     here, captures, names = list(map(key_text, state.estimator.blocks)), state.net.captures, state.vectors.names
     only_there = {name for text in there.difference(here) for name in text.split(",")}
@@ -416,6 +417,13 @@ def refuse_other_blocks(state: StepState, blocks: Mapping[str, Any]) -> None:
             "the state has blocks of parameters that no call of this net has used so far, and which get their blocks "
             f"when one does: {', '.join(sorted(waiting))}.\nCall net.recorder((x,), {{}}) once for every path that the "
             "training of before took, and load the state then."
+        )
+    unfrozen = [name for name, parameter in captures.trained.dormant.items() if parameter.requires_grad]
+    if late := only_there.intersection(unfrozen):
+        raise ValueError(
+            "the state has blocks of parameters that were frozen when this net was compiled, and which get their "
+            f"blocks at the next call: {', '.join(sorted(late))}.\nCompile the model while they have "
+            "requires_grad=True; or call net.recorder((x,), {}) once, and load the state then."
         )
     absent = [text for text in here if not any(name.startswith(f"{text}/") for name in blocks)]
     if absent and there and there < set(here) and len(captures.all) > 1:

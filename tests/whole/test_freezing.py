@@ -514,6 +514,45 @@ def test_a_training_that_froze_a_layer_goes_on_if_it_is_frozen_after_the_state_i
     assert equal(again.model.state_dict(), training.model.state_dict())
 
 
+@pytest.mark.parametrize("options", [{}, {"lr": None, "damping": None, "momentum": None}], ids=["regular", "default"])
+@pytest.mark.parametrize("frozen", [["0.weight", "0.bias"], ["0.weight"], ["0.bias"]], ids=["layer", "weight", "bias"])
+def test_a_state_of_after_layers_were_unfrozen_says_how_it_loads(frozen: list[str], options: dict[str, Any]) -> None:
+    """The first call that follows registers them, and a state is loaded without a call."""
+
+    def freeze(layers: nn.Module, is_frozen: bool) -> nn.Module:
+        for name in frozen:
+            layers.get_parameter(name).requires_grad_(not is_frozen)
+        return layers
+
+    training = Training(freeze(mlp(), True), **options)
+    training.step(0)
+    freeze(training.model, False)
+    training.step(1)
+    state, parameters = copy.deepcopy(training.opt.state_dict()), copy.deepcopy(training.model.state_dict())
+    training.step(2)
+
+    again = Training(freeze(mlp(), True), **options)
+    again.model.load_state_dict(parameters)
+    freeze(again.model, False)
+    text = (
+        "the state has blocks of parameters that were frozen when this net was compiled, and which get their blocks at "
+        f"the next call: {', '.join(sorted(frozen))}.\nCompile the model while they have requires_grad=True; or call "
+        "net.recorder((x,), {}) once, and load the state then."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        again.opt.load_state_dict(state)
+    again.net.recorder((batch(2)[0],), {})
+    again.opt.load_state_dict(state)
+    again.step(2)
+    assert equal(again.model.state_dict(), training.model.state_dict())
+
+    compiled = Training(mlp(), **options)
+    compiled.model.load_state_dict(parameters)
+    compiled.opt.load_state_dict(state)
+    compiled.step(2)
+    assert equal(compiled.model.state_dict(), training.model.state_dict())
+
+
 @pairs(
     ("options", {"regular": {}, "default": {"lr": None, "damping": None, "momentum": None}}),
     ("frozen", {"a layer": ["0.weight", "0.bias"], "a bias": ["0.bias"]}),
