@@ -82,7 +82,7 @@ from kfac_fx.recording.emitted import COMPILE_BACKENDS, CompiledForward
 from kfac_fx.recording.equivalence import (
     BAGS,
     BagsByLookups,
-    ConstantPadding,
+    LookupsAsInBackward,
     coarsest_rounding,
     differs_from_model,
     sampled_elements,
@@ -127,7 +127,8 @@ class FisherProduct:
     """F v of the batch behind one call of a model; `CompiledModule.fisher_product` makes it.
 
     F is that of the gradients, so it is zero in the row that an embedding looks up for its `padding_idx`, as the
-    backward is. Other uses of the same row, as of a tied weight, are in F.
+    backward is, and has what `scale_grad_by_freq` divides by. Other uses of the same row, as of a tied weight, are in F
+    as they are.
 
     The parameters are those at the time of a product; the noise of dropout is that of the time when this was made.
     """
@@ -222,13 +223,13 @@ class FisherProduct:
         self, function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         try:
-            with ConstantPadding():
+            with LookupsAsInBackward():
                 values, pushed = torch.func.jvp(function, point, tangents)[:2]
         except (RuntimeError, KeyError) as error:
             if fatal(error):
                 raise
             if BAGS in str(error):
-                with BagsByLookups(), ConstantPadding():
+                with BagsByLookups(), LookupsAsInBackward():
                     return torch.func.jvp(function, point, tangents)[:2]
             raise RuntimeError(
                 "the exact product F v needs a forward-mode derivative of the model, and torch has none: "

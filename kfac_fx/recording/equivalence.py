@@ -626,13 +626,14 @@ def against(kernels: EmittedGraph, recorder: Recorder, parameters: Mapping[str, 
 BAGS = "embedding_bag"  # in torch's words that it has no derivative
 BAG = signature(F.embedding_bag)
 MODES = ("sum", "mean", "max")  # by torch's number of the mode
-LOOKUP, LOOKUP_OF_ATEN = signature(F.embedding), ("weight", "indices", "padding_idx")
+LOOKUP, LOOKUP_OF_ATEN = signature(F.embedding), ("weight", "input", "padding_idx", "scale_grad_by_freq")
 
 
-class ConstantPadding(TorchFunctionMode):
-    """Inside, a row that a lookup of an embedding takes for its `padding_idx` is a constant, also in forward mode.
+class LookupsAsInBackward(TorchFunctionMode):
+    """Inside, a lookup of an embedding has the derivative in forward mode that its backward has.
 
-    The backward of a lookup leaves this row out, and torch's derivative in forward mode has it.
+    The backward leaves out the row of `padding_idx`, and divides by the numbers of lookups with `scale_grad_by_freq`.
+    torch's derivative in forward mode does neither.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -640,16 +641,21 @@ class ConstantPadding(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is F.embedding:
             given = LOOKUP.bind(*args, **kwargs).arguments
-            ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
         elif func is torch.embedding:
-            given = {**dict(zip(LOOKUP_OF_ATEN, args, strict=False)), **kwargs}
-            ids, weight, padding = given["indices"], given["weight"], given.get("padding_idx", -1)
-            padding = None if padding == -1 else padding  # ATen writes "none" as -1
+            given = dict(zip(LOOKUP_OF_ATEN, args, strict=False)) | {
+                "input" if name == "indices" else name: value for name, value in kwargs.items()
+            }
+            if given.get("padding_idx") == -1:  # ATen writes "none" as -1
+                del given["padding_idx"]
         else:
             return result
+        ids, padding = given["input"], given.get("padding_idx")
+        if given.get("scale_grad_by_freq"):
+            times = torch.bincount(ids.flatten(), minlength=given["weight"].shape[0])[ids].unsqueeze(-1)
+            result = result.detach() + (result - result.detach()) / times
         if padding is None:
             return result
-        return torch.where((ids == padding % weight.shape[0]).unsqueeze(-1), result.detach(), result)
+        return torch.where((ids == padding % given["weight"].shape[0]).unsqueeze(-1), result.detach(), result)
 
 
 class BagsByLookups(TorchFunctionMode):

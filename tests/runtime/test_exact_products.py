@@ -209,7 +209,7 @@ def test_a_divided_model_and_attention() -> None:
 
 
 class Looked(nn.Module):
-    """Lookups of a table, by a function or a module; tied, its rows are the weight of the output layer, too."""
+    """Lookups of a table; tied, its rows are the weight of the output layer, too."""
 
     def __init__(self, spelling: str, tied: bool) -> None:
         super().__init__()
@@ -221,16 +221,17 @@ class Looked(nn.Module):
             "by name": lambda: F.embedding(ids, self.table, padding_idx=0),
             "from the end": lambda: F.embedding(ids, self.table, -5),
             "of ATen": lambda: torch.embedding(self.table, ids, 0),
+            "by frequency": lambda: F.embedding(ids, self.table, 0, scale_grad_by_freq=True),
         }[self.spelling]()
         out: Tensor = self.layer(torch.tanh(rows).flatten(1))
         return out @ self.table.T if self.tied else out
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("spelling", ["by name", "from the end", "of ATen"])
-def test_the_row_of_padding_has_no_part_of_a_lookup(spelling: str, tied: bool) -> None:
-    """As in the gradients of autograd: jacrev differentiates backward."""
-    model, ids = Looked(spelling, tied), torch.tensor([[1, 0], [2, 3], [4, 0], [0, 0]])
+@pytest.mark.parametrize("spelling", ["by name", "from the end", "of ATen", "by frequency"])
+def test_lookups_have_the_derivative_of_their_backward(spelling: str, tied: bool) -> None:
+    """As jacrev has it, which differentiates backward. The row of padding has no part of a lookup."""
+    model, ids = Looked(spelling, tied), torch.tensor([[1, 0], [2, 3], [4, 1], [0, 0]])
     net = kfac_fx.compile(model, (ids,), loss="categorical")
     product = net.fisher_product(ids)
     u, v = vector_like(model), vector_like(model)
