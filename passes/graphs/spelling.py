@@ -18,11 +18,11 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from .. import torch_private
 from ..torch_private import STACK_LEVEL, OpOverload, schema
@@ -303,12 +303,12 @@ def order_operands(
                 node.meta[SWAPPED] = not node.meta.get(SWAPPED, False)
 
 
-def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
+def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
     """`x - b` -> `x + b * -1.0`, bit for bit, if one of the two is a parameter: layers are declared with sums only.
 
     The factor is -1.0, because `neg` of unsigned integers wraps around.
     """
-    label = labels(graph, parameters)
+    label = labels(graph, parameters, pure)
     for node in graph.nodes:
         if op_name(node) != "sub" or node.kwargs or len(node.args) != 2:
             continue
@@ -339,6 +339,58 @@ def as_written(graph: fx.Graph) -> None:
         if node.meta.get(SUBTRACTED):
             left, negative = node.args
             node.target, node.args = torch.sub, (left, negative.args[0])
+
+
+# --- einsums of several operands --------------------------------------------------------------------------------------
+
+
+def terms_of(equation: str) -> tuple[list[str], str]:
+    """(the indices of every operand, those of the result). Without an arrow, these are the indices that occur once, in
+    the order of the alphabet."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:
+        result = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+    return terms.split(","), result
+
+
+def in_pairs(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
+    """Spell an einsum of parameters with two other operands or more as einsums of two, which layers are.
+
+    The first activation meets the others one by one: that next, with which the product has the fewest indices.
+    """
+    found = [node for node in graph.nodes if op_name(node) == "einsum" and len(node.args) > 3]
+    label = labels(graph, parameters, pure) if found else {}
+    for node in found:
+        equation, *operands = cast(Any, node.args)
+        terms, result = terms_of(equation) if isinstance(equation, str) else ([], "")
+        twice = any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms)
+        if twice or len(terms) != len(operands) or not any(label.get(value) is Label.PURE for value in operands):
+            continue
+        pairs = list(zip(terms, operands, strict=True))
+        first = next((n for n, operand in enumerate(operands) if label.get(operand) is Label.ACT), 0)
+        term, product = pairs.pop(first)
+        while pairs:
+            others = [other for other, _ in pairs]
+            products = [of_two(term, other, [*others[:n], *others[n + 1 :], result]) for n, other in enumerate(others)]
+            n = min(range(len(products)), key=lambda n: len(products[n]))
+            after = products[n] if len(pairs) > 1 else result
+            other, operand = pairs.pop(n)
+            with graph.inserting_before(node):
+                contraction = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
+            contraction.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            values = [value.meta.get("val") for value in (product, operand)]
+            if all(isinstance(value, Tensor) for value in values):
+                contraction.meta["val"] = torch.einsum(contraction.args[0], *values)
+            term, product = after, contraction
+        node.replace_all_uses_with(product)
+        product.meta = dict(node.meta)
+        graph.erase_node(node)
+
+
+def of_two(term: str, other: str, rest: Iterable[str]) -> str:
+    """The indices of a product of two operands, of which the rest of the equation needs some."""
+    both, needed = term + other, set().union(*rest) - {"."}
+    return "..." * ("..." in both) + "".join(dict.fromkeys(index for index in both if index in needed))
 
 
 # --- ATen's own spelling ----------------------------------------------------------------------------------------------
