@@ -56,6 +56,7 @@ from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.output_losses import real_losses
+from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 
 ONE_WEIGHT = 5e-2  # of weights, relative; label smoothing of rows that fit moves them by 2e-2, those on purpose more
@@ -1271,11 +1272,20 @@ def unread_outputs(watched: Watched) -> list[str]:
             around[leaf] = of_parameters
     sizes = {leaf: size_of(gradients) for leaf, gradients in around.items()}
     total = size_of(through) + sum(sizes.values())  # NaN has no warning
-    told = sorted(leaf for leaf, size in sizes.items() if size > SMALL * total)
+    told = sorted(
+        leaf for leaf, size in sizes.items() if size > SMALL * total and not has_own_head(recorder, nodes[leaf])
+    )
     if not told:
         return []
     names = " and ".join(dict.fromkeys(where(nodes[leaf]) for leaf in told))
     return [UNREAD.format(sum(sizes[leaf] for leaf in told) / total, names)]
+
+
+def has_own_head(recorder: Recorder, node: fx.Node) -> bool:
+    """Whether an output has parameters that no registered loss depends on, of which the first step tells anyway."""
+    registrations = recorder.program.registrations
+    silent = {name for registration in registrations if registration.reason == NO_LOSS for name in registration.owners}
+    return not silent.isdisjoint(str(source.target) for source in ancestors([node]) if source.op == "get_attr")
 
 
 # --- gradients that fit no targets ------------------------------------------------------------------------------------

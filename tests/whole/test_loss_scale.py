@@ -1258,7 +1258,7 @@ def of_classes(outputs: tuple[Tensor, ...]) -> losses.Categorical:
     return losses.Categorical(outputs[0])
 
 
-def trained_with(weight: float, place: int = 1) -> Callable[[tuple[Tensor, ...]], Tensor]:
+def trained_with(weight: float, place: int = 1) -> Any:
     return lambda outputs: F.cross_entropy(outputs[0], CLASSES) + weight * outputs[place].square().mean()
 
 
@@ -1301,6 +1301,24 @@ def test_a_function_of_registered_outputs_is_no_output_that_no_loss_reads(traine
         torch.manual_seed(0)
         net = kfac_fx.compile(OneHead(with_functions), inputs, loss=of_classes)
         assert not [text for text in in_steps(net, trained_with(trained), X) if "no registered loss reads" in text]
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_an_output_with_a_head_of_its_own_is_told_once(examples: bool) -> None:
+    """Its head has no curvature, of which the first step warns."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.classes, self.other = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.body(x).tanh()
+            return self.classes(h), self.other(h)
+
+    net = kfac_fx.compile(TwoHeads(), (X,) if examples else None, loss=of_classes)
+    (text,) = in_steps(net, trained_with(3.0), X)
+    assert text.startswith("the trained loss depends on parameters that no registered loss depends on: other.")
 
 
 def test_an_output_of_many_cases_that_no_loss_reads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
