@@ -951,7 +951,10 @@ def warn_of_noise(model: nn.Module, what: str) -> None:
 
 
 def without_last(numbers: Tensor, rows: int) -> str:
-    """What to write if the loss leaves out a position of each sequence. numbers: of examples, [cases, positions]."""
+    """The end of an error about a loss without a row for a position of each sequence.
+
+    numbers: of examples, [cases, positions].
+    """
     shifts = numbers.dim() == 2 and rows == numbers.shape[0] * (numbers.shape[1] - 1)
     return (
         " If forward compares logits[:, :-1] with labels[:, 1:], write [:, :-1] behind the numbers, too."

@@ -104,7 +104,7 @@ def place_arguments(node: fx.Node, name: str) -> None:
     if not inspect.isbuiltin(node.target):
         return
     for arguments in schemas(name):
-        values = bound(node, arguments)
+        values = values_by_name(node, arguments)
         if values is None:
             continue
         by_position = [argument for argument in arguments if not argument.kwarg_only]
@@ -118,7 +118,7 @@ def place_arguments(node: fx.Node, name: str) -> None:
         return
 
 
-def bound(node: fx.Node, arguments: list[Any]) -> dict[str, Any] | None:
+def values_by_name(node: fx.Node, arguments: list[Any]) -> dict[str, Any] | None:
     """The values of a call by the names of an overload's arguments, as ATen writes them; None if they do not fit it."""
     by_position = [argument for argument in arguments if not argument.kwarg_only]
     if len(node.args) > len(by_position):
