@@ -35,7 +35,7 @@ from .graphs.operations import (
     function_matched,
     op_name,
 )
-from .graphs.spelling import order_operands, respell
+from .graphs.spelling import in_pairs, order_operands, respell, subtract_by_adding
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
 from .layers.declaration import ROLES
@@ -164,7 +164,9 @@ def returned(form: Callable[..., Any], roles: tuple[str, ...], spelled_out: int)
     pure = [node for node in graph.find_nodes(op="placeholder") if node.target in roles]
     functional(graph)
     respell(graph)
+    subtract_by_adding(graph, (), pure)
     order_operands(graph, (), pure)
+    in_pairs(graph, (), pure)
     return returned_by(graph)
 
 

@@ -31,10 +31,10 @@ from torch import Tensor, fx, nn
 from .graphs.edit import functional, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import CASTS, PERMUTES, REDUCTIONS, dims_after, has_effect, op_name
-from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
+from .graphs.spelling import in_pairs, order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
-from .layers.linear import route, terms_of
+from .layers.linear import route
 from .parametrizations.tables import merely_viewed, note_elements
 from .torch_private import BatchNorm, InstanceNorm
 
@@ -193,49 +193,6 @@ def sums(node: fx.Node, axis: int, dims: int) -> bool:
     along_these = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     keeps = (*args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
     return keeps and [dim % dims for dim in along_these] == [axis]
-
-
-# --- einsums of several operands --------------------------------------------------------------------------------------
-
-
-def in_pairs(graph: fx.Graph, parameters: Iterable[str]) -> None:
-    """Spell an einsum of parameters with two other operands or more as einsums of two, which layers are.
-
-    The first activation meets the others one by one: that next, with which the product has the fewest indices.
-    """
-    found = [node for node in graph.nodes if op_name(node) == "einsum" and len(node.args) > 3]
-    label = labels(graph, parameters) if found else {}
-    for node in found:
-        equation, *operands = cast(Any, node.args)
-        terms, result = terms_of(equation) if isinstance(equation, str) else ([], "")
-        twice = any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms)
-        if twice or len(terms) != len(operands) or not any(label.get(value) is Label.PURE for value in operands):
-            continue
-        pairs = list(zip(terms, operands, strict=True))
-        first = next((n for n, operand in enumerate(operands) if label.get(operand) is Label.ACT), 0)
-        term, product = pairs.pop(first)
-        while pairs:
-            others = [other for other, _ in pairs]
-            products = [of_two(term, other, [*others[:n], *others[n + 1 :], result]) for n, other in enumerate(others)]
-            n = min(range(len(products)), key=lambda n: len(products[n]))
-            after = products[n] if len(pairs) > 1 else result
-            other, operand = pairs.pop(n)
-            with graph.inserting_before(node):
-                contraction = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
-            contraction.meta = {key: value for key, value in node.meta.items() if key != "val"}
-            values = [value.meta.get("val") for value in (product, operand)]
-            if all(isinstance(value, Tensor) for value in values):
-                contraction.meta["val"] = torch.einsum(contraction.args[0], *values)
-            term, product = after, contraction
-        node.replace_all_uses_with(product)
-        product.meta = dict(node.meta)
-        graph.erase_node(node)
-
-
-def of_two(term: str, other: str, rest: Iterable[str]) -> str:
-    """The indices of a product of two operands, of which the rest of the equation needs some."""
-    both, needed = term + other, set().union(*rest) - {"."}
-    return "..." * ("..." in both) + "".join(dict.fromkeys(index for index in both if index in needed))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

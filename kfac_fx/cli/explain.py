@@ -302,9 +302,10 @@ def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
                 free = label[root] is Label.FREE
                 binding = Binding(pattern, label, shapes, program.parameter_exprs, free)
                 uses = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
-                if place not in binding.nodes.values():
+                differs = signature(pattern.root) != signature(root)
+                if place not in binding.nodes.values() and not (declared and differs):
                     continue
-                words = None if uses else condition(binding)
+                words = None if uses else differing(pattern.root, root) if differs else condition(binding)
                 near = NearMatch(name, root, words, len(binding.nodes), declared)
                 if name not in nearest or near.rank > nearest[name].rank:
                     nearest[name] = near
@@ -340,6 +341,22 @@ def condition(binding: Binding) -> str:
     assert binding.mismatch is not None, "bug in kfac_fx: a form that does not fit, and no condition that it fails"
     mismatch, place, wanted = binding.mismatch
     return WORDS[mismatch].format(place=text(place)) if mismatch in WORDS else misfit(wanted, place, binding.pattern)
+
+
+def signature(node: fx.Node) -> tuple[int, set[str]]:
+    """How many arguments a node has by position, and the names of the others."""
+    return len(node.args), set(node.kwargs)
+
+
+def differing(wanted: fx.Node, place: fx.Node) -> str:
+    """Words for the last operation of a form, to which the graph gives other arguments."""
+    return f"its form has {call(wanted)} where the graph has {call(place)} at {where(place)}"
+
+
+def call(node: fx.Node) -> str:
+    """A call with the names of its operands: `sum(mul, [-1])`."""
+    arguments = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+    return f"{op_name(node)}({', '.join(arguments)})"
 
 
 def misfit(wanted: Any, place: Any, pattern: Pattern) -> str:

@@ -33,7 +33,7 @@ import math
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -56,6 +56,7 @@ from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.output_losses import real_losses
+from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 
 ONE_WEIGHT = 5e-2  # of weights, relative; label smoothing of rows that fit moves them by 2e-2, those on purpose more
@@ -102,6 +103,19 @@ OTHER = (
 )
 ALONE = ", and AdamW moves {}, on which no known loss depends"
 
+UNREAD = (
+    "about {:.0%} of the gradient of the trained loss comes from {}, which forward returns and which no registered "
+    "loss reads: the factors have no curvature of it. Nothing is wrong if it is a small part of the loss. Else name a "
+    "distribution that is near for it, too, as in loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
+    'kfac_fx.losses.Normal(outputs[1]))]; or write KFAC(..., estimation_mode="empirical"), whose factors are of the '
+    "whole gradient."
+)
+
+
+def size_of(gradients: Iterable[Tensor]) -> float:
+    """The length of a gradient by parameters."""
+    return math.hypot(*(float(dense(gradient).double().norm()) for gradient in gradients))
+
 
 @dataclass(frozen=True)
 class ReturnedNumber:
@@ -147,8 +161,9 @@ def returned_numbers(
     numbers = {}
     for n, of_number in gradients.items():
         found = {name: gradient for name, gradient in of_number.items() if gradient is not None}
-        size = math.hypot(*(float(dense(gradient).double().norm()) for gradient in found.values()))
-        numbers[n] = ReturnedNumber(where(nodes[n]), size, tuple(name for name in found if name not in reached))
+        numbers[n] = ReturnedNumber(
+            where(nodes[n]), size_of(found.values()), tuple(name for name in found if name not in reached)
+        )
     return {n: of for n, of in numbers.items() if n not in others}, {n: numbers[n] for n in others}
 
 
@@ -372,6 +387,8 @@ class Watched:
     between: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of returned numbers by others before them
     numbers: tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]] = ({}, {})  # returned: losses, and others
     of_numbers: dict[int, Tensor] = field(default_factory=dict)  # their gradients that arrived, by leaf
+    values: tuple[Any, ...] = ()  # of the inputs of the graph
+    start: RandomState | None = None  # before the forward
     otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
 
     @property
@@ -560,6 +577,8 @@ def watch_leaves(
         around=around,
         padding=first_padding(recorder.emitted.padding(values, fisher), cases),
         losses_at=places_of_losses(recorder, leaves) or ([] if at_outputs else hooked),
+        values=values,
+        start=start,
     )
     axes = recorder.axes_of_log_probabilities(results.tree_unflatten(list(leaves), spec), places)
     for leaf in hooked:
@@ -776,9 +795,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             loss.with_targets(targets)
         (of_sum,) = torch.autograd.grad(loss.evaluate(), loss.inputs, retain_graph=True)
         rows = of_sum * weight / cases if loss.weights is None else of_sum * loss.weights * weight / cases
-        expected = torch.autograd.grad(
-            loss.inputs, leaves, rows.to(loss.inputs.dtype), allow_unused=True, retain_graph=True
-        )
+        expected = by_leaves(loss.inputs, leaves, rows.to(loss.inputs.dtype))
         reached = {n: gradient for n, gradient in enumerate(expected) if gradient is not None}
         multiple = None if taken & {*reached} else ratio([arrived[n] for n in reached], [*reached.values()])
         taken |= {*reached}
@@ -862,11 +879,16 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
         (result,) = torch.autograd.grad([product for product, _ in live], dummy, cotangents, retain_graph=True)
         return result
 
-    ones = torch.autograd.grad(
-        inputs, leaves, torch.ones_like(inputs), retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    squares = derivative(ones)
+    ones = by_leaves(inputs, leaves, torch.ones_like(inputs))
+    squares = derivative([torch.zeros_like(leaf) if of is None else of for leaf, of in zip(leaves, ones, strict=True)])
     return torch.where(squares == 0, 0, derivative(vectors) / squares)
+
+
+def by_leaves(result: Tensor, leaves: Sequence[Tensor], vector: Tensor) -> list[Tensor | None]:
+    """The gradient of `result` times `vector` by every leaf; None by those that it does not depend on, as integers."""
+    learnable = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(result, learnable, vector, retain_graph=True, allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
@@ -882,7 +904,8 @@ def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None
 
 def rounding_of(gradients: Sequence[Tensor]) -> float:
     """The relative error of a gradient that is a multiple of another."""
-    return max(PROPORTIONAL, *(16 * torch.finfo(gradient.dtype).eps for gradient in gradients))
+    floating = [gradient.dtype for gradient in gradients if gradient.is_floating_point() or gradient.is_complex()]
+    return max(PROPORTIONAL, *(16 * torch.finfo(dtype).eps for dtype in floating))
 
 
 def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
@@ -953,6 +976,7 @@ def check_scale(
     each: list[list[LossFactor]] = []
     with torch.enable_grad():
         reached = gradients_of(used[0], reduction, loss_scale) if used else []
+        unread = [] if in_training else [line for forward in used[:1] for line in unread_outputs(forward)]
         kinds = misplaced_classes, without_targets, cross_entropies, no_events
         of_kinds = ([line for reach in reached if (line := kind(reach)) is not None] for kind in kinds)
         lines = next(filter(None, of_kinds), [])
@@ -967,6 +991,7 @@ def check_scale(
                 lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
+                lines += unread
                 lines += parts_of_others(*forward.numbers, {n: float(of) for n, of in forward.of_numbers.items()})
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     by_loss = list(zip(*each, strict=True)) if same_losses else []
@@ -1165,7 +1190,7 @@ def untrained(used: Sequence[Watched]) -> list[str]:
         for number, (_, _, loss) in enumerate(weighted):
             names[number] = f"{type(loss).__name__} of {list(loss.inputs.shape)}"
             if loss.inputs.requires_grad:
-                reached = torch.autograd.grad(loss.inputs.sum(), leaves, allow_unused=True)
+                reached = by_leaves(loss.inputs, leaves, torch.ones_like(loss.inputs))
                 behind = {n for n, gradient in enumerate(reached) if gradient is not None}
                 in_forward |= {number} if behind <= left_out else set()
         silent = in_forward if silent is None else silent & in_forward
@@ -1182,6 +1207,85 @@ def untrained(used: Sequence[Watched]) -> list[str]:
         f"the trained loss does not depend on {these}, {len(silent)} of the {len(names)} registered losses, and its "
         f"curvature is in the factors: train it, or {remedy}."
     ]
+
+
+# --- outputs that are trained and that no loss reads ------------------------------------------------------------------
+
+
+def unread_outputs(watched: Watched) -> list[str]:
+    """The line of the warning about returned outputs that the trained loss depends on and no registered loss reads.
+
+    Their gradient counts as far as the way to the parameters does not pass the outputs that losses read, and that of
+    hidden states as far as it does not come from the other outputs. One forward and a backward for each output, if the
+    trained loss depends on an output that no loss reads.
+    """
+    recorder, start = watched.recorder, watched.start
+    if recorder.losses.given is None or not recorder.whole or not watched.places or start is None:
+        return []
+    constants, weighted = watched.losses()
+    read = set[int]()
+    for *_, loss in weighted:
+        if loss.inputs.requires_grad:
+            of_loss = by_leaves(loss.inputs, constants, torch.ones_like(loss.inputs))
+            read |= {place for place, of in zip(watched.places, of_loss, strict=True) if of is not None}
+    trained = watched.gradients.keys() - read
+    if not trained or read.isdisjoint(watched.gradients):
+        return []
+    live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
+    learned = [value for value in live.values() if value.requires_grad]
+    try:
+        with same_random(start.devices):
+            start.restore()
+            leaves = results.tree_leaves(recorder.outputs(live, watched.values)[0])
+    except RuntimeError as error:
+        if out_of_memory(error):
+            return []
+        raise
+    nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
+
+    def pulled(leaf: int, gradient: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        whole = torch.zeros_like(leaves[leaf])
+        (whole if watched.cases is None or not whole.dim() else whole[: watched.cases]).copy_(gradient)
+        return torch.autograd.grad(
+            leaves[leaf], inputs, whole, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+
+    order = {node: number for number, node in enumerate(recorder.program.graph.nodes)}
+    direct = dict(watched.gradients)
+    later_first = sorted(direct, key=lambda leaf: order[nodes[leaf]], reverse=True)
+    through, around = [torch.zeros_like(value) for value in learned], dict[int, list[Tensor]]()
+    for number, leaf in enumerate(later_first):
+        if leaf not in read and float(direct[leaf].norm()) <= SMALL * float(watched.gradients[leaf].norm()):
+            continue  # a hidden state, whose gradient is that of the outputs behind it
+        before = later_first[number + 1 :]
+        found = pulled(leaf, direct[leaf], [*learned, *(leaves[other] for other in before)])
+        of_parameters = list(found[: len(learned)])
+        for other, gradient in zip(before, found[len(learned) :], strict=True):
+            direct[other] = direct[other] - first(gradient, watched.cases)
+            if leaf not in read and other in read:
+                passing = pulled(other, first(gradient, watched.cases), learned)
+                of_parameters = [a - b for a, b in zip(of_parameters, passing, strict=True)]
+                through = [a + b for a, b in zip(through, passing, strict=True)]
+        if leaf in read:
+            through = [a + b for a, b in zip(through, of_parameters, strict=True)]
+        else:
+            around[leaf] = of_parameters
+    sizes = {leaf: size_of(gradients) for leaf, gradients in around.items()}
+    total = size_of(through) + sum(sizes.values())  # NaN has no warning
+    told = sorted(
+        leaf for leaf, size in sizes.items() if size > SMALL * total and not has_own_head(recorder, nodes[leaf])
+    )
+    if not told:
+        return []
+    names = " and ".join(dict.fromkeys(where(nodes[leaf]) for leaf in told))
+    return [UNREAD.format(sum(sizes[leaf] for leaf in told) / total, names)]
+
+
+def has_own_head(recorder: Recorder, node: fx.Node) -> bool:
+    """Whether an output has parameters that no registered loss depends on, of which the first step tells anyway."""
+    registrations = recorder.program.registrations
+    silent = {name for registration in registrations if registration.reason == NO_LOSS for name in registration.owners}
+    return not silent.isdisjoint(str(source.target) for source in ancestors([node]) if source.op == "get_attr")
 
 
 # --- gradients that fit no targets ------------------------------------------------------------------------------------

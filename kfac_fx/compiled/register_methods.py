@@ -26,6 +26,7 @@ from kfac_fx.compiled.fisher_blocks import EMBEDDINGS, KINDS, LINEAR, FisherBloc
 from kfac_fx.compiled.names import Nodes
 from kfac_fx.losses.declared import RegisteredLoss
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
+from kfac_fx.passes.errors import RegistrationError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Approx = str | None
@@ -120,6 +121,13 @@ def declared(function: Method, run: str, fixed: dict[str, Any], raises: str, **w
             raise TypeError(f"{function.__name__}() {error}") from None
         bound.apply_defaults()
         collection = bound.arguments.pop("self")
+        nodes = [name for name in ("strides", "padding") if isinstance(bound.arguments.get(name), fx.Node)]
+        if nodes or bound.arguments.get("outputs", ()) is None:
+            wrong = f"has a node as {' and '.join(nodes)}" if nodes else f"lacks outputs=, {ARGUMENTS['outputs']}"
+            raise RegistrationError(
+                f"{function.__name__} {wrong}. Its arguments are ({', '.join(bound.arguments)}), in the order of TF "
+                "K-FAC: give inputs= and outputs= by name."
+            )
         return getattr(collection, run)(**bound.arguments, **fixed)
 
     lines = [inspect.cleandoc(function.__doc__ or ""), "", "Args:"]

@@ -700,10 +700,11 @@ class CaseRecorder:
         if backward.grouped is not None:
             owners = backward.grouped.owners(shape or (1,))
             if owners is None:
+                numbers = backward.grouped.numbers
                 raise LossError(
-                    f"examples= has numbers of {list(backward.grouped.numbers.shape)} rows and {examples} examples, "
+                    f"examples= has numbers of {list(numbers.shape)} rows and {examples} examples, "
                     f"and the loss has inputs of shape {list(inputs.shape)}: it has neither a row for each of these "
-                    "rows nor one for each example."
+                    f"rows nor one for each example.{without_last(numbers, math.prod(shape))}"
                 )
             wide = (*shape, *[1] * (inputs.dim() - len(shape)))
             return owners.reshape(wide), backward.grouped.slots(owners).reshape(wide)
@@ -963,6 +964,19 @@ def warn_of_noise(model: nn.Module, what: str) -> None:
                 "batch. Call net.eval() before."
             )
         )
+
+
+def without_last(numbers: Tensor, rows: int) -> str:
+    """The end of an error about a loss without a row for a position of each sequence.
+
+    numbers: of examples, [cases, positions].
+    """
+    shifts = numbers.dim() == 2 and rows == numbers.shape[0] * (numbers.shape[1] - 1)
+    return (
+        " If forward compares logits[:, :-1] with labels[:, 1:], write [:, :-1] behind the numbers, too."
+        if shifts
+        else ""
+    )
 
 
 def noisy_modules(model: nn.Module) -> list[str]:

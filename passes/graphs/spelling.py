@@ -1,7 +1,7 @@
 """One spelling for every operation, in the graphs of models and of the layers' forms. Values never change.
 
     aten.linear.default(x, w)                                          ->   F.linear(x, w, None)
-    x.mean(1), aten.mean.dim(x, [1], False)                            ->   torch.mean(x, 1), torch.mean(x, [1])
+    x.mean(1), x.mean(dim=1), aten.mean.dim(x, [1], False)             ->   torch.mean(x, [1])
     native_layer_norm(x, [8], w, b, 1e-05)[0]                          ->   F.layer_norm(x, [8], w, b, 1e-05)
     convolution(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)     ->   F.conv2d(x, w, b, [1, 1], [0, 0], [1, 1], 1)
 
@@ -18,11 +18,11 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from .. import torch_private
 from ..torch_private import STACK_LEVEL, OpOverload, schema
@@ -55,13 +55,15 @@ def respell(graph: fx.Graph) -> None:
             spell_einsum(node)
         elif name == "tensordot":
             spell_tensordot(node)
+        elif name == "norm":
+            spell_vector_norm(node)
         elif name in ("expand", "repeat", "expand_as"):
             spell_expansion(node, name)
         elif isinstance(node.target, OpOverload):
             respell_aten(node, node.target, name)
         elif node.op == "call_method" or node.target is not getattr:
             respell_python(node, name)
-            place_operands(node, name)
+            place_arguments(node, name)
             if node.target is torch.sub and isinstance(node.args[0], (int, float)):  # `1 - x`, which ATen calls rsub
                 node.target, node.args = torch.rsub, (*node.args[1::-1], *node.args[2:])
         if name in OF_TWO and len(node.args) == 2 and isinstance(node.args[1], fx.Node) and node.args[1] not in numbers:
@@ -79,7 +81,6 @@ def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
     return node.op == "call_function" and bool(operands) and numbers.issuperset(operands)
 
 
-OPERANDS = {"input", "other", "self", "tensors"}  # names of arguments of torch's functions
 IGNORED = {"inplace": False, STACK_LEVEL: 3}  # arguments of torch.nn.functional that do not change the result
 
 
@@ -95,24 +96,76 @@ def respell_python(node: fx.Node, name: str) -> None:
         node.op, node.target, node.kwargs = "call_function", function, kwargs
 
 
-def place_operands(node: fx.Node, name: str) -> None:
-    """`torch.add(input=x, other=y)` -> `torch.add(x, y)`. Other arguments stay where they are."""
-    if not node.kwargs or not inspect.isbuiltin(node.target):
+def place_arguments(node: fx.Node, name: str) -> None:
+    """`torch.sum(input=x, dim=-1)` -> `torch.sum(x, [-1])`, as ATen writes a call of the built-in function.
+
+    A call that fits none of the overloads stays as it is, such as one whose dimension is computed in forward.
+    """
+    if not inspect.isbuiltin(node.target):
         return
-    placed = max((leading_keywords(node, arguments) for arguments in schemas(name)), key=len, default=[])
-    node.args = (*node.args, *(node.kwargs[key] for key in placed))
-    node.kwargs = {key: value for key, value in node.kwargs.items() if key not in placed}
+    for arguments in schemas(name):
+        values = values_by_name(node, arguments)
+        if values is None:
+            continue
+        by_position = [argument for argument in arguments if not argument.kwarg_only]
+        args = [values.get(argument.name, argument.default_value) for argument in by_position]
+        node.args = without_defaults(by_position, args)
+        node.kwargs = {
+            argument.name: values[argument.name]
+            for argument in arguments
+            if argument.kwarg_only and argument.name in values and not has_default(argument, values[argument.name])
+        }
+        return
 
 
-def leading_keywords(node: fx.Node, arguments: list[Any]) -> list[str]:
-    """The keywords of those operands of a node that follow its positional arguments in a schema."""
-    keys: list[str] = []
-    for argument in arguments[len(node.args) :]:
-        key = "input" if argument.name == "self" and "input" in node.kwargs else argument.name
-        if key not in node.kwargs or key not in OPERANDS:
-            break
-        keys.append(key)
-    return keys
+def values_by_name(node: fx.Node, arguments: list[Any]) -> dict[str, Any] | None:
+    """The values of a call by the names of an overload's arguments, as ATen writes them; None if they do not fit it."""
+    by_position = [argument for argument in arguments if not argument.kwarg_only]
+    if len(node.args) > len(by_position):
+        return None
+    given = {key: value for key, value in node.kwargs.items() if (key, value) != ("out", None)}
+    if "input" in given and by_position and by_position[0].name == "self":
+        given["self"] = given.pop("input")
+    names = [argument.name for argument in by_position[: len(node.args)]]
+    if not given.keys().isdisjoint(names):
+        return None
+    given |= dict(zip(names, node.args, strict=True))
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        if argument.name not in given:
+            if not argument.has_default_value():
+                return None
+            continue
+        value = given.pop(argument.name)
+        kind = str(argument.type).removeprefix("Optional[").removesuffix("]" * (str(argument.type)[:9] == "Optional["))
+        if isinstance(value, int) and not isinstance(value, bool) and kind == "List[int]" and argument.N is not None:
+            value = [value] * argument.N
+        if not (value is None and kind != str(argument.type)) and not is_kind(value, kind):
+            return None
+        values[argument.name] = value
+    return None if given else values
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "Tensor": (fx.Node,),
+    "int": (int, fx.Node, torch.dtype, torch.layout, torch.memory_format),
+    "float": (float, int, fx.Node),
+    "number": (float, int, complex, fx.Node),
+    "bool": (bool,),
+    "str": (str,),
+    "Device": (torch.device, str),
+}
+
+
+def is_kind(value: Any, kind: str) -> bool:
+    """Whether a value may be an argument of this type in a schema of ATen. A node may be a tensor or a number."""
+    if kind.startswith("List["):
+        inner = kind[5:-1].removeprefix("Optional[").removesuffix("]" * ("Optional" in kind))
+        is_list = isinstance(value, (list, tuple))
+        return is_list and all(
+            is_kind(element, inner) or (element is None and inner != kind[5:-1]) for element in value
+        )
+    return isinstance(value, KINDS.get(kind, ())) and (kind == "bool" or not isinstance(value, bool))
 
 
 @cache
@@ -149,18 +202,22 @@ def schemas(name: str) -> list[list[Any]]:
 
 def respell_aten(node: fx.Node, overload: OpOverload, name: str) -> None:
     """`aten.mean.dim(x, [1], False)` -> `torch.mean(x, [1])`. Operations without a function of `torch` stay."""
-    positional = [a for a in schema(overload).arguments if not a.kwarg_only]
-    args = list(node.args)
-    while args and len(args) <= len(positional) and has_default(positional[len(args) - 1], args[-1]):
-        args.pop()
+    args = without_defaults([a for a in schema(overload).arguments if not a.kwarg_only], list(node.args))
     function = public(name)
     if function is not None and not any(map(leaves_out, args)):
-        node.target, node.args = function, tuple(args)
+        node.target, node.args = function, args
 
 
 def leaves_out(argument: Any) -> bool:
     """Whether a list contains None, as the indices of `x[:, i] = y`; functions of `torch` do not take these."""
     return isinstance(argument, (list, tuple)) and any(element is None for element in argument)
+
+
+def without_defaults(arguments: list[Any], args: list[Any]) -> tuple[Any, ...]:
+    """The values of positional arguments, without the last ones that equal their defaults."""
+    while args and len(args) <= len(arguments) and has_default(arguments[len(args) - 1], args[-1]):
+        args.pop()
+    return tuple(args)
 
 
 def has_default(argument: Any, value: Any) -> bool:
@@ -184,6 +241,20 @@ def spell_tensordot(node: fx.Node) -> None:
     if isinstance(dims, (list, tuple)) and all(isinstance(side, (list, tuple)) for side in dims):
         node.target, node.kwargs = torch.ops.aten.tensordot.default, {}
         node.args = (*node.args[:2], *dims)
+
+
+def spell_vector_norm(node: fx.Node) -> None:
+    """`x.norm(dim=1)` -> `torch.linalg.vector_norm(x, 2, [1])`, which torch.norm calls. Norms of matrices stay."""
+    names = ("input", "p", "dim", "keepdim", "out", "dtype")
+    values: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    order = values.get("p", "fro")
+    if isinstance(node.target, OpOverload) or values.get("out") is not None or order == "nuc":
+        return
+    order = 2 if order in ("fro", None) else order
+    kept = {key: value for key in ("keepdim", "dtype") if (value := values.get(key))}
+    node.op, node.target = "call_function", torch.linalg.vector_norm
+    node.args, node.kwargs = (values["input"], order), {**kept, "dim": values.get("dim")}
+    place_arguments(node, "linalg_vector_norm")
 
 
 def spell_expansion(node: fx.Node, name: str) -> None:
@@ -232,12 +303,12 @@ def order_operands(
                 node.meta[SWAPPED] = not node.meta.get(SWAPPED, False)
 
 
-def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
+def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
     """`x - b` -> `x + b * -1.0`, bit for bit, if one of the two is a parameter: layers are declared with sums only.
 
     The factor is -1.0, because `neg` of unsigned integers wraps around.
     """
-    label = labels(graph, parameters)
+    label = labels(graph, parameters, pure)
     for node in graph.nodes:
         if op_name(node) != "sub" or node.kwargs or len(node.args) != 2:
             continue
@@ -268,6 +339,58 @@ def as_written(graph: fx.Graph) -> None:
         if node.meta.get(SUBTRACTED):
             left, negative = node.args
             node.target, node.args = torch.sub, (left, negative.args[0])
+
+
+# --- einsums of several operands --------------------------------------------------------------------------------------
+
+
+def terms_of(equation: str) -> tuple[list[str], str]:
+    """(the indices of every operand, those of the result). Without an arrow, these are the indices that occur once, in
+    the order of the alphabet."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:
+        result = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+    return terms.split(","), result
+
+
+def in_pairs(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
+    """Spell an einsum of parameters with two other operands or more as einsums of two, which layers are.
+
+    The first activation meets the others one by one: that next, with which the product has the fewest indices.
+    """
+    found = [node for node in graph.nodes if op_name(node) == "einsum" and len(node.args) > 3]
+    label = labels(graph, parameters, pure) if found else {}
+    for node in found:
+        equation, *operands = cast(Any, node.args)
+        terms, result = terms_of(equation) if isinstance(equation, str) else ([], "")
+        twice = any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms)
+        if twice or len(terms) != len(operands) or not any(label.get(value) is Label.PURE for value in operands):
+            continue
+        pairs = list(zip(terms, operands, strict=True))
+        first = next((n for n, operand in enumerate(operands) if label.get(operand) is Label.ACT), 0)
+        term, product = pairs.pop(first)
+        while pairs:
+            others = [other for other, _ in pairs]
+            products = [of_two(term, other, [*others[:n], *others[n + 1 :], result]) for n, other in enumerate(others)]
+            n = min(range(len(products)), key=lambda n: len(products[n]))
+            after = products[n] if len(pairs) > 1 else result
+            other, operand = pairs.pop(n)
+            with graph.inserting_before(node):
+                contraction = graph.call_function(torch.einsum, (f"{term},{other}->{after}", product, operand))
+            contraction.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            values = [value.meta.get("val") for value in (product, operand)]
+            if all(isinstance(value, Tensor) for value in values):
+                contraction.meta["val"] = torch.einsum(contraction.args[0], *values)
+            term, product = after, contraction
+        node.replace_all_uses_with(product)
+        product.meta = dict(node.meta)
+        graph.erase_node(node)
+
+
+def of_two(term: str, other: str, rest: Iterable[str]) -> str:
+    """The indices of a product of two operands, of which the rest of the equation needs some."""
+    both, needed = term + other, set().union(*rest) - {"."}
+    return "..." * ("..." in both) + "".join(dict.fromkeys(index for index in both if index in needed))
 
 
 # --- ATen's own spelling ----------------------------------------------------------------------------------------------

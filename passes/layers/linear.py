@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from ..approximations import EVERY_LAYER
 from ..cases import with_row_mask
 from ..graphs.operations import REQUIRED, XW, Spelling, X, op_name
+from ..graphs.spelling import terms_of
 from ..ir import Attrs
 from ..matrix import Layout, Shape
 from ..torch_private import GROUPED_MM, OpOverload, OpOverloadPacket
@@ -469,15 +470,6 @@ class Contraction:
 
 def spaced(names: Any) -> str:
     return " ".join(names)
-
-
-def terms_of(equation: str) -> tuple[list[str], str]:
-    """(the indices of every operand, those of the result). Without an arrow, these are the indices that occur once, in
-    the order of the alphabet."""
-    terms, arrow, result = equation.replace(" ", "").partition("->")
-    if not arrow:
-        result = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
-    return terms.split(","), result
 
 
 def contraction(attrs: Attrs, weight_first: bool) -> Contraction:

@@ -225,3 +225,25 @@ def test_a_layer_of_two_matrices_is_none_and_says_why() -> None:
         kfac_fx.compile(Gate(), (x,), loss="normal", layers=[gate], linked=[("q.weight", "k.weight")])
     told = " ".join(explain(kfac_fx.compile(Gate(), (x,), loss="normal", layers=[gate]).program, "q.weight").split())
     assert "not gate: its bias, as it is laid out, has not one number for each output of its weight at mul" in told
+
+
+def test_other_arguments_of_the_last_operation_are_the_condition() -> None:
+    """And not operations between the place and the last one, of which there are none."""
+
+    @layer(
+        rows=lambda x, attrs: x.unsqueeze(1),
+        grad_rows=lambda dy, attrs: dy.unsqueeze(1),
+        layouts={"weight": "i -> () i"},
+        example=lambda: (Kept(3), torch.ones(2, 3)),
+    )
+    def summed(x: Tensor, *, weight: Tensor) -> Tensor:
+        return (x * weight).sum(-1)
+
+    class Kept(Weighted):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).sum(-1, keepdim=True)
+
+    for inputs in ((torch.randn(2, 3),), None):
+        condition = at(Kept(3), "mul", summed, inputs=inputs)["summed"].condition
+        assert condition is not None
+        assert condition.startswith("its form has sum(mul, [-1]) where the graph has sum(mul, [-1], True) at sum")

@@ -240,3 +240,18 @@ def test_a_layer_of_ones_own_is_matched_like_the_others() -> None:
     assert match(program.but(layers=collect(squared))).matches == ()
     program = before("match", Toy(lambda x, w: torch.square(F.linear(x, w)), w=(2, 3)))
     assert uses(match(program.but(layers=collect(squared)))) == ["squared(w): x -> square"]
+
+
+def test_a_difference_in_a_form_is_that_of_the_graph() -> None:
+    """`x - weight` is a sum in normalized graphs, and was none in forms."""
+
+    @layer(
+        rows=as_rows, grad_rows=as_rows, layouts={"weight": "o -> o ()"}, example=lambda: (nn.Identity(), torch.ones(1))
+    )
+    def squared(x: Tensor, *, weight: Tensor) -> Tensor:
+        return (x - weight).square()
+
+    model = Toy(lambda x, w: (x - w).square(), w=(5,))
+    for inputs in ((torch.randn(4, 5),), ()):
+        program = match(before("match", model, *inputs, layers=[squared]))
+        assert "squared" in [use.layer for use in program.matches]

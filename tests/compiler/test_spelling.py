@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.graphs.operations import SPELLED_OUT
+from kfac_fx.passes.graphs.operations import SPELLED_OUT, op_name
 from kfac_fx.passes.graphs.spelling import public, respell, spell_native
+from kfac_fx.passes.match import returned
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before
@@ -32,7 +33,7 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
     (X, [lambda x: torch.cat([x, x]), lambda x: torch.cat(tensors=[x, x])]),
     (X, [lambda x: torch.rsub(x, 1), lambda x: torch.rsub(input=x, other=1), lambda x: 1 - x]),
     (X, [lambda x: 2 * x, lambda x: x.mul(2)]),
-    (X, [lambda x: x.mean(1), lambda x: torch.mean(x, 1)]),
+    (X, [lambda x: x.mean(1), lambda x: torch.mean(x, 1), lambda x: x.mean([1]), lambda x: torch.mean(input=x, dim=1)]),
     (X, [lambda x: torch.einsum("ij,kj->ik", x, W), lambda x: torch.einsum("ij,kj->ik", [x, W])]),
     (X, [lambda x: torch.einsum("ij->ji", x), lambda x: torch.einsum("ij->ji", [x])]),
     (X, [lambda x: F.layer_norm(x, (5,)), lambda x: F.layer_norm(x, [5], eps=1e-5)]),
@@ -50,6 +51,117 @@ def last(function: Callable[[Any], Any], *inputs: Tensor) -> tuple[Any, tuple[An
     node = output.all_input_nodes[0]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.op if one.op != "get_attr" else "held")
     return node.target, tuple(tuple(a) if isinstance(a, list) else a for a in args), dict(kwargs)
+
+
+def reduced(name: str) -> list[Callable[[Any], Any]]:
+    """The spellings of a reduction along the last dimension."""
+    return [
+        lambda x: getattr(x, name)(dim=-1),
+        lambda x: getattr(x, name)(dim=[-1]),
+        lambda x: getattr(x, name)(dim=(-1,)),
+        lambda x: getattr(torch, name)(x, dim=-1, keepdim=False),
+        lambda x: getattr(torch, name)(input=x, dim=-1),
+    ]
+
+
+def along(name: str) -> list[Callable[[Any], Any]]:
+    """The spellings of an operation along the last dimension."""
+    return [
+        lambda x: getattr(x, name)(-1),
+        lambda x: getattr(x, name)(dim=-1),
+        lambda x: getattr(torch, name)(x, -1),
+        lambda x: getattr(torch, name)(x, dim=-1),
+        lambda x: getattr(torch, name)(input=x, dim=-1),
+    ]
+
+
+def kept(name: str) -> list[Callable[[Any], Any]]:
+    """The spellings of a reduction that keeps the dimension."""
+    return [
+        lambda x: getattr(x, name)(dim=-1, keepdim=True),
+        lambda x: getattr(torch, name)(x, dim=[-1], keepdim=True),
+        lambda x: getattr(x, name)(keepdim=True, dim=(-1,)),
+    ]
+
+
+ALONG: dict[str, list[Callable[[Any], Any]]] = {
+    **{name: along(name) for name in ("softmax", "log_softmax", "squeeze", "unsqueeze", "cumsum", "prod", "argmax")},
+    **{name: reduced(name) + along(name) for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp")},
+    **{f"{name}, kept": kept(name) for name in ("sum", "mean", "amax", "var", "std", "norm", "logsumexp")},
+    "several": [lambda x: x.sum((0, 1)), lambda x: x.sum([0, 1]), lambda x: x.sum(dim=(0, 1))],
+    "norm": [
+        *reduced("norm"),
+        lambda x: x.norm(2, -1),
+        lambda x: x.norm(p=2, dim=-1),
+        lambda x: torch.linalg.vector_norm(x, dim=-1),
+        lambda x: torch.linalg.vector_norm(x, 2, -1),
+    ],
+    "biased": [
+        lambda x: x.var(-1, unbiased=False),
+        lambda x: x.var(-1, False),
+        lambda x: x.var(unbiased=False, dim=-1),
+    ],
+    "correction": [lambda x: x.var(-1, correction=0), lambda x: x.var(correction=0, dim=[-1])],
+    "F.softmax": [*along("softmax"), lambda x: F.softmax(x, dim=-1), lambda x: F.softmax(x, -1)],
+    "flatten": [
+        lambda x: x.flatten(1),
+        lambda x: x.flatten(1, -1),
+        lambda x: x.flatten(start_dim=1),
+        lambda x: torch.flatten(x, 1, end_dim=-1),
+    ],
+    "transpose": [lambda x: x.transpose(0, 1), lambda x: torch.transpose(x, dim0=0, dim1=1)],
+    "permute": [lambda x: x.permute(1, 0), lambda x: x.permute((1, 0)), lambda x: torch.permute(x, dims=[1, 0])],
+    "stack": [lambda x: torch.stack([x, x], -1), lambda x: torch.stack([x, x], dim=-1)],
+    "cat": [lambda x: torch.cat([x, x], -1), lambda x: torch.cat(dim=-1, tensors=(x, x))],
+    "max": [lambda x: x.max(-1)[0], lambda x: x.max(dim=-1)[0], lambda x: torch.max(x, dim=-1, keepdim=False)[0]],
+}
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize("name", ALONG)
+def test_every_spelling_of_a_dimension_is_one_in_graphs_and_in_forms(name: str, exported: bool) -> None:
+    """Whether there are example inputs does not decide which spelling of a form is right."""
+    written = [*map(in_form, ALONG[name]), *in_model(ALONG[name], exported)]
+    assert written == written[:1] * len(written)
+
+
+def in_form(spelled: Callable[[Any], Any]) -> Any:
+    """The last operation of a layer's form."""
+
+    def form(x: Any, *, weight: Any) -> Any:
+        return spelled(torch.mul(x, weight).cos())
+
+    return written_as(returned(form, ("weight",), len(SPELLED_OUT)))
+
+
+def in_model(spellings: list[Callable[[Any], Any]], exported: bool) -> list[Any]:
+    """The last operations of a model that has all these spellings."""
+    model = Toy(lambda x, w: [spelled(torch.mul(x, w).cos()) for spelled in spellings], w=(5,))
+    graph = before("find_losses", model, *([X] if exported else [])).graph
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    assert len(output.all_input_nodes) == len(spellings)
+    return [written_as(node) for node in output.all_input_nodes]
+
+
+def written_as(node: fx.Node) -> Any:
+    """The function and the arguments of a node, with the operations of other nodes, and with tuples for lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return op_name(value)
+        return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+    return node.target, plain(node.args), {key: plain(value) for key, value in node.kwargs.items()}
+
+
+def test_a_call_that_fits_no_overload_stays_as_it_is() -> None:
+    def computed(x: Tensor, size: int) -> Tensor:
+        return torch.sum(x, dim=size - 1)
+
+    graph = fx.Tracer().trace(computed)  # type: ignore[arg-type]
+    before_it = [(node.args, node.kwargs) for node in graph.nodes]
+    respell(graph)
+    assert [(node.args, node.kwargs) for node in graph.nodes] == before_it
 
 
 @pytest.mark.parametrize(("x", "functions"), SAME)
@@ -89,6 +201,10 @@ def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]])
         (lambda x: x.movedim(0, 1).expand(2, -1, -1).repeat(1, 2, 1).squeeze(), X),
         (lambda x: F.softmax(x, dim=-1).sum(-1, keepdim=True), X),
         (lambda x: torch.fft.rfft(x).real, X),
+        (lambda x: x.norm(dim=-1) + x.norm(3, 1) + torch.norm(x) + x.norm(p=2.0), X),
+        (lambda x: torch.norm(x, dim=(0, 1), keepdim=True) + torch.norm(x, "nuc"), X),
+        (lambda x: F.avg_pool2d(x, 2, padding=1) + F.max_pool2d(x, 2, 2, padding=1), IMAGE),
+        (lambda x: torch.var(x, dim=-1, keepdim=True) + x.std(unbiased=False) + x.var(correction=0, dim=[0]), X),
         (lambda x: torch.where(condition=x > 0, input=x, other=-x), X),  # the operands are not the first arguments
         (lambda x: torch.ops.aten.index_put.default(x, [None, torch.tensor([2, 0])], x[:, 3:]), X),
         (lambda x: x[:, torch.tensor([3, 1])], X),

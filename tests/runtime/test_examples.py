@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -202,6 +203,31 @@ def test_wrong_examples_are_refused(function: Callable[..., Any], error: type[Ex
     estimator.update_covariances(ids, PLACE)
     with pytest.raises(error, match=text):
         estimator.spectrum(damping=1.0).self_scores(Batch(ids, PLACE, targets=ids))
+
+
+def test_a_shift_inside_of_forward_is_told_where_examples_lack_it() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed = Packed()
+
+        def forward(self, ids: Tensor, place: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.packed(ids, place)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    ids = torch.randint(7, PLACE.shape)
+    for end, text in ((6, r"write \[:, :-1\] behind the numbers, too\.$"), (5, ""), (4, "nor one for each example.$")):
+        net = kfac_fx.compile(
+            Shifted(), (ids, PLACE, ids), examples=lambda ids, place, y, end=end: numbered(place, end)
+        )
+        estimator = FisherEstimator(net)
+        estimator.update_covariances(ids, PLACE, ids)
+        with pytest.raises(LossError, match=text) if text else contextlib.nullcontext():
+            estimator.spectrum(damping=1.0).self_scores(Batch(ids, PLACE, ids))
+
+
+def numbered(place: Tensor, end: int) -> Tensor:
+    """The numbers of packed documents, at the positions before `end`."""
+    return ((place == 0).flatten().cumsum(0) - 1).view_as(place)[:, :end]
 
 
 def test_a_batch_on_the_cpu_moves_to_the_device_of_the_parameters() -> None:

@@ -124,3 +124,20 @@ def test_parameters_may_be_given_as_objects() -> None:
         lc.register_generic(nn.Parameter(torch.zeros(1)))
     with pytest.raises(RegistrationError, match=r"'wight' is not a trainable parameter of the model. Did you mean"):
         lc.register_generic("wight")
+
+
+def test_nodes_in_another_order_than_that_of_the_arguments_are_told_with_the_order() -> None:
+    lc = LayerCollection(kfac_fx.capture(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), (torch.zeros(4, 1, 6, 6),)))
+    x, y = lc.inputs_of("0"), lc.outputs_of("0")
+    order = (
+        r"Its arguments are \(params, strides, padding, inputs, outputs, data_format, .*: give inputs= and outputs= by"
+    )
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ((x, y), {}, "register_conv2d has a node as strides and padding. "),
+        ((x,), {"outputs": y}, "register_conv2d has a node as strides. "),
+        ((), {"inputs": x}, "register_conv2d lacks outputs=, the node that the layer computes, or its name. "),
+    ]
+    for nodes, named, text in wrong:
+        with pytest.raises(RegistrationError, match=text + order):
+            lc.register_conv2d(("0.weight", "0.bias"), *nodes, **named)
+    lc.register_conv2d(("0.weight", "0.bias"), inputs=x, outputs=y)

@@ -1240,3 +1240,91 @@ def test_the_factor_of_a_squared_error_of_two_forwards_is_told(kind: str) -> Non
         net.detach()
         texts = [str(warning.message).split(" the mean of")[0] for warning in caught]
         assert texts == ([f"the trained loss is {wanted} times"] if wanted else [])
+
+
+class OneHead(nn.Module):
+    """Returns what `parts` makes of the hidden state and of the outputs of a single head."""
+
+    def __init__(self, parts: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.body, self.head, self.parts = nn.Linear(3, 5), nn.Linear(5, 5), parts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.body(x).tanh()
+        return self.parts(h, self.head(h))
+
+
+def of_classes(outputs: tuple[Tensor, ...]) -> losses.Categorical:
+    return losses.Categorical(outputs[0])
+
+
+def trained_with(weight: float, place: int = 1) -> Any:
+    return lambda outputs: F.cross_entropy(outputs[0], CLASSES) + weight * outputs[place].square().mean()
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_an_output_that_is_trained_and_that_no_loss_reads_is_told(examples: bool) -> None:
+    """Its head is that of a registered loss, so no parameter is without a block."""
+
+    def texts(parts: Any, trained: Any, loss: Any = of_classes, **options: Any) -> list[str]:
+        torch.manual_seed(0)
+        net = kfac_fx.compile(OneHead(parts), (X,) if examples else None, loss=loss)
+        return in_steps(net, trained, X, **options)
+
+    def two(h: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return z[:, :4], z[:, 4:]
+
+    (text,) = texts(two, trained_with(3.0))
+    assert re.match(r"about \d\d% of the gradient of the trained loss comes from \w+ \(test_loss_scale", text)
+    assert "which forward returns and which no registered loss reads: the factors have no curvature of it." in text
+    assert 'estimation_mode="empirical"' in text
+    assert texts(two, trained_with(3.0), estimation_mode="empirical") == []
+    assert (
+        texts(two, trained_with(3.0), lambda o: [losses.Categorical(o[0]), (3.0, losses.Normal(o[1], var=0.5))]) == []
+    )
+    assert texts(two, trained_with(0.0)) == texts(two, trained_with(1e-3)) == []
+    assert texts(lambda h, z: (z[:, :4], z), trained_with(0.0)) == []  # what it is a part of
+    (text,) = texts(lambda h, z: (z[:, :4], h), trained_with(30.0))
+    assert " comes from tanh (test_loss_scale.py" in text
+    assert texts(lambda h, z: (z[:, :4], h), trained_with(0.0)) == []  # its gradient is that of the outputs
+
+
+@pytest.mark.parametrize("trained", [0.0, 1.0])
+def test_a_function_of_registered_outputs_is_no_output_that_no_loss_reads(trained: float) -> None:
+    """Its gradient arrives at the registered outputs."""
+
+    def with_functions(h: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        z = z[:, :4]
+        return z, z.softmax(-1), z.max(-1).values, z.reshape(-1), z.argmax(-1)
+
+    for inputs in ((X,), None):  # without them, the classes at the end are outputs, too, which ended in torch's error
+        torch.manual_seed(0)
+        net = kfac_fx.compile(OneHead(with_functions), inputs, loss=of_classes)
+        assert not [text for text in in_steps(net, trained_with(trained), X) if "no registered loss reads" in text]
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_an_output_with_a_head_of_its_own_is_told_once(examples: bool) -> None:
+    """Its head has no curvature, of which the first step warns."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.classes, self.other = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.body(x).tanh()
+            return self.classes(h), self.other(h)
+
+    net = kfac_fx.compile(TwoHeads(), (X,) if examples else None, loss=of_classes)
+    (text,) = in_steps(net, trained_with(3.0), X)
+    assert text.startswith("the trained loss depends on parameters that no registered loss depends on: other.")
+
+
+def test_an_output_of_many_cases_that_no_loss_reads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the first cases are compared."""
+    monkeypatch.setattr(loss_scale, "LIMIT", 15)
+    torch.manual_seed(0)
+    net = kfac_fx.compile(OneHead(lambda h, z: (z[:, :4], z[:, 4:])), (X,), loss=of_classes)
+    (text,) = in_steps(net, trained_with(3.0), X)
+    assert "which no registered loss reads" in text

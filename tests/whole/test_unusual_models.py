@@ -324,7 +324,10 @@ def test_the_second_input_of_a_declared_layer_is_an_attribute() -> None:
         return torch.einsum("bi,bj,ijk->bk", x, z, weight)
 
     model, x = OfTwo(), torch.randn(7, 4)
+    symbolic = kfac_fx.compile(model, loss="normal", layers=[of_two], strict=True)
+    assert "of_two(weight)" in map(str, symbolic.registrations)
     net = kfac_fx.compile(model, (x,), loss="normal", layers=[of_two], strict=True)
+    assert "of_two(weight)" in map(str, net.registrations)
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
     estimator.update_covariances(x)
     pairs = torch.einsum("bi,bj->bij", model.first(x), model.second(x)).flatten(1)
