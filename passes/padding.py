@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from .cases import CaseOrder
-from .errors import LayerError, fatal, where
+from .errors import LayerError, ModelChangedError, fatal, where
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import JOINS, SHAPE_ONLY, op_name
 from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
@@ -325,11 +325,13 @@ def in_words(node: fx.Node) -> str:
 
 def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     """The sizes of a mask. Those that no use and no other input has, since forward only expands the mask or does not
-    read it, are those of the other inputs that are as large in the example, if that is clear."""
+    read it, are those of the other inputs that are as large in the example, if that is clear. As many cases as the
+    graph has in the example are these, also where the mask is a function of their input and of lengths."""
     cases, positions = mask.meta["val"].shape
     behind = everything_behind([mask])
     others = [node for node in program.inputs if node not in behind]
     inputs = [size for node in others for size in shape_of(node)]
+    known = {str(size): size for node in program.inputs for size in shape_of(node)}
     outputs = [use.output for registration in program.registrations for use in registration.uses]
     of_uses = {str(size) for node in outputs for size in shape_of(node)}
     elsewhere = of_uses | {str(size) for node in others for size in shape_of(node)}
@@ -338,12 +340,13 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
         is_number = first is not None and str(of_mask).isdigit() and not first.isdigit()  # as features may be, too
         if str(of_mask) in elsewhere and not is_number:
             return of_mask
+        if first in known and in_example(known[first]) == in_example(of_mask):
+            return known[first]
         alike = {str(size): size for size in inputs if in_example(size) == in_example(of_mask)}
         if first is None:  # positions: not the cases, and those of uses where targets are as long
             alike = {name: size for name, size in alike.items() if name != program.cases}
             alike = {name: size for name, size in alike.items() if name in of_uses} or alike
-        chosen = first if first in alike else next(iter(alike)) if len(alike) == 1 else None
-        return of_mask if chosen is None else alike[chosen]
+        return next(iter(alike.values())) if len(alike) == 1 else of_mask
 
     return same(cases, program.cases), same(positions, None)
 
@@ -380,8 +383,17 @@ def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def spread(mask: Tensor, dims: Iterable[int], shape: Sequence[int]) -> Tensor:
-    """The mask along `dims` of a tensor of this shape, the same one twice if they are merged: a view."""
+    """The mask along `dims` of a tensor of this shape, the same one twice if they are merged: a view.
+
+    Raises ModelChangedError for another number of cases: those of a mask and of the batch were equal in the example.
+    """
     dims = tuple(dims)
+    if mask.shape[0] * (mask.shape[1] if dims[0] == dims[1] else 1) != shape[dims[0]]:
+        raise ModelChangedError(
+            f"padding_mask has shape {list(mask.shape)}, and dimension {dims[0]} of an output {list(shape)} counts the "
+            f"{'positions of all ' * (dims[0] == dims[1])}cases; with the first inputs the mask had as many.\n"
+            "Pass forward a mask, or the lengths from which padding_mask computes it, of every case of the batch."
+        )
     if len(set(dims)) < len(dims):
         mask, dims = mask.reshape(-1), dims[:1]
     mask = mask.permute(sorted(range(len(dims)), key=dims.__getitem__))

@@ -54,6 +54,7 @@ from kfac_fx.passes.errors import (
     ApproximationError,
     LayerError,
     LinkError,
+    ModelChangedError,
     RegistrationError,
     UntraceableError,
     fatal,
@@ -226,7 +227,7 @@ class FisherProduct:
             with LookupsAsInBackward():
                 values, pushed = torch.func.jvp(function, point, tangents)[:2]
         except (RuntimeError, KeyError) as error:
-            if fatal(error):
+            if fatal(error) or isinstance(error, ModelChangedError):
                 raise
             if BAGS in str(error):
                 with BagsByLookups(), LookupsAsInBackward():

@@ -149,6 +149,61 @@ def test_a_function_of_the_inputs_is_a_mask() -> None:
         assert shorter.cases == 8 and shorter.statistics["table.weight",]["count"] == 8
 
 
+class Lengths(nn.Module):
+    """A head on features of the positions; of the lengths, forward reads at most the shape."""
+
+    def __init__(self, features: nn.Module, tied: bool = False) -> None:
+        super().__init__()
+        self.features, self.head, self.tied = features, nn.Linear(6, 5), tied
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        features = self.features(x)
+        out: Tensor = self.head(features[0] if isinstance(features, tuple) else features)
+        return out + 0 * lengths[:, None, None] if self.tied else out
+
+
+def of_lengths(x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]) < lengths[:, None]
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 6), lambda: nn.GRU(4, 6, batch_first=True)])
+def test_lengths_that_forward_does_not_read_make_a_mask(make: Callable[[], nn.Module]) -> None:
+    """The capture has a symbol for their number and another one for the cases."""
+    model = Lengths(make())
+    both = Lengths(model.features, tied=True)
+    both.head = model.head
+    x, lengths = torch.randn(3, 5, 4), torch.tensor(LENGTHS)
+    free, tied = (kfac_fx.compile(m, (x, lengths), loss="categorical", padding_mask=of_lengths) for m in (model, both))
+    assert not free.program.unmasked and free.report.to_dict()["fallbacks"] == []
+    x, lengths = torch.randn(4, 6, 4), torch.tensor([3, 6, 1, 4])
+    here, expected = (net.record((x, lengths), {}, mode="exact") for net in (free, tied))
+    assert here.cases == expected.cases == 14
+    assert here.statistics["head.weight", "head.bias"]["count"] == 14
+    same(sums(here), sums(expected))
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_other_lengths_than_cases_are_refused(number: int) -> None:
+    """One length would be that of every case by broadcasting."""
+    x, lengths = torch.randn(3, 5, 4), torch.tensor(LENGTHS)
+    net = kfac_fx.compile(Lengths(nn.Linear(4, 6)), (x, lengths), loss="categorical", padding_mask=of_lengths)
+    x, lengths = torch.randn(4, 5, 4), torch.ones(number, dtype=torch.long)
+    text = (
+        rf"^padding_mask has shape \[{number}, 5\], and dimension 0 of an output \[4, 5, \d\] counts the cases; "
+        r"with the first inputs the mask had as many\.\n"
+        r"Pass forward a mask, or the lengths from which padding_mask computes it, of every case of the batch\.$"
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: net.record((x, lengths), {}),
+        lambda: net.fisher_product(x, lengths)({name: torch.ones_like(p) for name, p in net.named_parameters()}),
+        lambda: (net(x, lengths).logsumexp(-1).mean().backward(), optimizer.step()),
+    ]
+    optimizer = KFAC(net)
+    for call in calls:
+        with pytest.raises(kfac_fx.ModelChangedError, match=text):
+            call()
+
+
 def test_a_model_without_example_inputs_is_masked_from_its_first_forward() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5))
     net = kfac_fx.compile(model, loss="categorical", padding_mask=lambda ids: ids > 0)

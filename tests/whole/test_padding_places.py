@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.losses import Normal
-from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError
 from kfac_fx.passes.padding import spread
 from tests.whole.padded import MASK, Judge, batch, masked, nets
 
@@ -221,3 +221,5 @@ def test_spreading_a_mask() -> None:
     assert torch.equal(spread(mask, (0, 1), (2, 3, 4)), mask.unsqueeze(-1).expand(2, 3, 4))
     assert torch.equal(spread(mask, (2, 0), (3, 4, 2)), mask.mT.unsqueeze(1).expand(3, 4, 2))
     assert torch.equal(spread(mask, (1, 1), (4, 6)), mask.flatten().expand(4, 6))
+    with pytest.raises(ModelChangedError, match=r"0 of an output \[8, 4\] counts the positions of all cases;"):
+        spread(mask, (0, 0), (8, 4))
