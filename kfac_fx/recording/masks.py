@@ -55,6 +55,7 @@ from kfac_fx.passes.padding import OTHER_SEQUENCES, padding
 from kfac_fx.passes.parametrization import with_nodes
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.tracing.substitutes import lengths_in
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.meeting_cases import collected, collecting_taps, revealing, row_probes
 from kfac_fx.recording.statistics import Key, Rows
@@ -293,16 +294,18 @@ def traced_mask(
 
     shapes = [node.meta["val"] for node in inputs]
     try:
-        with getattr(shapes[0], "fake_mode", nullcontext()):
+        with getattr(shapes[0], "fake_mode", nullcontext()), lengths_in([function]):
             value = called_on(shapes)
-        with program.graph.inserting_before(inputs[-1].next):
+        with program.graph.inserting_before(inputs[-1].next), lengths_in([function]):
             result = called_on([fx.Proxy(node) for node in inputs])
     except Exception as error:
         if fatal(error):
             raise
+        of_len = "'len' is not supported" in str(error)  # in another file; torch.fx would have it wrapped
         raise RegistrationError(
-            f"padding_mask cannot be traced: {first_line(error)}\nWrite it with tensor operations on the "
-            "arguments of forward, as in padding_mask=lambda ids: ids != 0."
+            "padding_mask cannot be traced: "
+            f"{'it takes len() of a tensor: write x.shape[0] instead of len(x)' if of_len else first_line(error)}\n"
+            "Write it with tensor operations on the arguments of forward, as in padding_mask=lambda ids: ids != 0."
         ) from error
     if not isinstance(result, fx.Proxy):
         raise RegistrationError(f"padding_mask returned a {type(value).__name__} that does not depend on the inputs")

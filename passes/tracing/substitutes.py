@@ -44,8 +44,8 @@ own, as those under torch.no_grad: no pass reads these.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature, unwrap
@@ -333,22 +333,27 @@ class Bags(TorchFunctionMode):
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
+def symbolic_lengths(model: nn.Module) -> AbstractContextManager[list[Any]]:
+    """`lengths_in` the files that define the model's classes."""
+    return lengths_in(function for module in model.modules() for function in forwards_of(module))
+
+
 @contextmanager
-def symbolic_lengths(model: nn.Module) -> Iterator[list[Any]]:
-    """Inside, `len(x)` is `x.shape[0]` in the files that define the model's classes. Python's own is a number, so that
-    the graph would hold for batches of one size alone.
+def lengths_in(functions: Iterable[Callable[..., Any]]) -> Iterator[list[Any]]:
+    """Inside, `len(x)` is `x.shape[0]` in the files of these functions. Python's own is a number, so that the graph
+    would hold for batches of one size alone, and a proxy of torch.fx has none.
 
     Yields the sizes that were given where Python's own is a number, and which code may refuse: `cache[len(x)]`.
     """
     given: list[Any] = []
 
     def length(value: Any) -> Any:
-        size = value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+        symbolic = isinstance(value, fx.Proxy) or (isinstance(value, Tensor) and value.dim())
+        size = value.shape[0] if symbolic else len(value)
         given.extend([size] if isinstance(size, torch.SymInt) else [])
         return size
 
-    forwards = (function for module in model.modules() for function in forwards_of(module))
-    scopes = {id(scope): scope for scope in (getattr(unwrap(forward), "__globals__", {}) for forward in forwards)}
+    scopes = {id(scope): scope for scope in (getattr(unwrap(function), "__globals__", {}) for function in functions)}
     replaced = [scope for scope in scopes.values() if "len" not in scope and not of_torch(scope)]
     for scope in replaced:
         scope["len"] = length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -182,6 +183,20 @@ def test_lengths_that_forward_does_not_read_make_a_mask(make: Callable[[], nn.Mo
     same(sums(here), sums(expected))
 
 
+def test_a_mask_takes_the_length_of_a_tensor() -> None:
+    """Also of the one that was built in the function. Later batches have other lengths."""
+    x, lengths = torch.randn(3, 5, 4), torch.tensor(LENGTHS)
+
+    def mask(x: Tensor, lengths: Tensor) -> Tensor:
+        real = torch.arange(x.shape[1]).expand(len(x), -1) < lengths[:, None]
+        return real & (torch.arange(len(x[0]) + len(lengths))[: x.shape[1]] < lengths[:, None])
+
+    net = kfac_fx.compile(Lengths(nn.Linear(4, 6)), (x, lengths), loss="categorical", padding_mask=mask)
+    assert net.record((x, lengths), {}).cases == 10
+    assert net.record((torch.randn(2, 7, 4), torch.tensor([7, 1])), {}).cases == 8
+    assert len(net.captures.recorders) == 1 and "len" not in globals()
+
+
 @pytest.mark.parametrize("number", [1, 3, 5])
 def test_other_lengths_than_cases_are_refused(number: int) -> None:
     """One length would be that of every case by broadcasting."""
@@ -269,6 +284,10 @@ def test_a_loss_that_is_a_function_counts_what_is_real_in_it() -> None:
             "padding_mask='attention_masks' is no argument of Small.forward. Did you mean 'attention_mask'?",
         ),
         (lambda ids, attention_mask: 0 if ids.sum() > 3 else 1, "padding_mask cannot be traced: "),
+        (
+            partial(lambda ids, attention_mask: torch.ones(len(ids), 5) * attention_mask),
+            "padding_mask cannot be traced: it takes len() of a tensor: write x.shape[0] instead of len(x)\nWrite",
+        ),
         (lambda ids, attention_mask: torch.ones(3, 5), "padding_mask returned a "),
         (lambda ids, attention_mask: attention_mask[:, None], "padding_mask has shape ["),
     ],
