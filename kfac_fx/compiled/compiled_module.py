@@ -172,7 +172,7 @@ class FisherProduct:
         }
         check_kinds(vector, shapes)
         lead = leading(vector, shapes)
-        check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
+        check_fits(vector, shapes, alone=True, lead=lead)
 
         def product(vector: dict[str, Tensor], transposed: bool) -> dict[str, Tensor]:
             return one_by_one(self.of_one, vector, shapes)  # F is symmetric

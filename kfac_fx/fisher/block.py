@@ -585,7 +585,7 @@ class BlockDiagonalFisher(Operator):
         if idle and idle != shapes.keys():
             groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
             shapes = {name: shape for name, shape in shapes.items() if name not in idle}
-        check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
+        check_fits(vector, shapes, alone=True, lead=lead)
         if root != 1 and self._never_inverted:
             raise without_inverse(self.blocks[key].registration for key in sorted(self._never_inverted))
 

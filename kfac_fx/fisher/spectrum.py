@@ -475,7 +475,7 @@ class Spectrum:
         vector = real_vector(vector)
         check_kinds(vector, self.shapes)
         lead = leading(vector, self.shapes)
-        check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
+        check_fits(vector, self.shapes, alone=True, lead=lead)
         whole = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
         many = {name: tensor.reshape(math.prod(lead), *self.shapes[name]) for name, tensor in whole.items()}
         return lead, split(many, self.registrations, 1)

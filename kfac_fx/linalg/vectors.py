@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -216,20 +217,27 @@ def like_vector(product: Tensors, vector: Vector) -> Tensors:
     }
 
 
-def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
+def check_fits(
+    vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False, lead: tuple[int, ...] = ()
+) -> None:
     """Raises NotRegisteredError with all names that are missing, of another shape or, if the vector is of these
-    parameters alone, unknown; TypeError if the vector is not a mapping."""
+    parameters alone, unknown; TypeError if the vector is not a mapping. lead: the additional dimensions in front."""
     if not isinstance(vector, Mapping):
         raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
     missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
-    misshapen = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
+    misshapen = [name for name in shapes if name in vector and tuple(vector[name].shape) != (*lead, *shapes[name])]
     if not (missing or unknown or misshapen):
         return
     lines = ["the vector does not fit the registered parameters:"]
     lines += [f"  missing  {name}" for name in missing]
     lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
     lines += [f"  {name} is {list(vector[name].shape)}, the parameter {list(shapes[name])}" for name in misshapen]
-    if any((*vector[name].shape, 2) == tuple(shapes[name]) for name in misshapen):
+    if lead and misshapen:
+        lines.append(
+            f"The other tensors of the vector have the additional dimensions {list(lead)} in front; "
+            "all must have the same."
+        )
+    if any((*vector[name].shape, 2) == (*lead, *shapes[name]) for name in misshapen):
         lines.append("Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2].")
     if unknown:  # frozen parameters, or those that `variables` leaves out
         lines.append("Pass only the parameters that are estimated: estimator.parameters.")
@@ -257,11 +265,14 @@ def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The additional dimensions of a vector, in front of those of the parameters."""
-    name = next((name for name in shapes if name in vector), None) if isinstance(vector, Mapping) else None
-    if name is None:
-        return ()
-    return tuple(vector[name].shape[: max(0, vector[name].dim() - len(shapes[name]))])
+    """The additional dimensions of a vector, in front of those of the parameters: those that most of its tensors have,
+    so that `check_fits` names the others; none, if as many tensors have none."""
+    votes: Counter[tuple[int, ...]] = Counter()
+    for name in shapes if isinstance(vector, Mapping) else ():
+        rank = len(shapes[name])
+        if name in vector and (shape := tuple(vector[name].shape))[len(shape) - rank :] == tuple(shapes[name]):
+            votes[shape[: len(shape) - rank]] += 1
+    return max(votes, key=lambda lead: (votes[lead], not lead), default=())
 
 
 # From (a vector, whether the map is transposed) to a vector of the same names and shapes.

@@ -265,6 +265,9 @@ def test_wrong_vectors_are_refused_and_models_without_forward_mode_told() -> Non
         product({"wieght": torch.randn(2, 3), "bias": torch.randn(2)})
     with pytest.raises(kfac_fx.NotRegisteredError, match=r"weight is \[3, 2\], the parameter \[2, 3\]"):
         product({"weight": torch.randn(3, 2), "bias": torch.randn(2)})
+    with pytest.raises(kfac_fx.NotRegisteredError) as other:  # the first one is named, and not those that fit
+        product({"weight": torch.randn(1, 2, 3), "bias": torch.randn(2)})
+    assert "weight is [1, 2, 3], the parameter [2, 3]" in str(other.value) and "bias" not in str(other.value)
     with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, not a Tensor"):
         product(torch.randn(8))  # type: ignore[arg-type]
 
