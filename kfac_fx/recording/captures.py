@@ -18,6 +18,7 @@ sum is twice as large.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -87,7 +88,7 @@ from kfac_fx.recording.model_checks import (
     refuse_without_values,
 )
 from kfac_fx.recording.output_losses import probably_mean
-from kfac_fx.recording.progress import phase, working
+from kfac_fx.recording.progress import LOG, phase, working
 from kfac_fx.recording.proof import prove
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import ExamplesOf, Key, PendingMoments
@@ -213,6 +214,7 @@ def with_all_twice(
 
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
+MANY_VALUES = 3  # of an argument, from which on it is said that each makes a capture
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
 LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
@@ -433,6 +435,9 @@ class CaptureCache:
         refusal: the error of torch.fx, if it could not trace the whole model.
         copied: whether the model is that of a copy, whose original was captured with inputs.
         recorders: by kind of call, the least recently used first.
+        numbers: the values of every argument of forward that is a Python number, by its name and by what is alike in
+            the captured calls.
+        changing: how many values those of these arguments have had that made many captures by nothing else.
     """
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
@@ -450,6 +455,8 @@ class CaptureCache:
         self.copied = False
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self.outdated = False  # parameters were unfrozen since the first capture
+        self.numbers: dict[tuple[str, Any], set[float]] = {}
+        self.changing: dict[str, int] = {}
 
     def trace_symbolically(self) -> None:
         """Capture without inputs. If torch.fx cannot trace the whole model, the first training forward decides."""
@@ -652,7 +659,26 @@ class CaptureCache:
         self.recorders.move_to_end(key)
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
+        self.note_numbers(args, kwargs)
         return recorder
+
+    def note_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the Python numbers among the arguments of a call that was captured; log those that change."""
+        try:
+            call = inspect.signature(self.model.forward).bind(*args, **kwargs)
+        except TypeError:  # a signature that is not that of the call
+            return
+        for name, value in [*call.arguments.items()]:
+            if type(value) in (int, float):
+                call.arguments[name] = None
+                alike = capture_key(self.structure.modules, self.structure.parameters, call.args, call.kwargs)
+                call.arguments[name] = value
+                values = self.numbers.setdefault((name, alike), set())
+                values.add(value)
+                if MANY_VALUES <= len(values) > self.changing.get(name, 0):
+                    if name not in self.changing:
+                        LOG.warning(changes(name, len(values)))
+                    self.changing[name] = len(values)
 
     @property
     def masked(self) -> bool:
@@ -790,6 +816,14 @@ class CaptureCache:
             return self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
+
+
+def changes(name: str, count: int) -> str:
+    """The sentence for an argument of `CaptureCache.changing`."""
+    return (
+        f"argument {name} of forward has had {count:,} values as a Python number, and every one is a capture of its "
+        f"own, which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
+    )
 
 
 def drop_gathered(model: nn.Module) -> None:

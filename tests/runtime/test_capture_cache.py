@@ -43,6 +43,29 @@ def test_a_guard_that_fails_captures_again() -> None:
         assert count(net) == number
 
 
+def test_a_number_that_changes_and_makes_captures_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in the log, and in the report with its newest count. Other kinds of calls are counted apart."""
+    said: list[str] = []
+    monkeypatch.setattr(captures.LOG, "warning", said.append)
+    x, mask = torch.randn(6, 4, 4), torch.ones(6, 4, 3)
+    net = net_of(Switching(), x)
+    for given, scale in ((None, 1.0), (None, 2.0), (mask, 3.0), (mask, 4.0), (None, 2.0)):
+        net.record((x, given, scale), {})
+    net.record((torch.randn(6, 7, 4), None, 2.0), {})  # of other sizes
+    assert net.report.to_dict()["fallbacks"] == said == []
+    net.record((x,), {"scale": 5.0})
+    net.record((x, None), {"scale": 6.0})
+    net.record((x, None, 7.0), {})
+    net.record((x, mask, 8.0), {})
+    text = (
+        "argument scale of forward has had {} values as a Python number, and every one is a capture of its own, which "
+        "takes time: pass a tensor, torch.tensor(scale), if forward only computes with it"
+    )
+    assert said == [text.format(3)]
+    assert net.report.to_dict()["fallbacks"] == [text.format(4)]
+    assert len({id(net.recorder((x, None, torch.tensor(scale)), {})) for scale in (0.5, 0.7, 0.9)}) == 1
+
+
 @pytest.mark.parametrize(
     "option", [{"batch_dim": 1}, {"padding_mask": lambda x: x[..., 0] != 0}], ids=lambda x: next(iter(x))
 )
