@@ -24,7 +24,8 @@ squared errors, such as Huber's: then the equation gives any number. So a factor
 
 A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it
 shows the weight and the target. A weight of zero is a case that the trained loss leaves out. Label smoothing changes e
-alone, and the curvature does not depend on e.
+alone, and the curvature does not depend on e. A row of zeros in the gradient of a squared error, or of binary events,
+is left out, too: outputs that are exactly their targets are rare.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from kfac_fx.compiled.report import fold
 from kfac_fx.linalg.matrices import dense, is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import MultiBernoulli, Normal
-from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses
-from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses, expression_of
+from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction, NormalMeanVariance
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
@@ -64,8 +65,8 @@ ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
 CERTAIN = 0.999  # a probability
 SMALL = 0.1  # a part of the gradient that is not worth a warning
 LEFT_OUT = (
-    "the trained loss leaves out {} of {} cases, whose gradient is zero, and the factors have them: {} of their sums "
-    "are of cases that are not trained. {}"
+    "the trained loss leaves out {} of {} {kind}, whose gradient is zero, and the factors have them: {} of their sums "
+    "are of {kind} that are not trained. {}"
 )
 IF_PADDING = (
     "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
@@ -77,6 +78,10 @@ HOW_TO_LEAVE_OUT = (
     "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
     "as the nodes of a graph without labels, name the outputs of the others: "
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
+)
+HOW_TO_LEAVE_OUT_ELEMENTS = (
+    '{} let forward compute the loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they '
+    "are the same in every batch, name the outputs of the others: loss=lambda outputs: {}."
 )
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
@@ -218,11 +223,54 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has
     lines = []
     if left_out > SMALL * cases:
         remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
-        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy))
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
     if high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
     return lines
+
+
+def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tuple[int, int]:
+    """(the rows that the trained loss leaves out, the rows that the registered one has) of a Normal or MultiBernoulli
+    loss; no rows of another.
+
+    A row is the last axis of the inputs, and a whole case of images. Rows do not count whose gradient is zero though
+    they are trained: those of certain predictions, and outputs of zero, which targets of zero fit.
+
+    coefficient, gradient: as of `weights_of_cases`.
+    """
+    inputs = loss.inputs.detach()
+    is_known = isinstance(loss, Normal | NormalMeanVariance | MultiBernoulli)
+    if not is_known or gradient.shape != inputs.shape or not gradient.numel():
+        return 0, 0
+    counted = torch.ones_like(inputs, dtype=torch.bool) if loss.real_elements is None else loss.real_elements
+    if loss.kept is not None:
+        counted = counted & loss.kept.view(*loss.kept.shape, *[1] * (inputs.dim() - loss.kept.dim()))
+    if isinstance(coefficient, Tensor) and coefficient.dim():
+        counted = counted & (coefficient != 0)
+    if isinstance(loss, MultiBernoulli):
+        p = inputs.double().sigmoid()
+        tells = (p > 1 - CERTAIN) & (p < CERTAIN)
+    else:
+        tells = inputs != 0
+    shape = (-1, 1) if inputs.dim() < 2 else (len(inputs), -1) if inputs.dim() > 3 else (-1, inputs.shape[-1])
+    in_rows, trained, telling = (of.reshape(shape).any(-1) for of in (counted, counted & (gradient != 0), tells))
+    zero, rows = torch.stack([(in_rows & ~trained & telling).sum(), in_rows.sum()]).tolist()
+    return (zero, rows) if bool(trained.any()) else (0, rows)
+
+
+def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
+    """The line of the warning about rows that the trained loss leaves out; see `rows_left_out`."""
+    loss, spec = reached.loss, reached.spec
+    left_out, rows = rows_left_out(loss, reached.weight, reached.gradient)
+    if left_out <= SMALL * rows:
+        return []
+    of_torch = spec.of_torch if isinstance(spec, LossSpec) else None
+    others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
+    written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
+    remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(IF_MASKED if has_mask else IF_PADDING, written)
+    kind = "positions" if loss.inputs.dim() == 3 else "cases"
+    return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
 
 
 def part_around(
@@ -989,6 +1037,7 @@ def check_scale(
             has_mask = used[0].recorder.program.mask is not None if used else False
             for reach in reached:
                 lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
+                lines += lines_of_rows(reach, has_mask)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
                 lines += unread
@@ -1374,7 +1423,8 @@ def no_events(reached: Reached) -> str | None:
     """The line of the warning, for a declared MultiBernoulli loss that is not the trained one.
 
     With targets t from 0 to 1 its gradient is s (p - t), so it is between s (p - 1) and s p, with the factor s of a
-    case. It sums to zero over the last axis by chance alone. Targets of 0 and 1 fit, whatever s is.
+    case of those that are trained. It sums to zero over the last axis by chance alone. Targets of 0 and 1 fit, whatever
+    s is.
     """
     loss, gradient, s = reached.loss, reached.gradient, reached.of_case
     if not isinstance(loss, MultiBernoulli) or not s or not gradient.any() or gradient.shape != loss.inputs.shape:
@@ -1389,7 +1439,8 @@ def no_events(reached: Reached) -> str | None:
             "either, leave loss= out, and the factors are those of the gradients that training sends back."
         )
     probabilities = loss.inputs.detach().sigmoid()
-    parts = gradient / s
+    left_out, rows = rows_left_out(loss, reached.weight, gradient)
+    parts = gradient / s * ((rows - left_out) / rows)  # a mean over the rows that are trained
     beyond = (parts - probabilities).clamp(min=0) + (probabilities - 1 - parts).clamp(min=0)
     part = float(beyond.sum() / parts.abs().sum())
     if part <= NO_CLASSES or float(parts.abs().max()) >= LARGE:  # those of a GradScaler are larger

@@ -614,6 +614,7 @@ def real_losses(
     for (_, loss), (_, other) in zip(losses, changed, strict=True):
         differs = loss.inputs != other.inputs
         real_cases = differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1)
+        loss.real_elements = differs
         loss.real = real_cases if loss.kept is None else real_cases & loss.kept
         loss.real_cases = int(loss.real.sum())
     return losses
