@@ -529,8 +529,13 @@ class Watched:
         A loss comes as (coefficient as registered, weight of its mean over its own cases, loss).
         """
         constants = [value.detach().requires_grad_(is_differentiable(value)) for value in self.fisher]
-        pairs = self.on(constants) if self.padding is None else real_losses(self.on, constants, *self.padding[::-1])
-        means = self.recorder.losses.averaged(pairs)
+        losses = self.recorder.losses
+        if self.padding is None:
+            pairs = self.on(constants)
+        else:
+            mask, dims = self.padding
+            pairs = real_losses(self.on, constants, dims, mask, losses.averages_elements)
+        means = losses.averaged(pairs)
         return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
 
     def on(self, fisher: Sequence[Tensor]) -> WeightedLosses:
@@ -987,8 +992,8 @@ def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
 
 
 def part_with_targets(loss: LossFunction) -> float:
-    """The part of the cases that has a target."""
-    kept = loss.not_ignored()
+    """The part of the cases that has a target, and of those of other losses the part that is no padding."""
+    kept = loss.real if loss.ignored is None else loss.not_ignored()
     return 1.0 if kept is None else max(1, int(kept.sum())) / loss.all_cases
 
 
@@ -1361,7 +1366,7 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
     found = []
     for loss, weight, gradient in pairs:
         if gradient is not None and bool(gradient.isfinite().all()):
-            cases = loss.all_cases / watched.part if reduction == "mean" else 1.0
+            cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
             found.append(Reached(loss, weight, gradient, spec, of_case))
