@@ -56,7 +56,7 @@ from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
-from kfac_fx.recording.output_losses import real_losses
+from kfac_fx.recording.output_losses import real_losses, share_of_real
 from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 
@@ -321,11 +321,13 @@ class SquaredError:
         loss: its distribution.
         weight: of its mean over cases.
         gradient: the trained one, of its inputs.
+        padded: see `of_padding_too`.
     """
 
     loss: Normal
     weight: float
     gradient: Tensor
+    padded: float | None = None
 
     @property
     def size(self) -> float:
@@ -343,10 +345,11 @@ class SquaredError:
         micro-batches."""
         cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
         usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
+        of_padding = () if self.padded is None else (self.padded,)
         powers = [2.0**exponent for exponent in range(-16, 17)]
         tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
         for part in dict.fromkeys((1, parts)):
-            yield from (number / part for number in (*usual, *powers, *tens, 1 / 3))
+            yield from (number / part for number in (*usual, *of_padding, *powers, *tens, 1 / 3))
 
 
 def factors_of_squares(
@@ -839,9 +842,10 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             if targets is None and isinstance(loss, Normal):
                 if are_residuals(loss.inputs.detach(), gradient):
                     targets = torch.zeros_like(gradient)
-                elif bool((gradient != 0).all()):  # all of them are trained
+                elif bool(((gradient != 0) | is_padding(loss)).all()):  # all of them are trained
                     unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec, of=len(weighted))
-                    squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
+                    square = SquaredError(loss, weight, gradient / loss_scale, of_padding_too(loss, spec))
+                    squares.append((square, unknown))
             if targets is None:
                 rest = rest if isinstance(loss, Normal) else None
                 continue
@@ -876,6 +880,20 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
     return known or factor_of_returned(watched, weighted)
+
+
+def is_padding(loss: LossFunction) -> Tensor | bool:
+    """[inputs...], the elements that are padding; False: none of them."""
+    return False if loss.real_elements is None else ~loss.real_elements
+
+
+def of_padding_too(loss: LossFunction, spec: object) -> float | None:
+    """The factor of a mean over all elements, of which some are padding; None if the declared loss is no such mean, or
+    there is no padding."""
+    of_torch = spec.of_torch if isinstance(spec, LossSpec) else None
+    if of_torch is None or not of_torch.averages_elements or loss.real_elements is None:
+        return None
+    return 1 / share_of_real(loss)
 
 
 def value_of(loss: LossFunction) -> float:
@@ -1209,6 +1227,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: {over}"),
     ]
+    if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
+        usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
     other = f"{scaler}take the factor out, or {register}"

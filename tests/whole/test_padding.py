@@ -329,7 +329,7 @@ TRAINED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], 
     "mse": (lambda z: torch.full_like(z, 2.0), F.mse_loss),
     "bce_with_logits": (
         lambda z: z.sigmoid() * (1 - z.sigmoid()),
-        lambda z, t: F.binary_cross_entropy_with_logits(z, t.sigmoid()),
+        lambda z, t: F.binary_cross_entropy_with_logits(z, (t > 0).to(z)),
     ),
 }
 
@@ -373,3 +373,15 @@ def test_the_factors_of_a_mean_over_elements_have_the_real_ones_alone() -> None:
         weight = 3 / (5 * int(mask.sum()))  # five outputs of each real position
         for key, value in found.items():
             torch.testing.assert_close(value, expected[key] * (weight if key[1] == "G" else 1.0))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_mean_over_padding_is_told_with_what_to_write(name: str) -> None:
+    model, (ids, kwargs) = Small(), batch()
+    net = kfac_fx.compile(model, (ids,), kwargs, loss=name, padding_mask="attention_mask")
+    optimizer = KFAC(net)
+    z = net(ids, **kwargs)[MASK]
+    (TRAINED[name][1](z, torch.randn_like(z)) * MASK.sum() / MASK.numel()).backward()
+    text = r"0\.6667 times the mean .*; it is a mean over padding, too: .* real elements, as losses\[mask\]\.mean"
+    with pytest.warns(kfac_fx.LossScaleWarning, match=text):
+        optimizer.step()
