@@ -24,7 +24,8 @@ squared errors, such as Huber's: then the equation gives any number. So a factor
 
 A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it
 shows the weight and the target. A weight of zero is a case that the trained loss leaves out. Label smoothing changes e
-alone, and the curvature does not depend on e.
+alone, and the curvature does not depend on e. A row of zeros in the gradient of a squared error, or of binary events,
+is left out, too: outputs that are exactly their targets are rare.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from kfac_fx.compiled.report import fold
 from kfac_fx.linalg.matrices import dense, is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import MultiBernoulli, Normal
-from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses
-from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses, expression_of
+from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction, NormalMeanVariance
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
@@ -55,7 +56,7 @@ from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
-from kfac_fx.recording.output_losses import real_losses
+from kfac_fx.recording.output_losses import real_losses, share_of_real
 from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder
 
@@ -64,8 +65,8 @@ ON_A_ROW = 1e-2  # relative error of a row that is a multiple of p - e
 CERTAIN = 0.999  # a probability
 SMALL = 0.1  # a part of the gradient that is not worth a warning
 LEFT_OUT = (
-    "the trained loss leaves out {} of {} cases, whose gradient is zero, and the factors have them: {} of their sums "
-    "are of cases that are not trained. {}"
+    "the trained loss leaves out {} of {} {kind}, whose gradient is zero, and the factors have them: {} of their sums "
+    "are of {kind} that are not trained. {}"
 )
 IF_PADDING = (
     "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
@@ -77,6 +78,10 @@ HOW_TO_LEAVE_OUT = (
     "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
     "as the nodes of a graph without labels, name the outputs of the others: "
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
+)
+HOW_TO_LEAVE_OUT_ELEMENTS = (
+    '{} let forward compute the loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they '
+    "are the same in every batch, name the outputs of the others: loss=lambda outputs: {}."
 )
 WEIGHED = (
     "the trained loss weighs its cases from {:.3g} to {:.3g} of their mean, and the factors are of cases of one weight."
@@ -218,11 +223,54 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has
     lines = []
     if left_out > SMALL * cases:
         remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
-        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy))
+        lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
     if high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
     return lines
+
+
+def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tuple[int, int]:
+    """(the rows that the trained loss leaves out, the rows that the registered one has) of a Normal or MultiBernoulli
+    loss; no rows of another.
+
+    A row is the last axis of the inputs, and a whole case of images. Rows do not count whose gradient is zero though
+    they are trained: those of certain predictions, and outputs of zero, which targets of zero fit.
+
+    coefficient, gradient: as of `weights_of_cases`.
+    """
+    inputs = loss.inputs.detach()
+    is_known = isinstance(loss, Normal | NormalMeanVariance | MultiBernoulli)
+    if not is_known or gradient.shape != inputs.shape or not gradient.numel():
+        return 0, 0
+    counted = torch.ones_like(inputs, dtype=torch.bool) if loss.real_elements is None else loss.real_elements
+    if loss.kept is not None:
+        counted = counted & loss.kept.view(*loss.kept.shape, *[1] * (inputs.dim() - loss.kept.dim()))
+    if isinstance(coefficient, Tensor) and coefficient.dim():
+        counted = counted & (coefficient != 0)
+    if isinstance(loss, MultiBernoulli):
+        p = inputs.double().sigmoid()
+        tells = (p > 1 - CERTAIN) & (p < CERTAIN)
+    else:
+        tells = inputs != 0
+    shape = (-1, 1) if inputs.dim() < 2 else (len(inputs), -1) if inputs.dim() > 3 else (-1, inputs.shape[-1])
+    in_rows, trained, telling = (of.reshape(shape).any(-1) for of in (counted, counted & (gradient != 0), tells))
+    zero, rows = torch.stack([(in_rows & ~trained & telling).sum(), in_rows.sum()]).tolist()
+    return (zero, rows) if bool(trained.any()) else (0, rows)
+
+
+def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
+    """The line of the warning about rows that the trained loss leaves out; see `rows_left_out`."""
+    loss, spec = reached.loss, reached.spec
+    left_out, rows = rows_left_out(loss, reached.weight, reached.gradient)
+    if left_out <= SMALL * rows:
+        return []
+    of_torch = spec.of_torch if isinstance(spec, LossSpec) else None
+    others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
+    written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
+    remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(IF_MASKED if has_mask else IF_PADDING, written)
+    kind = "positions" if loss.inputs.dim() == 3 else "cases"
+    return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
 
 
 def part_around(
@@ -273,11 +321,13 @@ class SquaredError:
         loss: its distribution.
         weight: of its mean over cases.
         gradient: the trained one, of its inputs.
+        padded: see `of_padding_too`.
     """
 
     loss: Normal
     weight: float
     gradient: Tensor
+    padded: float | None = None
 
     @property
     def size(self) -> float:
@@ -295,10 +345,11 @@ class SquaredError:
         micro-batches."""
         cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
         usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
+        of_padding = () if self.padded is None else (self.padded,)
         powers = [2.0**exponent for exponent in range(-16, 17)]
         tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
         for part in dict.fromkeys((1, parts)):
-            yield from (number / part for number in (*usual, *powers, *tens, 1 / 3))
+            yield from (number / part for number in (*usual, *of_padding, *powers, *tens, 1 / 3))
 
 
 def factors_of_squares(
@@ -481,8 +532,13 @@ class Watched:
         A loss comes as (coefficient as registered, weight of its mean over its own cases, loss).
         """
         constants = [value.detach().requires_grad_(is_differentiable(value)) for value in self.fisher]
-        pairs = self.on(constants) if self.padding is None else real_losses(self.on, constants, *self.padding[::-1])
-        means = self.recorder.losses.averaged(pairs)
+        losses = self.recorder.losses
+        if self.padding is None:
+            pairs = self.on(constants)
+        else:
+            mask, dims = self.padding
+            pairs = real_losses(self.on, constants, dims, mask, losses.averages_elements)
+        means = losses.averaged(pairs)
         return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
 
     def on(self, fisher: Sequence[Tensor]) -> WeightedLosses:
@@ -786,9 +842,10 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             if targets is None and isinstance(loss, Normal):
                 if are_residuals(loss.inputs.detach(), gradient):
                     targets = torch.zeros_like(gradient)
-                elif bool((gradient != 0).all()):  # all of them are trained
+                elif bool(((gradient != 0) | is_padding(loss)).all()):  # all of them are trained
                     unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec, of=len(weighted))
-                    squares.append((SquaredError(loss, weight, gradient / loss_scale), unknown))
+                    square = SquaredError(loss, weight, gradient / loss_scale, of_padding_too(loss, spec))
+                    squares.append((square, unknown))
             if targets is None:
                 rest = rest if isinstance(loss, Normal) else None
                 continue
@@ -823,6 +880,20 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
     return known or factor_of_returned(watched, weighted)
+
+
+def is_padding(loss: LossFunction) -> Tensor | bool:
+    """[inputs...], the elements that are padding; False: none of them."""
+    return False if loss.real_elements is None else ~loss.real_elements
+
+
+def of_padding_too(loss: LossFunction, spec: object) -> float | None:
+    """The factor of a mean over all elements, of which some are padding; None if the declared loss is no such mean, or
+    there is no padding."""
+    of_torch = spec.of_torch if isinstance(spec, LossSpec) else None
+    if of_torch is None or not of_torch.averages_elements or loss.real_elements is None:
+        return None
+    return 1 / share_of_real(loss)
 
 
 def value_of(loss: LossFunction) -> float:
@@ -939,8 +1010,8 @@ def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
 
 
 def part_with_targets(loss: LossFunction) -> float:
-    """The part of the cases that has a target."""
-    kept = loss.not_ignored()
+    """The part of the cases that has a target, and of those of other losses the part that is no padding."""
+    kept = loss.real if loss.ignored is None else loss.not_ignored()
     return 1.0 if kept is None else max(1, int(kept.sum())) / loss.all_cases
 
 
@@ -989,6 +1060,7 @@ def check_scale(
             has_mask = used[0].recorder.program.mask is not None if used else False
             for reach in reached:
                 lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
+                lines += lines_of_rows(reach, has_mask)
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
                 lines += unread
@@ -1155,6 +1227,8 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: {over}"),
     ]
+    if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
+        usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
     other = f"{scaler}take the factor out, or {register}"
@@ -1312,7 +1386,7 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
     found = []
     for loss, weight, gradient in pairs:
         if gradient is not None and bool(gradient.isfinite().all()):
-            cases = loss.all_cases / watched.part if reduction == "mean" else 1.0
+            cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
             found.append(Reached(loss, weight, gradient, spec, of_case))
@@ -1374,7 +1448,8 @@ def no_events(reached: Reached) -> str | None:
     """The line of the warning, for a declared MultiBernoulli loss that is not the trained one.
 
     With targets t from 0 to 1 its gradient is s (p - t), so it is between s (p - 1) and s p, with the factor s of a
-    case. It sums to zero over the last axis by chance alone. Targets of 0 and 1 fit, whatever s is.
+    case of those that are trained. It sums to zero over the last axis by chance alone. Targets of 0 and 1 fit, whatever
+    s is.
     """
     loss, gradient, s = reached.loss, reached.gradient, reached.of_case
     if not isinstance(loss, MultiBernoulli) or not s or not gradient.any() or gradient.shape != loss.inputs.shape:
@@ -1389,7 +1464,8 @@ def no_events(reached: Reached) -> str | None:
             "either, leave loss= out, and the factors are those of the gradients that training sends back."
         )
     probabilities = loss.inputs.detach().sigmoid()
-    parts = gradient / s
+    left_out, rows = rows_left_out(loss, reached.weight, gradient)
+    parts = gradient / s * ((rows - left_out) / rows)  # a mean over the rows that are trained
     beyond = (parts - probabilities).clamp(min=0) + (probabilities - 1 - parts).clamp(min=0)
     part = float(beyond.sum() / parts.abs().sum())
     if part <= NO_CLASSES or float(parts.abs().max()) >= LARGE:  # those of a GradScaler are larger

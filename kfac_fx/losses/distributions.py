@@ -82,6 +82,7 @@ class LossFunction(ABC):
         ignored: the target of a case that is left out; None: every case has a target.
         kept: [cases...], the cases that have a target that is not ignored; None: all.
         real: [cases...], those of them that are no padding; None: nothing is padding.
+        real_elements: of the shape of the inputs, those that are no padding; None: nothing is padding.
         weights: of the cases, or of their elements, relative to the coefficient of the loss; None: all are 1.
         real_cases: the number of cases that are neither padding nor ignored, a tensor if only the device knows it;
             None: all.
@@ -102,6 +103,7 @@ class LossFunction(ABC):
         self.targets = targets
         self.kept: Tensor | None = None
         self.real: Tensor | None = None
+        self.real_elements: Tensor | None = None
         self.weights: Tensor | None = None
         self.real_cases: int | Tensor | None = None
 

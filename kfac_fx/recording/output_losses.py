@@ -543,7 +543,13 @@ class OutputLosses:
         if padding is None:
             return build(fisher)
         mask, dims = padding
-        return real_losses(build, fisher, dims, mask)
+        return real_losses(build, fisher, dims, mask, self.averages_elements)
+
+    @property
+    def averages_elements(self) -> bool:
+        """Whether the declared loss is torch's mean over elements."""
+        given = self.given
+        return isinstance(given, LossSpec) and given.of_torch is not None and given.of_torch.averages_elements
 
     def rebuilt(self, output: Any, fisher: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:
         """The model's result with other tensors for the Fisher's outputs. output: flat, as a run returns it."""
@@ -600,11 +606,14 @@ def real_losses(
     outputs: Sequence[Tensor],
     dims: Sequence[Dims | None],
     mask: Tensor,
+    averages_elements: bool = False,
 ) -> WeightedLosses:
     """The losses without padding, which is a constant of them and no case.
 
-    build: from values of the Fisher's outputs to the losses.
-    dims: the dimensions of every output along which the mask goes; None: all of it is real.
+    Args:
+        build: from values of the Fisher's outputs to the losses.
+        dims: the dimensions of every output along which the mask goes; None: all of it is real.
+        averages_elements: the losses are means over elements, of which padding is none, either.
     """
     real = [None if d is None else spread(mask != 0, d, output.shape) for output, d in zip(outputs, dims, strict=True)]
     pairs = list(zip(outputs, real, strict=True))
@@ -614,6 +623,13 @@ def real_losses(
     for (_, loss), (_, other) in zip(losses, changed, strict=True):
         differs = loss.inputs != other.inputs
         real_cases = differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1)
+        loss.real_elements = differs
         loss.real = real_cases if loss.kept is None else real_cases & loss.kept
         loss.real_cases = int(loss.real.sum())
-    return losses
+    return [(c * share_of_real(loss), loss) for c, loss in losses] if averages_elements else losses
+
+
+def share_of_real(loss: LossFunction) -> float:
+    """The mean over the elements of a case, relative to that over its real elements, in the mean over cases."""
+    assert loss.real_elements is not None, "bug in kfac_fx: no padding is known"
+    return (int(loss.cases) / loss.all_cases) / (max(1, int(loss.real_elements.sum())) / loss.inputs.numel())

@@ -527,6 +527,83 @@ def test_a_squared_error_is_no_cross_entropy(targets: Tensor) -> None:
             assert not any("cross entropy" in text for text in texts)
 
 
+PART = torch.arange(8) < 5
+POSITIONS = (torch.arange(6) < torch.tensor([[6], [2], [1], [1], [1], [1], [1], [1]])).unsqueeze(
+    -1
+)  # 14 of 48 are real
+NAMED: dict[str, Loss] = {
+    "mse": lambda y, t, _: F.mse_loss(y, t),
+    "normal": lambda y, t, _: (y - t).square().sum() / len(y),
+    "bce_with_logits": lambda y, t, _: F.binary_cross_entropy_with_logits(y, t.sigmoid()),
+    "multi_bernoulli": lambda y, t, _: F.binary_cross_entropy_with_logits(y, t.sigmoid(), reduction="sum") / len(y),
+}
+WRITTEN = {
+    "mse": "(len(outputs[mask]) / outputs[mask].numel(), kfac_fx.losses.Normal(outputs[mask]))",
+    "normal": "kfac_fx.losses.Normal(outputs[mask])",
+    "bce_with_logits": "(len(outputs[mask]) / outputs[mask].numel(), kfac_fx.losses.MultiBernoulli(outputs[mask]))",
+    "multi_bernoulli": "kfac_fx.losses.MultiBernoulli(outputs[mask])",
+}
+
+
+def left_out(number: int, of: int, part: str, kind: str, loss: str) -> str:
+    return (
+        f"the trained loss leaves out {number} of {of} {kind}, whose gradient is zero, and the factors have them: "
+        f"{part} of their sums are of {kind} that are not trained. If they are padding, name it with "
+        "kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. Else let forward compute the "
+        'loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they are the same in every '
+        f"batch, name the outputs of the others: loss=lambda outputs: {WRITTEN[loss]}.\n{loss_scale.WHY}"
+    )
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_cases_that_a_squared_error_or_a_loss_of_events_leaves_out_are_told(name: str) -> None:
+    (told,) = in_steps(kfac_fx.compile(nn.Linear(3, 4), loss=name), lambda z: NAMED[name](z[PART], VALUES[PART], z), X)
+    assert told == left_out(3, 8, "38%", "cases", name)
+
+
+def test_cases_without_a_number_to_fit_are_told() -> None:
+    targets = torch.where(PART.unsqueeze(-1), VALUES, torch.nan)
+    known = ~targets.isnan()
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="mse")
+    (told,) = in_steps(net, lambda z: (z - targets.nan_to_num()).square()[known].mean(), X)
+    assert told == left_out(3, 8, "38%", "cases", "mse")
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("name", ["mse", "bce_with_logits"])
+def test_positions_that_a_loss_leaves_out_are_told(name: str, width: int) -> None:
+    kept = POSITIONS.expand(8, 6, width)
+
+    def trained(z: Tensor) -> Tensor:
+        return NAMED[name](z[kept], torch.ones_like(z[kept]), nn.Identity())
+
+    (told,) = in_steps(kfac_fx.compile(nn.Linear(3, width), loss=name), trained, X.unsqueeze(1) + torch.ones(8, 6, 3))
+    assert told == left_out(34, 48, "71%", "positions", name)
+
+
+def test_a_function_of_the_trained_outputs_ends_the_warning_about_the_others() -> None:
+    for name in NAMED:
+        spec = eval(f"lambda outputs: {WRITTEN[name]}", {"mask": PART, "kfac_fx": kfac_fx})
+        net = kfac_fx.compile(nn.Linear(3, 4), loss=spec)
+        assert in_steps(net, lambda z, name=name: NAMED[name](z[PART], VALUES[PART], z), X) == []
+
+
+def test_outputs_that_fit_without_a_residual_are_not_left_out() -> None:
+    rectified = nn.Sequential(nn.Linear(3, 1), nn.ReLU())
+    net = kfac_fx.compile(rectified, loss="mse")
+    fits = (net(X) == 0).flatten()
+    assert 1 <= fits.sum() < 8
+    assert in_steps(net, lambda z: F.mse_loss(z, torch.where(fits.unsqueeze(-1), 0.0, 3.0)), X) == []
+    certain = nn.Linear(1, 1)
+    with torch.no_grad():
+        certain.weight.fill_(100.0), certain.bias.zero_()
+    x = torch.linspace(-1, 1, 9).unsqueeze(-1)
+    net = kfac_fx.compile(certain, loss="bce_with_logits")
+    assert in_steps(net, lambda z: F.binary_cross_entropy_with_logits(z, (x >= 0).float()), x) == []
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="mse")
+    assert in_steps(net, lambda z: F.mse_loss(z, z.detach()), X) == []
+
+
 NO_EVENTS: dict[str, tuple[Any, str]] = {
     "a cross entropy": (lambda z: F.cross_entropy(z, CLASSES), "sum to zero over the last axis"),
     "soft classes": (lambda z: F.cross_entropy(z, VALUES.softmax(-1)), "sum to zero over the last axis"),
@@ -551,6 +628,7 @@ def test_another_loss_than_the_declared_one_of_events_is_told(loss: Any, text: s
 @pytest.mark.parametrize("factor", [1.0, 0.0])  # heads often begin with zeros
 def test_events_with_uncertain_or_ignored_targets_are_not_told(factor: float) -> None:
     head, some = nn.Linear(3, 4), (VALUES > 0).float()
+    some[:, 0] = 1.0  # of every case one event counts
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.mul_(factor)
@@ -1033,7 +1111,6 @@ SILENT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "two views": lambda net, x, t: F.l1_loss(net(x), t) + F.l1_loss(net(x.flip(1)), t),
     "one output of each row": lambda net, x, t: F.mse_loss(net(x)[:, 0], t[:, 0]),
     "chosen outputs": lambda net, x, t: F.mse_loss(net(x).gather(1, torch.arange(8)[:, None] % 4), t[:, :1]),
-    "half of the rows": lambda net, x, t: F.mse_loss(net(x)[:4], t[:4]),
     "a small penalty": lambda net, x, t: F.mse_loss(net(x), t) + 0.02 * sum(p.square().sum() for p in net.parameters()),
 }
 

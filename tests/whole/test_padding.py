@@ -396,3 +396,66 @@ def test_padding_among_the_cases_of_a_loss_is_warned_of(
     if cases is not None:
         assert told[0].startswith("padding may count as cases of the Categorical loss, whose rows are not the cases an")
         assert told[0] in " ".join(str(net.report).split()) and net.record((ids, mask), {}).cases == cases
+
+
+REAL = torch.tensor([[position < length for position in range(5)] for length in (3, 5, 2, 0)])  # the last is padding
+TRAINED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "mse": (lambda z: torch.full_like(z, 2.0), F.mse_loss),
+    "bce_with_logits": (
+        lambda z: z.sigmoid() * (1 - z.sigmoid()),
+        lambda z, t: F.binary_cross_entropy_with_logits(z, (t > 0).to(z)),
+    ),
+}
+
+
+@pairs(("name", list(TRAINED)), ("cases", {"some padding": 3, "an example of padding": 4}))
+def test_a_mean_over_elements_is_that_over_the_real_ones(name: str, cases: int) -> None:
+    """The product with the Fisher of the mean over real elements is that of plain autograd, and training that mean
+    warns of nothing."""
+    hessian, trained = TRAINED[name]
+    model, ids, real = Small(), torch.randint(1, 9, (cases, 5)), REAL[:cases]
+    kwargs = {"attention_mask": real.long()}
+    net = kfac_fx.compile(model, (ids,), kwargs, loss=name, padding_mask="attention_mask")
+    parameters = dict(model.named_parameters())
+    vector = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+
+    z = model(ids, **kwargs)[real]
+    expected = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for element, curvature in zip(z.flatten(), hessian(z).flatten(), strict=True):
+        row = dict(zip(parameters, torch.autograd.grad(element, parameters.values(), retain_graph=True), strict=True))
+        along = sum((row[name] * vector[name]).sum() for name in row)
+        expected = {name: expected[name] + curvature * along * row[name] / z.numel() for name in row}
+    torch.testing.assert_close(net.fisher_product(ids, **kwargs)(vector), expected)
+    optimizer = KFAC(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        z = net(ids, **kwargs)[real]
+        trained(z, torch.randn_like(z)).backward()
+        optimizer.step()
+
+
+def test_the_factors_of_a_mean_over_elements_have_the_real_ones_alone() -> None:
+    """They are those of the sums over the elements of a case, times the cases, divided by the real elements."""
+    model, (ids, kwargs) = Small(), batch()
+    of_elements, of_sums = (
+        kfac_fx.compile(model, (ids,), kwargs, loss=loss, padding_mask="attention_mask") for loss in ("mse", "normal")
+    )
+    for mask in (MASK, torch.ones_like(MASK)):
+        moments = [net.record((ids,), {"attention_mask": mask.long()}, mode="exact") for net in (of_elements, of_sums)]
+        assert moments[0].cases == moments[1].cases == 3
+        found, expected = (sums(of) for of in moments)
+        weight = 3 / (5 * int(mask.sum()))  # five outputs of each real position
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key] * (weight if key[1] == "G" else 1.0))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_mean_over_padding_is_told_with_what_to_write(name: str) -> None:
+    model, (ids, kwargs) = Small(), batch()
+    net = kfac_fx.compile(model, (ids,), kwargs, loss=name, padding_mask="attention_mask")
+    optimizer = KFAC(net)
+    z = net(ids, **kwargs)[MASK]
+    (TRAINED[name][1](z, torch.randn_like(z)) * MASK.sum() / MASK.numel()).backward()
+    text = r"0\.6667 times the mean .*; it is a mean over padding, too: .* real elements, as losses\[mask\]\.mean"
+    with pytest.warns(kfac_fx.LossScaleWarning, match=text):
+        optimizer.step()
