@@ -20,7 +20,18 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import kfac_fx
 from kfac_fx.cli.demo import clock
-from kfac_fx.cli.problem import DEVICE, PROBLEM, CommandError, Problem, Subcommand, argument, failure, read, step_count
+from kfac_fx.cli.problem import (
+    DEVICE,
+    PROBLEM,
+    CommandError,
+    Problem,
+    Subcommand,
+    argument,
+    failure,
+    part,
+    read,
+    step_count,
+)
 from kfac_fx.compiled.report import memory_text
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.progress import tracked
@@ -220,7 +231,7 @@ BENCH = Subcommand(
         *PROBLEM,
         argument("--rounds", type=step_count, default=10, help="steps of every method; default: %(default)s"),
         argument(
-            "--overhead", type=float, default=0.5, help="over a step of AdamW; 0.5 is 50 percent; default: %(default)s"
+            "--overhead", type=part, default=0.5, help="over a step of AdamW, as 0.5 or 50%%; default: %(default)s"
         ),
         DEVICE,
     ],

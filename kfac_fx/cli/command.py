@@ -54,7 +54,12 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     options, unknown = root.parse_known_args(arguments)
     if unknown:
         names = [name for name, _ in commands[options.name].options()]
-        near = "".join(nearest(word.partition("=")[0], names) for word in unknown)
+        near = "".join(
+            f" Write --format {word[2:]}."
+            if options.name == "report" and word[2:] in FORMATS
+            else nearest(word.partition("=")[0], names)
+            for word in unknown
+        )
         commands[options.name].error(f"there is no argument {', '.join(map(repr, unknown))}.{near}")
     return options
 
@@ -198,7 +203,7 @@ REPORT = Subcommand(
         argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s"),
         argument("--expand", action="store_true", help="a row for each of several equal layers, and all lines of text"),
     ],
-    "example: kfac-fx report torchvision/resnet18 --input 2,3,224,224",
+    "example: kfac-fx report torchvision/resnet18 --input 2,3,224,224 --format html > report.html",
 )
 
 

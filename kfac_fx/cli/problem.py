@@ -17,6 +17,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,7 +122,8 @@ def failure(error: Exception) -> CommandError:
     hints = {NOT_LONG: WHOLE_NUMBERS, NOT_STRICT: STRICT_HINT}
     by_words = (hint for words, hint in hints.items() if words in str(error))
     hint = next(by_words, LOSS_HINT if isinstance(error, kfac_fx.LossError) else "")
-    return CommandError(f"{type(error).__name__}: {error}{hint}", status=1)
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return CommandError(f"{type(error).__name__}: {error}{notes}{hint}", status=1)
 
 
 def read(options: argparse.Namespace) -> Problem:
@@ -389,6 +391,17 @@ def step_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def part(text: str) -> float:
+    """A part of a whole, as 0.2 or as 20%."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0.2 or 20%")
+    return value
 
 
 def device(text: str) -> torch.device:

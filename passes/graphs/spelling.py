@@ -101,8 +101,8 @@ def place_arguments(node: fx.Node, name: str) -> None:
 
     A call that fits none of the overloads stays as it is, such as one whose dimension is computed in forward.
     """
-    if not inspect.isbuiltin(node.target):
-        return
+    if not inspect.isbuiltin(node.target) or (not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)):
+        return  # tensors by position are so in every spelling
     for arguments in schemas(name):
         values = values_by_name(node, arguments)
         if values is None:

@@ -11,7 +11,7 @@ import pytest
 from kfac_fx import cli
 from kfac_fx.cli import command
 from kfac_fx.cli.demo import refuse_unwritable
-from kfac_fx.cli.problem import CommandError
+from kfac_fx.cli.problem import CommandError, part
 from tests.cli.running import run
 
 
@@ -75,6 +75,9 @@ def test_an_incomplete_command_line_shows_the_usage(
             ["report", "cli_models:linear", "--inptu=4,5", "--sctrict"],
             "there is no argument '--inptu=4,5', '--sctrict'. Did you mean '--input'? Did you mean '--strict'?",
         ),
+        (["report", "cli_models:linear", "--html"], "there is no argument '--html'. Write --format html."),
+        (["bench", "cli_models:linear", "--overhead", "-1"], "'-1' is no part such as 0.2 or 20%"),
+        (["bench", "cli_models:linear", "--overhead", "20 percent"], "'20 percent' is no part such as 0.2 or 20%"),
     ],
 )
 def test_a_word_that_is_nearly_right_is_told(
@@ -82,6 +85,16 @@ def test_a_word_that_is_nearly_right_is_told(
 ) -> None:
     status, _, err = run(capsys, *arguments)
     assert status == 2 and err.startswith("usage: kfac-fx") and complaint in err
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.2", 0.2), ("20%", 0.2), ("0", 0.0)])
+def test_a_part_may_be_in_percent(text: str, value: float) -> None:
+    assert part(text) == pytest.approx(value)
+
+
+def test_inputs_of_another_type_than_the_model_takes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "report", "cli_models:linear", "--input", "4,5:int64")
+    assert status == 1 and "Linear itself does not run on these inputs" in err
 
 
 def test_an_interrupted_command_has_the_shells_status(
