@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -267,12 +266,18 @@ def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
 def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """The additional dimensions of a vector, in front of those of the parameters: those that most of its tensors have,
     so that `check_fits` names the others; none, if as many tensors have none."""
-    votes: Counter[tuple[int, ...]] = Counter()
-    for name in shapes if isinstance(vector, Mapping) else ():
-        rank = len(shapes[name])
-        if name in vector and (shape := tuple(vector[name].shape))[len(shape) - rank :] == tuple(shapes[name]):
-            votes[shape[: len(shape) - rank]] += 1
-    return max(votes, key=lambda lead: (votes[lead], not lead), default=())
+    if not isinstance(vector, Mapping):
+        return ()
+    ranks = {name: vector[name].dim() - len(shapes[name]) for name in shapes if name in vector}
+    leads = [tuple(vector[n].shape[:k]) for n, k in ranks.items() if tuple(vector[n].shape[k:]) == tuple(shapes[n])]
+    most: tuple[int, ...] = ()
+    if all(lead == leads[0] for lead in leads):
+        return leads[0] if leads else most
+    for lead in leads:  # plain loops, which Dynamo traces
+        votes, votes_of_most = (sum(other == candidate for other in leads) for candidate in (lead, most))
+        if votes > votes_of_most:
+            most = lead
+    return most
 
 
 # From (a vector, whether the map is transposed) to a vector of the same names and shapes.
