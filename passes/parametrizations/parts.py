@@ -235,16 +235,6 @@ def placed_or_spread(
     return (MeanSquares(leaf, diagonal, matrix),)
 
 
-MASK = [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]  # an input is not used
-NOISE = [[0.5, -1.0, 2.0, 1.0], [1.0, 0.2, -0.4, 3.0], [-2.0, 1.0, 1.0, 0.1], [0.3, -0.7, 1.0, -1.0]]
-EXAMPLES = {
-    "mask": WeightExample(lambda w: w * torch.tensor(MASK).to(w), {"w": (4, 4)}),
-    "bounds and noise": WeightExample(
-        lambda w, r: w.tril() + torch.sigmoid(r) * torch.tensor(NOISE).to(r), {"w": (4, 4), "r": (4, 4)}
-    ),
-}
-
-
 NOTHING = (0, 0)
 
 
@@ -548,7 +538,13 @@ def reads_ids(use: Use) -> bool:
     return use.layer == "embedding" or (isinstance(value, Tensor) and not has_gradient(use.input))
 
 
+MASK = [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]  # an input is not used
+NOISE = [[0.5, -1.0, 2.0, 1.0], [1.0, 0.2, -0.4, 3.0], [-2.0, 1.0, 1.0, 0.1], [0.3, -0.7, 1.0, -1.0]]
 EXAMPLES = {
+    "mask": WeightExample(lambda w: w * torch.tensor(MASK).to(w), {"w": (4, 4)}),
+    "bounds and noise": WeightExample(
+        lambda w, r: w.tril() + torch.sigmoid(r) * torch.tensor(NOISE).to(r), {"w": (4, 4), "r": (4, 4)}
+    ),
     "slices": WeightExample(lambda w, v: torch.cat([w[1:], v]), {"w": (4, 4), "v": (1, 4)}),
     "multiple": WeightExample(lambda w: 1 - 0.3 * w, {"w": (4, 4)}),
     "gain": WeightExample(lambda w, e: w * e.exp(), {"w": (4, 4), "e": (4, 1)}),

@@ -20,7 +20,6 @@ from kfac_fx.passes.ir import Options, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
-    elements,
     functions,
     normalized,
     parts,
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 CASES = 3
-MECHANISMS = elements, functions, normalized, parts, product, tables
+MECHANISMS = functions, normalized, parts, product, tables
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }
