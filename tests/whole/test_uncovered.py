@@ -63,7 +63,8 @@ def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(Detector(False), (X, CLASSES, BOXES))
     assert net.report.unused == ("boxes.weight", "boxes.bias")
-    assert warned(net, X, CLASSES, BOXES, keys=("classes", "boxes")) == []
+    (line,) = warned(net, X, CLASSES, BOXES, keys=("classes", "boxes"))
+    assert "comes from smooth_l1_loss" in line and "and AdamW moves boxes.{bias, weight}" in line
 
 
 def test_the_report_says_that_a_parameter_outside_of_forward_follows_adamw() -> None:
@@ -83,6 +84,7 @@ def test_the_report_says_that_a_parameter_outside_of_forward_follows_adamw() -> 
     )
 
 
+@pytest.mark.filterwarnings("ignore:about .* of the gradient of the trained loss:kfac_fx.LossScaleWarning")
 @pytest.mark.parametrize(
     ("beside", "own", "rate"),
     [((), 0.05, 0.05), ((), None, 0.01), (("classes",), 0.05, 0.005), (("classes",), torch.tensor(0.2), 0.02)],
