@@ -714,7 +714,7 @@ def run_layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> Sequence[Tensor]:
-    """`substitutes.recurrent`"""
+    """See `recurrent`."""
     first: Any = list(state) if kind == "lstm" else state[0]
     stack = biases, layers, dropout, dropout > 0, bidirectional
     results: Sequence[Tensor]
@@ -727,7 +727,7 @@ def run_layers(
 
 
 def run_cell(kind: str, x: Tensor, state: Sequence[Tensor], *weights: Tensor | None) -> Sequence[Tensor]:
-    """`substitutes.recurrent_cell`"""
+    """See `recurrent_cell`."""
     new: Any = TORCH_CELLS[kind](x, list(state) if kind == "lstm" else state[0], *weights)
     return new if kind == "lstm" else [new]
 
@@ -738,12 +738,12 @@ def reached(lengths: Tensor, steps: int, device: torch.device) -> Tensor:
 
 
 def rows_within(x: Tensor, lengths: Tensor) -> Tensor:
-    """`substitutes.packed`"""
+    """See `packed`."""
     return x[reached(lengths, x.shape[0], x.device)]
 
 
 def padded_again(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
-    """`substitutes.unpacked`"""
+    """See `unpacked`."""
     mask = reached(lengths, steps, data.device)
     place = (mask.flatten().cumsum(0).view_as(mask) - 1).clamp(min=0)
     return torch.where(mask[(..., *(None,) * (data.dim() - 1))], data[place], padding)
