@@ -78,7 +78,14 @@ from kfac_fx.passes.torch_private import (
 from kfac_fx.passes.trace import Capture, forward_mode, trace_model
 from kfac_fx.passes.tracing.effects import RandomState, accelerators, same_random
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments, changes
-from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts, OutputConsumer, record_outputs
+from kfac_fx.recording.case_gradients import (
+    CaseRecorder,
+    Consumer,
+    Counts,
+    OutputConsumer,
+    record_outputs,
+    with_squares_of_examples,
+)
 from kfac_fx.recording.emitted import COMPILE_BACKENDS, CompiledForward
 from kfac_fx.recording.equivalence import (
     BAGS,
@@ -538,6 +545,32 @@ class CompiledModule(nn.Module):
             Recorder.record, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
         )
         return self.captures.run(args, kwargs, record)
+
+    @runs_the_model
+    def squared_by_example(
+        self,
+        /,
+        moments: Moments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        fraction: float = 1.0,
+        **options: Any,
+    ) -> Moments:
+        """The moments of a batch, with sums over its examples of the squares of their gradients, for the registrations
+        without rows. Each takes one backward for every example.
+
+        Args: see `kfac_fx.recording.case_gradients.with_squares_of_examples`; the others are those of `record`.
+        """
+        function = self.captures.arguments.examples
+
+        def squared(recorder: Recorder, values: tuple[Any, ...]) -> Moments:
+            values, options["targets"] = recorder.part(values, options.get("targets"), fraction)
+            part = (args, kwargs) if function is None else recorder.part_of_call(args, kwargs, fraction)
+            grouped = None if function is None else Examples.of_call(function, *part)
+            return with_squares_of_examples(self.case_recorder(recorder), values, moments, grouped=grouped, **options)
+
+        return self.captures.run(args, kwargs, squared)
 
     @runs_the_model
     def record_compared(

@@ -60,6 +60,7 @@ from kfac_fx.passes.errors import FactorNotReady, ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
+from kfac_fx.recording.case_gradients import has_products_of_cases
 from kfac_fx.recording.equivalence import OutputWatch
 from kfac_fx.recording.model_checks import (
     refuse_inference_mode,
@@ -291,6 +292,8 @@ class FisherEstimator(BlockDiagonalFisher):
     ) -> None:
         """Record one batch and average it into all factors.
 
+        Generic parameters, and layers that do not depend on the batch, take one backward for every example.
+
         Args:
             inputs, kwargs: the arguments of forward. A batch on the CPU moves to the accelerator of the parameters.
             targets: for "empirical": one a loss, in a list or tuple, or one for all.
@@ -309,13 +312,18 @@ class FisherEstimator(BlockDiagonalFisher):
         if differs is not None and compared and not beside:
             self.outputs.add(differs(inputs, kwargs))
         options: dict[str, Any] = {} if self.variables is None else {"only": self.variables}
-        options |= {"mode": self.estimation_mode, "targets": targets, "fraction": self.fraction}
-        options |= {"generator": self._generator, **self._options}
+        of_sources = {"mode": self.estimation_mode, "targets": targets, "fraction": self.fraction}
+        of_sources |= {"generator": self._generator}
+        before = None if self._generator is None else self._generator.get_state()
         if beside:
-            moments, apart = self.net.record_compared(inputs, kwargs, **options)
+            moments, apart = self.net.record_compared(inputs, kwargs, **options, **of_sources, **self._options)
             self.outputs.add(apart)
         else:
-            moments = self.net.record(inputs, kwargs, **options)
+            moments = self.net.record(inputs, kwargs, **options, **of_sources, **self._options)
+        together = isinstance(self.net, CompiledModule) and any(map(has_products_of_cases, self.net.registrations))
+        if together and not is_exact(self.estimation_mode):
+            with drawn_again(self._generator, before):
+                moments = self.net.squared_by_example(moments, inputs, kwargs, **of_sources)
         self.accumulate(moments, guarded=not fold)
         if fold:
             self.fold(decay=None if should_decay else 1.0)
@@ -494,8 +502,7 @@ class FisherEstimator(BlockDiagonalFisher):
                 weight, for 1.
             weight: of the batch, 1 by default: its number of cases, for factors that are means over all cases of a
                 stream. est.fold(weight=len(x)) after every chunk, also of another process that has loaded the state,
-                makes the factors that one fold of all chunks makes. Blocks of generic parameters are the mean of those
-                of the chunks.
+                makes the factors that one fold of all chunks makes.
             accept: a 0-d bool tensor; where False, the sums are dropped.
 
         Returns False for a batch without cases, which changes nothing, else True.
@@ -629,6 +636,20 @@ class FisherEstimator(BlockDiagonalFisher):
             "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
             "load_state_dict(est.state_dict())."
         )
+
+
+@contextmanager
+def drawn_again(generator: torch.Generator | None, before: Tensor | None) -> Iterator[None]:
+    """Inside, a generator has the state of before, and so draws the same numbers; behind it goes on."""
+    if generator is None or before is None:
+        yield
+        return
+    after = generator.get_state()
+    generator.set_state(before)
+    try:
+        yield
+    finally:
+        generator.set_state(after)
 
 
 def frozen_after(names: Iterable[str]) -> FactorNotReady:

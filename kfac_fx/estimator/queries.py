@@ -53,7 +53,7 @@ from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import Replicas, shard
 from kfac_fx.losses.distributions import Measurement
 from kfac_fx.passes.errors import warn_user
-from kfac_fx.passes.matrix import real_numbers
+from kfac_fx.passes.matrix import real_numbers, without_autocast
 from kfac_fx.recording.case_gradients import Cases, Consumer, Counts, LowRank, QueryGradients, by_rows, query_products
 from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
@@ -170,7 +170,7 @@ def recording(net: CompiledModule, keys: Sequence[Key], weights: Weights | None 
         batch, graph = as_batch(batch), torch.is_grad_enabled()
 
         def consume_with_graph(key: Key, cases: Cases) -> None:
-            with torch.set_grad_enabled(graph), full_precision():
+            with torch.set_grad_enabled(graph), full_precision(), without_autocast(cases.device):
                 consume(key, cases)
 
         return net.record_cases(

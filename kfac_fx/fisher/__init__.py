@@ -6,9 +6,12 @@ The docstring of `groups` states the normalization: A, G and the factor c of F =
   the sum over the N cases, D = Σ_n d_n, and their N equal rows count as N rows. With sampled targets, and with random
   signs, the d_n are independent and have mean zero. So E[D Dᵀ] = Σ_n E[d_n d_nᵀ]: G is right in expectation, with more
   noise. The exact modes send back one case at a time for these. With true targets ("empirical") the products of two
-  cases remain, and the report gives the reason.
-- **Generic parameters** have the square of the batch's summed gradient over N, as TF K-FAC's naive blocks. For the same
-  reason it is right in expectation under sampled targets, with more noise.
+  cases remain in a training, and the report gives the reason.
+- **Generic parameters** have in a training the square of the batch's summed gradient over N, as TF K-FAC's naive
+  blocks. For the same reason it is right in expectation under sampled targets, with more noise.
+
+  A `FisherEstimator` that is called with batches, as in a fit, takes one backward for every example for both of these,
+  and has no products of two examples.
 - **Experts.** An expert sees the n rows that are routed to it. Its A is a mean over these rows. G is divided by the
   rows of all experts, and so contains the expert's share: the block is n / N · A ⊗ G with a mean G of its own rows.
 - **Blocks without rows** are λ I. Their first rows make factors of their batch alone, and a lower c.

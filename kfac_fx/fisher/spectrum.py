@@ -43,6 +43,7 @@ from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, like_vector, real_vector, split
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.recording.statistics import Key
 
 WRITTEN_OUT = 2048  # elements of a block, at most
@@ -85,7 +86,7 @@ def scaled(system: System, damping: Tensor) -> System:
     by_input = bool((damping == damping[:, :, :1]).all())
     kronecker = type(group) is BlockGroup and group.right is not None
     plain = type(group) is BlockGroup and all(side.diagonal for side in group.sides)
-    with full_precision():
+    with full_precision(), without_autocast(system.values.device):
         if plain or (kronecker and by_input and group.sides[1].diagonal):  # R commutes with Q
             return replace(system, values=system.values / damping, factors={}, root=root)
         product = sides_of(system.values) if kronecker and by_input else None

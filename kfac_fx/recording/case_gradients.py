@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -52,11 +52,12 @@ from kfac_fx.losses.distributions import (
     source_vectors,
 )
 from kfac_fx.passes import results
-from kfac_fx.passes.approximations import Matrix
+from kfac_fx.passes.approximations import GRADIENT, PER_CASE, Matrix, named
 from kfac_fx.passes.errors import LossError, RegistrationError, warn_user, where
 from kfac_fx.passes.graphs.labels import differentiated, shape_of, symbolic_sizes
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.passes.resolve import cases_apart
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.recording.meeting_cases import (
@@ -75,7 +76,9 @@ from kfac_fx.recording.statistics import (
     CHUNK,
     Examples,
     Key,
+    Moments,
     Rows,
+    additive,
     case_matrices,
     homogeneous,
     squared_sums_of_ids,
@@ -114,6 +117,10 @@ class Cases:
 
     def __len__(self) -> int:
         return len(self.uses[0].d) if self.whole is None else len(self.whole)
+
+    @property
+    def device(self) -> torch.device:
+        return self.uses[0].d.device if self.whole is None else self.whole.device
 
     @property
     def positions(self) -> int:
@@ -337,6 +344,7 @@ def homogeneous_of_cases(rows: Rows) -> Tensor:
 # --- recording --------------------------------------------------------------------------------------------------------
 
 Consumer = Callable[[Key, Cases], None]
+RowsConsumer = Callable[[Key, Use, Rows], None]
 
 
 @dataclass(frozen=True)
@@ -404,6 +412,7 @@ class CaseRecorder:
         measurement: Measurement | None = None,
         generator: torch.Generator | None = None,
         grouped: Examples | None = None,
+        consume_rows: RowsConsumer | None = None,
     ) -> Counts:
         """Hand the gradients of all examples to `consume`, once for every source.
 
@@ -415,6 +424,8 @@ class CaseRecorder:
             only: the registrations that are wanted; None: all.
             measurement: whose gradients are recorded in place of the loss's, see `measured`.
             grouped: the example of every row, where that is not its place in a dimension.
+            consume_rows: gets the rows of every use of the registrations that have some and take one backward for
+                every example, in the backward of each.
 
         Raises:
             ValueError: the mode is unknown, or `measurement` returns something else than a number for every example.
@@ -486,7 +497,7 @@ class CaseRecorder:
                         for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
                     )
             for source, last in with_last(sources):
-                backward(source, consume, keep=not last)
+                backward(source, consume, keep=not last, consume_rows=consume_rows)
         return Counts(examples, rows)
 
     @contextmanager
@@ -516,7 +527,9 @@ class CaseRecorder:
             like = next(iter(live.values()))
             keys = {registration.parameters for registration in registrations if not registration.generic}
             with_rows = keys if calls is None or not emitted.whole else ()
-            probes: list[dict[str, Any]] = row_probes(recorder.registrations, with_rows, like)
+            witnesses = [] if calls is not None or keys - self.apart.keys() else self.witnesses
+            watched = [*with_rows, *(registration.parameters for registration in witnesses)]
+            probes: list[dict[str, Any]] = row_probes(recorder.registrations, watched, like)
             all_probes = [probe for by_use in probes for probe in by_use.values()]
             for registration, by_use in zip(recorder.registrations, probes, strict=True):
                 if calls is not None and registration.parameters in keys:
@@ -524,7 +537,7 @@ class CaseRecorder:
             output, outputs = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
             fisher, others = self.apart_from_cut(outputs)
             examples = emitted.examples(values) if grouped is None else grouped.count
-            backward = Backward(self, registrations, live, all_probes, examples, grouped)
+            backward = Backward(self, registrations, live, all_probes, examples, grouped, witnesses)
             yield CaseRun(output, fisher, others, examples, backward)
 
     def apart_from_cut(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -590,6 +603,11 @@ class CaseRecorder:
             return [*(owner for owner, _ in layout()), *apart]
 
         yield CaseSource([*tensors, *others], [*vectors, *of_others], leaves, owners)
+
+    @property
+    def witnesses(self) -> list[Registration]:
+        """The registrations that have rows of single examples, which tell where the rows of a loss come from."""
+        return [r for r in self.recorder.registrations if not r.generic and r.parameters not in self.apart]
 
     @cached_property
     def reorders(self) -> bool:
@@ -765,7 +783,10 @@ class CaseRecorder:
 
     def order(self, inputs: Tensor, per_example: int, leaves: Sequence[Tensor], backward: Backward) -> str:
         """In which order the rows of a loss belong to the examples. It shows in the rows of the first example, because
-        the gradient of its loss is zero in the others. Raises LossError if it is neither."""
+        the gradient of its loss is zero in the others; a model without rows is taken at its first dimension. Raises
+        LossError if it is neither."""
+        if per_example == 1 and not (backward.with_rows or backward.witnesses):
+            return IN_ORDER
         place = torch.arange(inputs.shape[0], device=inputs.device)
         orders = {IN_ORDER: place < per_example, INTERLEAVED: place % backward.examples == 0}
         for order, first in orders.items():
@@ -818,6 +839,8 @@ class Backward:
         probes: of the registrations that have taps.
         examples: the number of examples of the batch.
         grouped: the example of every row, where the user gave it.
+        witnesses: other registrations, whose rows tell which examples a source reaches; (): those of `registrations`
+            tell.
     """
 
     def __init__(
@@ -828,18 +851,21 @@ class Backward:
         probes: Sequence[Tensor],
         examples: int,
         grouped: Examples | None = None,
+        witnesses: Sequence[Registration] = (),
     ) -> None:
         self.of, self.registrations, self.parameters = of, registrations, parameters
-        self.probes, self.examples, self.grouped = probes, examples, grouped
+        self.probes, self.examples, self.grouped, self.witnesses = probes, examples, grouped, witnesses
         self.outputs: Sequence[Tensor] = ()
         emitted = of.recorder.emitted
         self.taps = {
             registration.parameters: collecting_taps(emitted, registration.parameters)
-            for registration in registrations
+            for registration in [*registrations, *witnesses]
             if not registration.generic
         }
 
-    def __call__(self, source: CaseSource, consume: Consumer, keep: bool) -> None:
+    def __call__(
+        self, source: CaseSource, consume: Consumer, keep: bool, consume_rows: RowsConsumer | None = None
+    ) -> None:
         """Send a source back. keep: another source comes."""
         apart = self.of.apart
         keep_for_examples = keep or not self.of.settled or any(r.parameters in apart for r in self.registrations)
@@ -852,12 +878,20 @@ class Backward:
         leaves = [self.parameters[name] for name in names]
         for example in range(self.examples):
             last = not keep and example == self.examples - 1
-            grads = self.sent_back(leaves, source.cotangents(example), keep=not last)
+            with collected({} if consume_rows is None else self.sinks_of(separate, consume_rows)):
+                behind = leaves if consume_rows is None else [*leaves, *self.probes]
+                grads = self.sent_back(behind, source.cotangents(example), keep=not last)[: len(leaves)]
             parts = split(dict(zip(names, grads, strict=True)), separate)
             for registration in separate:
                 form = vector_form(registration, parts)
                 gradient = form.pack(parts).to(torch.promote_types(grads[0].dtype, torch.float32))
                 consume(registration.parameters, Cases(form.shape, whole=gradient.unsqueeze(0), first=example))
+
+    def sinks_of(
+        self, registrations: Iterable[Registration], consume: RowsConsumer
+    ) -> dict[CollectingTap, Callable[[Rows], None]]:
+        with_taps = [r.parameters for r in registrations if not r.generic]
+        return {tap: partial(consume, key, tap.use) for key in with_taps for tap in self.taps[key]}
 
     def collect(self, cotangents: Cotangents, consume: Consumer, keep: bool) -> None:
         """Hand over the gradients of every registration that has rows of single examples."""
@@ -881,17 +915,27 @@ class Backward:
 
             return collected
 
-        self.with_sinks(sink, cotangents, keep)
+        self.with_sinks(self.with_rows, sink, cotangents, keep)
         for key in list(waiting):  # uses that this source does not reach, or calls without a fixed number
             finish(key, self.taps[key][0])
 
     def with_sinks(
-        self, sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]], cotangents: Cotangents, keep: bool
+        self,
+        registrations: Sequence[Registration],
+        sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]],
+        cotangents: Cotangents,
+        keep: bool,
     ) -> None:
-        """One backward in which every tap of a registration that is not apart has a sink."""
-        with_rows = [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]
-        with collected({tap: sink(r, tap) for r in with_rows for tap in self.taps[r.parameters]}):
+        """One backward in which every tap of some registrations has a sink."""
+        if not registrations:
+            return
+        with collected({tap: sink(r, tap) for r in registrations for tap in self.taps[r.parameters]}):
             self.sent_back(self.probes, cotangents, keep)
+
+    @property
+    def with_rows(self) -> list[Registration]:
+        """The registrations whose gradients are made of rows."""
+        return [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]
 
     def of_examples(self, rows: Rows, use: Use) -> Rows | None:
         """The rows [N, S, ...] of N examples; None if they are of no single examples."""
@@ -914,16 +958,107 @@ class Backward:
 
             return seen
 
-        self.with_sinks(sink, cotangents, keep=True)
-        return (
-            torch.stack(masks).any(0)
-            if masks
-            else torch.zeros(self.examples, dtype=torch.bool, device=self.probes[0].device)
-        )
+        self.with_sinks(self.with_rows or self.witnesses, sink, cotangents, keep=True)
+        none = torch.zeros(self.examples, dtype=torch.bool, device=next(iter(self.parameters.values())).device)
+        return torch.stack([none, *masks]).any(0)
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""
         return dense_or_zero(pulled(self.outputs, cotangents, leaves, keep=keep), leaves)
+
+
+def with_squares_of_examples(
+    of: CaseRecorder,
+    values: Any,
+    moments: Moments,
+    *,
+    mode: str,
+    targets: Any = None,
+    generator: torch.Generator | None = None,
+    grouped: Examples | None = None,
+) -> Moments:
+    """The moments of a batch, with sums over its examples of what is a square of the gradient of all of them together,
+    and so has the products of any two: `Moments.statistics` of generic parameters, and G of uses that do not depend on
+    the batch.
+
+    values, mode, targets, generator, grouped: as of `CaseRecorder.record`. The mode is none of the exact ones.
+
+    Where the parts of single examples are not known, the batch counts as one example, with a warning.
+    """
+    recorded = moments.statistics
+    here = [registration for registration in of.recorder.registrations if registration.parameters in recorded]
+    summed = {registration.parameters: registration for registration in here if has_products_of_cases(registration)}
+    if not summed:
+        return moments
+    sums: dict[Key, dict[str, Tensor]] = {}
+    for key, registration in summed.items():
+        nothing = {name: torch.zeros_like(value) for name, value in recorded[key].items() if is_square(name)}
+        if GRADIENT.name in recorded[key]:
+            nothing = squared(registration, torch.zeros_like(recorded[key][GRADIENT.name]))
+        sums[key] = nothing
+
+    @torch.no_grad()
+    def add(key: Key, cases: Cases) -> None:
+        if GRADIENT.name in recorded[key]:
+            of_example = squared(summed[key], cases.gradients().flatten())
+            sums[key] = {name: value + of_example[name] for name, value in sums[key].items()}
+
+    @torch.no_grad()
+    def add_rows(key: Key, use: Use, rows: Rows) -> None:
+        with without_autocast(rows.d.device):
+            sums[key] = {name: value + named(name).of(rows) for name, value in sums[key].items()}
+
+    try:
+        refuse_towers(of.recorder.registrations)
+        of.record(
+            values,
+            add,
+            mode=mode,
+            targets=targets,
+            only=summed,
+            generator=generator,
+            grouped=grouped,
+            consume_rows=add_rows,
+        )
+    except (LossError, RegistrationError) as error:
+        names = ", ".join(name for key in summed for name in key)
+        if (told := ("squares", names)) not in of.plain.told:
+            of.plain.told.add(told)
+            warn_user(UserWarning(TOGETHER.format(names=names, error=error)))
+        sums = {
+            key: squared(registration, recorded[key][GRADIENT.name]) if GRADIENT.name in recorded[key] else {}
+            for key, registration in summed.items()
+        }
+    kept = {key: {name: value for name, value in recorded[key].items() if name != GRADIENT.name} for key in summed}
+    return replace(moments, statistics={**recorded, **{key: kept[key] | sums[key] for key in summed}})
+
+
+def has_products_of_cases(registration: Registration) -> bool:
+    """Whether the statistics of all cases together have products of two: of a generic parameter, or with uses that do
+    not depend on the batch. G of transposed uses, and of chains over time, stays as it is."""
+    if registration.generic:
+        return True
+    free = any(use.batch_independent for use in registration.uses)
+    turned = any(use.transposed for use in registration.uses)
+    chained = any(statistic.lagged for statistic in registration.statistics)
+    return free and registration.structure.kronecker and registration.towers == 1 and not turned and not chained
+
+
+def is_square(name: str) -> bool:
+    """Whether a statistic of rows is a square of gradients."""
+    return named(name).power == 2
+
+
+def squared(registration: Registration, gradient: Tensor) -> dict[str, Tensor]:
+    """The sums of a block from the flat gradient of one example."""
+    return additive(registration.structure, {PER_CASE.name: gradient.unsqueeze(0)})
+
+
+TOGETHER = (
+    "the Fisher blocks of {names} are squares of the gradients of whole batches, and not of single examples. With true "
+    "targets they depend on the sizes of the batches, and vanish where the gradient of the loss does; with sampled "
+    "targets they have the noise of one sample a batch. The gradients of single examples are not known: {error}"
+)
 
 
 def by_examples(losses: WeightedLosses, owners: Mapping[int, Tensor], examples: int) -> list[Tensor]:

@@ -529,7 +529,7 @@ class Moments:
 
     Attributes:
         statistics: by the parameters of the registrations; of a generic one {"gradient": the flat gradient of the sum
-            of the losses}.
+            of the losses}, or sums over cases of its squares.
         cases: the number of terms in the mean of the loss; the statistics will be divided by it.
         gradients: of the parameters by name, summed over sources, if they were requested.
         frozen: the parameters that were frozen. Registrations that have no others have no statistics.
@@ -646,7 +646,7 @@ def of_loss_times(sums: Mapping[str, Tensor], scale: Any) -> dict[str, Tensor]:
 
 def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The moments of one block in a form that adds up over micro-batches and processes: per-case gradients become the
-    statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
+    statistic of the factor F. Gradients of all cases together stay, because they are squared when the batch is
     complete.
     """
     sums = {named(name).whole.name: moment for name, moment in moments.items() if name != PER_CASE.name}
