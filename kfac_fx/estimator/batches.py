@@ -67,7 +67,13 @@ def refuse_no_batches(function: str, batches: Any) -> None:
     """Raises TypeError for what is no series of batches, though it can be iterated: a tensor and a Dataset yield
     examples, without the dimension of the cases; (inputs, targets) are one batch, told by two tensors of as many rows.
     Two batches of inputs may differ in their lengths and sizes, and those of one shape that x.split makes share the
-    memory of x."""
+    memory of x. So for one batch alone, and for what cannot be iterated."""
+    if isinstance(batches, (Mapping, Batch)):
+        raise TypeError(f"{function} takes batches, and this is one, {as_read(as_batch(batches))}: write [batch].")
+    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise TypeError(
+            f"{function} takes batches, and got a {type(batches).__name__}: pass a DataLoader, or a list of batches."
+        )
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise TypeError(
             f"{function} takes batches, and a {type(batches).__name__} yields single examples: write "

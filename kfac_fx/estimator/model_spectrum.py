@@ -23,7 +23,7 @@ from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, war
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
-from kfac_fx.linalg.arguments import choice, wrong_value
+from kfac_fx.linalg.arguments import choice, finite, not_negative, whole_number, wrong_value
 from kfac_fx.linalg.matrices import are_finite
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import (
@@ -38,7 +38,7 @@ from kfac_fx.linalg.vectors import (
     real_vector,
 )
 from kfac_fx.losses.distributions import Measurement
-from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.errors import RegistrationError, warn_user
 from kfac_fx.recording.case_gradients import (
     Cases,
     Consumer,
@@ -172,9 +172,12 @@ class ModelSpectrum(Spectrum):
     def part(self, names: Iterable[str]) -> ModelSpectrum:
         """The spectrum of the blocks of some parameters, which records these only.
 
-        Raises RegistrationError if a name is in no block, or shares a block or a parameter with one that is not named.
+        Raises RegistrationError if there is no name, or one that is in no block, or that shares a block or a parameter
+        with one that is not named.
         """
         wanted = frozenset(refuse_other_variables(names, self.net, "names"))
+        if not wanted:
+            raise RegistrationError(f"names is empty: name parameters of the spectrum, {', '.join(self.shapes)}")
         check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])
@@ -221,9 +224,12 @@ class ModelSpectrum(Spectrum):
 
         The result is differentiable in v, with H and δ as constants: its backward is one more solve.
 
-        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite, or if δ or s
-        requires a gradient, which the solution has not.
+        Raises NotRegisteredError if a vector does not fit, ValueError for numbers out of range, if H + δ I is not
+        positive definite, or if δ or s requires a gradient, which the solution has not.
         """
+        not_negative("tolerance", tolerance)
+        whole_number(1, "iterations")("iterations", iterations)
+        finite("exponent", exponent)
         numbers = [self.scale, *amounts_in(self.damping)]
         if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in numbers):
             raise ValueError(

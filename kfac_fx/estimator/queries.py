@@ -16,6 +16,7 @@ tensor, and of `SAMPLED` of a large one, all of which a step or a swap of weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,11 +131,15 @@ def numbers_of(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], Tensor]:
 
 
 def sampled_numbers(tensor: Tensor) -> Tensor:
-    """At most `SAMPLED` numbers of the tensor, evenly spread, flat; of a complex one its real and imaginary parts."""
+    """At most `SAMPLED` numbers of the tensor, evenly spread, flat; of a complex one its real and imaginary parts. They
+    are of every row, column and channel alike, since their step has no factor in common with a size."""
     numbers = real_numbers(dense(tensor))
     numbers = numbers.view(-1) if numbers.is_contiguous() else numbers.flatten()
     if numbers.numel() > SAMPLED:
-        numbers = numbers[:: -(-numbers.numel() // SAMPLED)]
+        step = -(-numbers.numel() // SAMPLED)
+        while math.gcd(step, numbers.numel()) > 1:
+            step += 1
+        numbers = numbers[::step]
     return numbers if numbers.is_floating_point() and numbers.element_size() > 1 else numbers.double()
 
 

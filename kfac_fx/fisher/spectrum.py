@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.fisher.groups import BlockGroup, System
-from kfac_fx.linalg.arguments import not_negative, one_element, whole_number
+from kfac_fx.linalg.arguments import finite, not_negative, one_element, whole_number
 from kfac_fx.linalg.matrices import dense, full_precision, rescued_eigh
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, like_vector, real_vector, split
@@ -433,6 +433,7 @@ class Spectrum:
 
     def trace(self, exp: float = 1.0) -> Tensor:
         """tr (s F + δ I)^exp over all blocks, []. Raises ValueError for negative powers of singular blocks."""
+        finite("exp", exp)
         if exp < 0:
             self.refuse_singular()
         return torch.stack(
@@ -455,6 +456,7 @@ class Spectrum:
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(s F + δ I)^exp v for any real exp. Raises NotRegisteredError if the vector does not fit, ValueError for
         negative powers of singular blocks."""
+        finite("exp", exp)
         given, vector = vector, real_vector(vector)
         lead, parts = self.many(vector)
         if exp < 0:
@@ -488,6 +490,7 @@ class Spectrum:
 
         Raises ValueError for negative powers of singular blocks.
         """
+        finite("exp", exp)
         if exp < 0:
             self.refuse_singular()
 

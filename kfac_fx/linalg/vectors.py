@@ -239,7 +239,9 @@ def check_fits(
     if any((*vector[name].shape, 2) == (*lead, *shapes[name]) for name in misshapen):
         lines.append("Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2].")
     if unknown:  # frozen parameters, or those that `variables` leaves out
-        lines.append("Pass only the parameters that are estimated: estimator.parameters.")
+        lines.append(
+            "Pass only the parameters that are estimated: estimator.parameters, or the names in spectrum.shapes."
+        )
     raise NotRegisteredError("\n".join(lines))
 
 

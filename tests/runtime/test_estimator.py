@@ -136,7 +136,7 @@ def test_a_vector_with_parameters_that_are_not_estimated_is_refused() -> None:
         est.multiply({**noise(est), "frozen": torch.zeros(1)})
     assert str(failure.value).splitlines()[1:] == [
         "  unknown  frozen",
-        "Pass only the parameters that are estimated: estimator.parameters.",
+        "Pass only the parameters that are estimated: estimator.parameters, or the names in spectrum.shapes.",
     ]
 
 

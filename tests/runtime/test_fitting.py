@@ -311,6 +311,20 @@ def test_examples_are_no_batches() -> None:
             call(x)
         with pytest.raises(TypeError, match=rf"a TensorDataset yields single examples: write {function}\(DataLoader\("):
             call(TensorDataset(x, y))
+        with pytest.raises(
+            TypeError, match=rf"{function} takes batches, and this is one, net\(input=float32 .*\[batch\]"
+        ):
+            call({"input": x, "targets": y})
+        with pytest.raises(
+            TypeError, match=rf"{function} takes batches, and this is one, net\(float32 .* with targets"
+        ):
+            call(kfac_fx.Batch(x, targets=y))
+        with pytest.raises(
+            TypeError, match=rf"{function} takes batches, and got a NoneType: pass a DataLoader, or a list"
+        ):
+            call(None)
+    with pytest.raises(RegistrationError, match="names is empty: name parameters of the spectrum, weight, bias"):
+        spectrum.part([])
     with pytest.raises(RegistrationError, match=r"names is 'weight'; it takes names of parameters, as in names=\['fc"):
         spectrum.part("weight")
 

@@ -153,6 +153,17 @@ def test_what_is_not_positive_definite_is_refused() -> None:
         spectrum.solve({}, product)
 
 
+def test_options_that_cannot_be_are_refused() -> None:
+    spectrum, product, _, _ = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    with pytest.raises(ValueError, match=r"^tolerance is -1; it must not be negative$"):
+        spectrum.solve(v, product, tolerance=-1)
+    with pytest.raises(ValueError, match=r"^iterations is 0; it must be a whole number of iterations, at least 1$"):
+        spectrum.solve(v, product, iterations=0)
+    with pytest.raises(ValueError, match=r"^exponent is nan; it must be finite$"):
+        spectrum.solve(v, product, exponent=float("nan"))
+
+
 @pytest.mark.parametrize("scale", [1 / 50, 50.0, 4000.0])
 def test_a_product_that_lacks_the_scale_of_the_spectrum_has_a_warning(scale: float) -> None:
     spectrum, product, h, names = curved()

@@ -175,3 +175,18 @@ def test_large_tensors_are_told_by_a_part_of_their_numbers() -> None:
     with torch.no_grad():
         model.weight.mul_(1.001)
     assert weights.changed(model) == ["weight"]
+
+
+@pytest.mark.parametrize("shape", [(100, 200), (5000, 4), (64, 30, 3, 3), (96, 96)])
+def test_a_change_of_any_column_of_a_large_weight_is_noticed(shape: tuple[int, ...]) -> None:
+    """The samples of a [100, 200] were five apart, so four of five columns could change without a word."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(shape))
+    assert module.weight.numel() > SAMPLED
+    before = Weights.of(module)
+    for dim in range(1, len(shape)):
+        for place in range(shape[dim]):
+            changed = copy.deepcopy(module)
+            with torch.no_grad():
+                changed.get_parameter("weight").select(dim, place).mul_(0.5)
+            assert before.changed(changed) == ["weight"]

@@ -277,6 +277,12 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
         est.spectrum().multiply(many)
     with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, not a list"):
         est.spectrum().multiply([torch.ones(1)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^exp is nan; it must be finite$"):
+        est.spectrum().multiply_matpower(float("nan"), noise(est))
+    with pytest.raises(ValueError, match=r"^exp is inf; it must be finite$"):
+        est.spectrum().trace(float("inf"))
+    with pytest.raises(ValueError, match=r"^exp is '1'; it must be a number$"):
+        est.spectrum().diagonal("1")  # type: ignore[arg-type]
 
 
 def test_a_relative_damping_is_a_part_of_the_mean_eigenvalue_of_each_block() -> None:
