@@ -41,6 +41,7 @@ from torch.nn.utils import parametrize
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import CapturedModel, as_written
 from kfac_fx.compiled.report import Report, fallbacks
+from kfac_fx.compiled.reverse_mode import in_reverse_mode_twice, local
 from kfac_fx.fisher.block import one_by_one
 from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import dense, full_precision, products_are_full
@@ -138,6 +139,9 @@ class FisherProduct:
     backward is, and has what `scale_grad_by_freq` divides by. Other uses of the same row, as of a tied weight, are in F
     as they are.
 
+    Where an operation has no forward-mode derivative, as that of weight norm has none, J v is made in reverse mode,
+    twice.
+
     The parameters are those at the time of a product; the noise of dropout is that of the time when this was made.
     """
 
@@ -159,6 +163,7 @@ class FisherProduct:
         self.model, self.losses, self.ggn, self.capture = model, losses, ggn, capture
         self.devices = accelerators(model.parameters())
         self.random = RandomState.now(self.devices)
+        self.checked = False  # reverse mode, twice
 
     def __call__(self, vector: Vector) -> dict[str, Tensor]:
         """F v, without a damping.
@@ -167,8 +172,8 @@ class FisherProduct:
             vector: by parameter name, of all parameters or of some, whose part of F it is then. All its tensors may
                 have the same additional dimensions in front, for many vectors, which are multiplied one by one.
 
-        Raises NotRegisteredError if the vector does not fit, RuntimeError if an operation of the model has no
-        forward-mode derivative.
+        Raises NotRegisteredError if the vector does not fit, RuntimeError if an operation of the model has neither a
+        forward-mode derivative nor a derivative of its backward.
         """
         self.capture()
         named = real_parameters(self.model.named_parameters())
@@ -239,11 +244,30 @@ class FisherProduct:
             if BAGS in str(error):
                 with BagsByLookups(), LookupsAsInBackward():
                     return torch.func.jvp(function, point, tangents)[:2]
-            raise RuntimeError(
-                "the exact product F v needs a forward-mode derivative of the model, and torch has none: "
-                f"{first_line(error)}\nTake the product of an approximation, FisherEstimator(net).spectrum().multiply."
-            ) from error
+            return self.twice(function, point, tangents, first_line(error))
         return values, pushed
+
+    def twice(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        point: tuple[Tensor, ...],
+        tangents: tuple[Tensor, ...],
+        reason: str,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """`forward` in reverse mode, twice. reason: why forward mode does not work."""
+        check = None if self.checked else local
+        try:
+            values, pushed = in_reverse_mode_twice(function, point, tuple(t.unsqueeze(0) for t in tangents), check)
+        except RuntimeError as error:
+            if fatal(error) or isinstance(error, ModelChangedError):
+                raise
+            raise RuntimeError(
+                "the exact product F v needs derivatives of the model that torch has not.\n"
+                f"  in forward mode: {reason}\n  in reverse mode, twice: {first_line(error)}\n"
+                "Take the product of an approximation, FisherEstimator(net).spectrum().multiply."
+            ) from error
+        self.checked = True
+        return values, tuple(product[0] for product in pushed)
 
     def of_loss(self, coefficient: float, loss: LossFunction, tangent: Tensor) -> Tensor:
         """c H t / cases for a vector t in the space of the inputs."""

@@ -258,7 +258,7 @@ def test_noise_is_the_same_in_all_products_and_nothing_of_the_model_changes() ->
     assert optimizer._forwards.seen.forwards == 0 and all(p.grad is None for p in model.parameters())
 
 
-def test_wrong_vectors_are_refused_and_models_without_forward_mode_told() -> None:
+def test_wrong_vectors_are_refused() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     product = kfac_fx.compile(model, (x,), loss="categorical").fisher_product(x)
     with pytest.raises(kfac_fx.NotRegisteredError, match=r"unknown  wieght"):
@@ -271,27 +271,69 @@ def test_wrong_vectors_are_refused_and_models_without_forward_mode_told() -> Non
     with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, not a Tensor"):
         product(torch.randn(8))  # type: ignore[arg-type]
 
-    class Hidden(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g * 2
+class Doubled(torch.autograd.Function):
+    """It has no derivative in forward mode. hides: its backward hides its gradient from a second derivative."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hides: bool) -> Tensor:
+        ctx.hides = hides
+        return x * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Hidden.apply(self.layer(x))  # type: ignore[no-untyped-call]
-            return y
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return (g.detach() if ctx.hides else g) * 2, None
 
-    net = kfac_fx.compile(Model(), (x,), loss="categorical")
-    with pytest.raises(RuntimeError, match=r"F v needs a forward-mode derivative of the model, and torch has none: "):
-        net.fisher_product(x)({name: torch.randn_like(p) for name, p in net.named_parameters()})
+
+class WithDoubled(nn.Module):
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.layer, self.hides = nn.Linear(3, 2), hides
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Doubled.apply(self.layer(x), self.hides)  # type: ignore[no-untyped-call]
+        return y
+
+
+WITHOUT_FORWARD_MODE: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)
+    ),
+    "one norm of a weight": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2), dim=None),
+    "a function": lambda: WithDoubled(hides=False),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORWARD_MODE)
+def test_models_without_forward_mode_are_multiplied_in_reverse_mode_twice(name: str) -> None:
+    """Weight norm was an error: torch has no forward-mode derivative of it."""
+    torch.manual_seed(0)
+    model, x = WITHOUT_FORWARD_MODE[name]().double(), torch.randn(5, 3, dtype=torch.float64)
+    product = kfac_fx.compile(model, (x,), loss="categorical").fisher_product(x)
+    parameters = dict(model.named_parameters())
+    outputs = model(x)
+    rows = [torch.autograd.grad(z, [*parameters.values()], retain_graph=True) for z in outputs.flatten()]
+    jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]).view(5, 2, -1)
+    p = outputs.softmax(1).detach()
+    curvature = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    fisher = torch.einsum("nci,ncd,ndj->ij", jacobian, curvature, jacobian) / 5
+    for _ in range(2):
+        vector = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+        found = torch.cat([tensor.flatten() for tensor in product(vector).values()])
+        torch.testing.assert_close(found, fisher @ torch.cat([tensor.flatten() for tensor in vector.values()]))
+
+
+def test_a_backward_that_hides_its_gradient_is_told_at_every_product() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3)
+    net = kfac_fx.compile(WithDoubled(hides=True), (x,), loss="categorical")
+    product = net.fisher_product(x)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)derivatives of the model that torch has not.*forward.*reverse mode, twice: the backward",
+        ):
+            product({name: torch.randn_like(p) for name, p in net.named_parameters()})
 
 
 @pytest.mark.parametrize("captured", ["no call", "another mode", "a call by keywords"])
