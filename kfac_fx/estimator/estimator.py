@@ -292,7 +292,8 @@ class FisherEstimator(BlockDiagonalFisher):
     ) -> None:
         """Record one batch and average it into all factors.
 
-        Generic parameters, and layers that do not depend on the batch, take one backward for every example.
+        Generic parameters take one backward for every example. So do layers that do not depend on the batch, with true
+        targets.
 
         Args:
             inputs, kwargs: the arguments of forward. A batch on the CPU moves to the accelerator of the parameters.
@@ -320,8 +321,8 @@ class FisherEstimator(BlockDiagonalFisher):
             self.outputs.add(apart)
         else:
             moments = self.net.record(inputs, kwargs, **options, **of_sources, **self._options)
-        together = isinstance(self.net, CompiledModule) and any(map(has_products_of_cases, self.net.registrations))
-        if together and not is_exact(self.estimation_mode):
+        registrations = self.net.registrations if isinstance(self.net, CompiledModule) else ()
+        if any(has_products_of_cases(registration, self.estimation_mode) for registration in registrations):
             with drawn_again(self._generator, before):
                 moments = self.net.squared_by_example(moments, inputs, kwargs, **of_sources)
         self.accumulate(moments, guarded=not fold)

@@ -10,8 +10,8 @@ The docstring of `groups` states the normalization: A, G and the factor c of F =
 - **Generic parameters** have in a training the square of the batch's summed gradient over N, as TF K-FAC's naive
   blocks. For the same reason it is right in expectation under sampled targets, with more noise.
 
-  A `FisherEstimator` that is called with batches, as in a fit, takes one backward for every example for both of these,
-  and has no products of two examples.
+  A `FisherEstimator` that is called with batches, as in a fit, has no products of two examples: it takes one backward
+  for every example for generic parameters, and with true targets for uses that do not depend on the batch.
 - **Experts.** An expert sees the n rows that are routed to it. Its A is a mean over these rows. G is divided by the
   rows of all experts, and so contains the expert's share: the block is n / N · A ⊗ G with a mean G of its own rows.
 - **Blocks without rows** are λ I. Their first rows make factors of their batch alone, and a lower c.

@@ -46,6 +46,7 @@ from kfac_fx.losses.distributions import (
     Measurement,
     check_mode,
     code_of,
+    is_exact,
     measurement_source,
     only_slots,
     refuse_without_gradient,
@@ -978,8 +979,7 @@ def with_squares_of_examples(
     grouped: Examples | None = None,
 ) -> Moments:
     """The moments of a batch, with sums over its examples of what is a square of the gradient of all of them together,
-    and so has the products of any two: `Moments.statistics` of generic parameters, and G of uses that do not depend on
-    the batch.
+    and so has the products of any two: see `has_products_of_cases`.
 
     values, mode, targets, generator, grouped: as of `CaseRecorder.record`. The mode is none of the exact ones.
 
@@ -987,7 +987,9 @@ def with_squares_of_examples(
     """
     recorded = moments.statistics
     here = [registration for registration in of.recorder.registrations if registration.parameters in recorded]
-    summed = {registration.parameters: registration for registration in here if has_products_of_cases(registration)}
+    summed = {
+        registration.parameters: registration for registration in here if has_products_of_cases(registration, mode)
+    }
     if not summed:
         return moments
     sums: dict[Key, dict[str, Tensor]] = {}
@@ -1033,11 +1035,15 @@ def with_squares_of_examples(
     return replace(moments, statistics={**recorded, **{key: kept[key] | sums[key] for key in summed}})
 
 
-def has_products_of_cases(registration: Registration) -> bool:
-    """Whether the statistics of all cases together have products of two: of a generic parameter, or with uses that do
-    not depend on the batch. G of transposed uses, and of chains over time, stays as it is."""
-    if registration.generic:
-        return True
+def has_products_of_cases(registration: Registration, mode: str) -> bool:
+    """Whether a fit takes the examples of a batch apart, because the statistics of all together have products of two.
+
+    A generic parameter has one gradient for all cases of a fit, whose square is one sample. Uses that do not depend on
+    the batch have one for every batch. With targets that are drawn their products vanish in expectation, so they are
+    taken apart with true targets alone. G of transposed uses, and of chains over time, stays as it is.
+    """
+    if registration.generic or mode != "empirical":
+        return registration.generic and not is_exact(mode)
     free = any(use.batch_independent for use in registration.uses)
     turned = any(use.transposed for use in registration.uses)
     chained = any(statistic.lagged for statistic in registration.statistics)
