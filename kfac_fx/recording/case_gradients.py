@@ -1319,13 +1319,13 @@ def record_outputs(
             return pulled([chosen], [vectors], constants, keep=True, batched=True)
 
         of_all, by_key = cotangents(), calls_by_key(run, calls)
-        verify, reason = True, None
+        reason: str | None = None
         for part in in_parts({key: of_key for key, of_key in by_key.items() if key not in of.apart}, len(every)):
-            pullback = Pullback(leaves, [call.output for _, call in part], verify, reason)
+            pullback = Pullback(leaves, [call.output for _, call in part], True, reason)
             uses: dict[Key, list[SpreadRows | None]] = {}
             for (key, call), gradients in zip(part, pullback(of_all), strict=True):
                 uses.setdefault(key, []).append(SpreadRows.of(call, gradients, run))
-            verify, reason = False, pullback.loop_reason
+            reason = pullback.loop_reason
             for key, of_key in uses.items():
                 whole = [rows for rows in of_key if rows is not None]
                 if len(whole) < len(of_key):
@@ -1470,7 +1470,7 @@ def of_parameters(
     leaves: what the model returned. cotangents: of all outputs of one example, [C, *leaf]. reason: see `Pullback`.
     """
     names = list(dict.fromkeys(name for registration in separate for name in registration.owners))
-    pullback = Pullback(leaves, [run.backward.parameters[name] for name in names], loop_reason=reason)
+    pullback = Pullback(leaves, [run.backward.parameters[name] for name in names], True, reason)
     of_one = split(run.backward.parameters, separate)
     forms = {registration.parameters: vector_form(registration, of_one) for registration in separate}
     for example in range(run.examples):

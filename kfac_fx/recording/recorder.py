@@ -573,7 +573,7 @@ class Recorder:
         kernels: the capture with torch's kernels of recurrent layers, for evaluations; see `recording.equivalence`.
         kernels_reason: why evaluations have the steps of these layers written out.
         looked_for_kernels: whether `kernels` is known.
-        exact_verified: whether an exact pass has compared vmap with cotangents one by one.
+        exact_verified: the registrations of which an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
         log_axes: see `axes_of_log_probabilities`; None: not looked for yet.
         is_mean: whether the loss that forward returns is a mean over cases, and not a sum; None: not known, or there is
@@ -604,7 +604,7 @@ class Recorder:
     looked_for_left_out: bool = field(default=False, init=False)
     parts_differ: str | None = field(default=None, init=False)
     repeats: bool | None = field(default=None, init=False)
-    exact_verified: bool = field(default=False, init=False)
+    exact_verified: set[Key] = field(default_factory=set, init=False)
     recordings: int = field(default=0, init=False)
     log_axes: Mapping[int, int] | None = field(default=None, init=False)
     is_mean: bool | None = None
@@ -903,12 +903,13 @@ class Recorder:
                     memory,
                     self.emitted.examples(values),
                     meeting,
-                    verify=self.verify and not self.exact_verified,
+                    verify=self.verify and not self.exact_verified.issuperset(r.parameters for r in registrations),
                     loop_reason=self.loop_reason,
                 )
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
                 self.loop_reason, self.rows_reason = exact.loop_reason, exact.rows_reason
-                self.exact_verified = self.exact_verified or exact.together
+                if exact.together:
+                    self.exact_verified.update(r.parameters for r in registrations)
                 return Moments(statistics, cases, gradients, self.frozen, used=self.used)
             sent_from: Sequence[Tensor] = returned or fisher
             if returned:

@@ -28,7 +28,7 @@ class Centers(nn.Module):
 
 
 def example_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Of the centers: [N, numbers]."""
+    """The gradients of the centers, [N, numbers]."""
     (parameter,) = (p for name, p in model.named_parameters() if name == "centers")
     each = [F.cross_entropy(model(x[n : n + 1]), y[n : n + 1], reduction="sum") for n in range(len(x))]
     return torch.stack([torch.autograd.grad(loss, parameter)[0].flatten() for loss in each])
@@ -55,8 +55,8 @@ def test_the_empirical_fisher_of_a_generic_parameter_is_the_mean_over_examples(
     for inputs, targets in batches:
         estimator.update_covariances(inputs, targets=targets, fold=False)
     estimator.fold()
-    for found in (spectrum, estimator.spectrum(damping=0.0)):
-        torch.testing.assert_close(found.diagonal()["centers"].flatten(), expected.diagonal())
+    for of_one in (spectrum, estimator.spectrum(damping=0.0)):
+        torch.testing.assert_close(of_one.diagonal()["centers"].flatten(), expected.diagonal())
     if approximation == "full":
         units = torch.eye(8).view(8, 4, 2)
         vectors = {name: torch.zeros(8, *p.shape) for name, p in net.named_parameters()} | {"centers": units}
