@@ -426,14 +426,15 @@ class ModelSpectrum(Spectrum):
         """
         self.refuse_other_weights()
         self.refuse_singular()
-        weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in self.places().items()}
+        places = self.places()
+        weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in places.items()}
         for system in self.used:
             self.root_of(system, -1)  # which refuses a derivative by several dampings
         batch, graph = as_batch(batch), torch.is_grad_enabled()
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
-            system, index = self.places()[key]
+            system, index = places[key]
             with torch.set_grad_enabled(graph):  # and in full precision, as all recordings
                 found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
             parts.setdefault(key, []).append((gradients.first, found))

@@ -1258,11 +1258,11 @@ class SpreadRows:
         return self.x is None and not self.rows.ids and self.rows.d.shape[1] == 1
 
     def lone(self) -> Rows:
-        """x [N, 1, g, i] and d [N, C, g, o], or [1, C, g, o] if these are the same for all examples, as those of a last
-        layer are, whose rows are the outputs. The host waits for the comparison."""
-        d = self.rows.d  # with one output, its dimension is that of the position
-        if self.outputs > 1:
-            d = d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
+        """x [N, 1, g, i] and d [N, C, g, o]; of several outputs [1, C, g, o] if these are the same for all examples, as
+        those of a last layer are, whose rows are the outputs. The host waits for the comparison."""
+        if self.outputs == 1:  # whose dimension is that of the position
+            return self.rows
+        d = self.rows.d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
         same = len(self.rows.x) == len(d) and torch.equal(d, d[:1].expand(d.shape))
         return replace(self.rows, d=d[:1] if same else d)
 
