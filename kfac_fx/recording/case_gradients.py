@@ -1145,9 +1145,11 @@ def record_outputs(
     with of.run(values, only, grouped, calls) as run:
 
         def by_example(output: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
-            leaves = list(filter(is_differentiable, results.tree_leaves(output)))
+            returned = of.recorder.capture.unflatten(output)
+            lone = is_differentiable(returned)  # a tensor has no structure to be looked through
+            leaves = [returned] if lone else list(filter(is_differentiable, results.tree_leaves(output)))
             constants = [leaf.detach().requires_grad_() for leaf in leaves]
-            returned = of.losses.rebuilt(output, leaves, constants)
+            returned = constants[0] if lone else of.losses.rebuilt(output, leaves, constants)
             return leaves, constants, of_examples(returned, outputs, run.examples)
 
         leaves, constants, chosen = of_run = by_example(run.output)
