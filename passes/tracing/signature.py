@@ -165,7 +165,7 @@ def ignoring_autocast_of_graphs() -> Iterator[None]:
 
 
 def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec | None]:
-    """(the leaves of the arguments of a call, their structure; None: they are tensors by position, as in most calls)."""
+    """(the leaves of the arguments of a call, their structure; None: tensors by position, as most calls have)."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
         return [*args], None
     return pytree.tree_flatten((tuple(args), dict(kwargs)))
