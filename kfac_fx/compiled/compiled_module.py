@@ -597,7 +597,7 @@ class CompiledModule(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """A batch of a DataLoader, moved to the device of the parameters: if these are on one accelerator, and no
         tensor of the batch is. Else everything stays where it is."""
-        devices = {parameter.device for parameter in self.model.parameters()}
+        devices = {parameter.device for parameter in self.captures.structure.parameters}
         if len(devices) != 1 or (device := devices.pop()).type == "cpu":
             return tuple(args), dict(kwargs), targets
         tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs), targets)) if isinstance(leaf, Tensor)]

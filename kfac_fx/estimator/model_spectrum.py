@@ -496,7 +496,7 @@ def variance_of_outputs(
     """
     if gradients.lone is not None and system.turns_rows:
         lone = Cases(gradients.lone.matrix, (gradients.lone,))
-        (rows,) = system.turned_rows(lone, system.group.operators_of(index, system.operators)).uses
+        (rows,) = system.turned_rows(lone, index).uses
         # The matrix of output c is d_c rᵀ, so the sum over its inputs is the same for all outputs.
         inputs = homogeneous(rows)[:, 0].square().transpose(0, 1)
         of_row = (inputs @ weights.mT).transpose(0, 1)

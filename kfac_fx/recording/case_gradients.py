@@ -1162,8 +1162,7 @@ def record_outputs(
             instead = "outputs=lambda outputs: outputs.log_softmax(1)"
             refuse_without_gradient("the function of the outputs", chosen, constants, instead)
         if grouped is None:
-            leaves_of_graph = results.tree_leaves(of.recorder.program.returned) if of.recorder.whole else []
-            pairs = zip(leaves_of_graph, results.tree_leaves(run.output), strict=of.recorder.whole)
+            pairs = zip(of.recorder.emitted.leaves, results.tree_leaves(run.output), strict=of.recorder.whole)
             nodes = [node for node, leaf in pairs if is_differentiable(leaf)]
             kind = "outputs" if outputs is None else code_of(outputs)
             of.set_meeting_apart(values, rows_of_cases, kind, run, nodes)

@@ -314,6 +314,7 @@ class EmittedModel(ABC):
         parameter_names, buffer_names: those that a run reads.
         whole: whether one graph is the whole model, so that none of its Python code runs.
         case_dims: the dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all.
+        leaves: the nodes that a graph of the whole model returns, flat.
         loss_sites: the losses that forward computes; of a divided model, those of the last run.
     """
 
@@ -328,6 +329,7 @@ class EmittedModel(ABC):
     parameter_names: list[str] = field(init=False)
     buffer_names: list[str] = field(init=False)
     case_dims: tuple[int, ...] = field(default=(), init=False)
+    leaves: Sequence[Any] = field(default=(), init=False, repr=False)
 
     whole: ClassVar[bool]
 
@@ -455,7 +457,8 @@ class EmittedGraph(EmittedModel):
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
         eager = self.backend == "eager"
         self.compiled = self.run_eagerly if eager else compiled_graph(self.call, self.module.graph, self.backend)
-        places = {node: place for place, node in enumerate(results.tree_leaves(self.program.returned))}
+        self.leaves = results.tree_leaves(self.program.returned)
+        places = {node: place for place, node in enumerate(self.leaves)}
         self.places_of_losses = [places[node] for node in self.program.returned_losses]
 
     @property
