@@ -654,12 +654,11 @@ class CompiledModule(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """A batch of a DataLoader, moved to the device of the parameters: if these are on one accelerator, and no
         tensor of the batch is. Else everything stays where it is."""
-        devices = {parameter.device for parameter in self.model.parameters()}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs), targets)) if isinstance(leaf, Tensor)]
-        if len(devices) != 1 or any(tensor.device.type != "cpu" for tensor in tensors):
+        devices = {parameter.device for parameter in self.captures.structure.parameters}
+        if len(devices) != 1 or (device := devices.pop()).type == "cpu":
             return tuple(args), dict(kwargs), targets
-        (device,) = devices
-        if device.type == "cpu":
+        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs), targets)) if isinstance(leaf, Tensor)]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
             return tuple(args), dict(kwargs), targets
         moved: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.to(device, non_blocking=True), (tuple(args), dict(kwargs), targets)

@@ -432,14 +432,15 @@ class ModelSpectrum(Spectrum):
         """
         self.refuse_other_weights()
         self.refuse_singular()
-        weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in self.places().items()}
+        places = self.places()
+        weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in places.items()}
         for system in self.used:
             self.root_of(system, -1)  # which refuses a derivative by several dampings
         batch, graph = as_batch(batch), torch.is_grad_enabled()
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
-            system, index = self.places()[key]
+            system, index = places[key]
             with torch.set_grad_enabled(graph):  # and in full precision, as all recordings
                 found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
             parts.setdefault(key, []).append((gradients.first, found))
@@ -501,7 +502,7 @@ def variance_of_outputs(
     """
     if gradients.lone is not None and system.turns_rows:
         lone = Cases(gradients.lone.matrix, (gradients.lone,))
-        (rows,) = system.turned_rows(lone, system.group.operators_of(index, system.operators)).uses
+        (rows,) = system.turned_rows(lone, index).uses
         # The matrix of output c is d_c rᵀ, so the sum over its inputs is the same for all outputs.
         inputs = homogeneous(rows)[:, 0].square().transpose(0, 1)
         of_row = (inputs @ weights.mT).transpose(0, 1)

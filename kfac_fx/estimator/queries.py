@@ -83,7 +83,7 @@ class Weights:
     def of(model: nn.Module) -> Weights:
         tensors = tensors_of(model, model.state_dict().keys())
         buffers = frozenset(tensors) - {name for name, _ in model.named_parameters()}
-        return Weights(tuple(tensors), *numbers_of(tensors), buffers)
+        return Weights(tuple(tensors), *copied_numbers(tensors), buffers)
 
     def changed(self, model: nn.Module) -> list[str]:
         """The names of the tensors that have other numbers now. Waits for the device.
@@ -93,7 +93,7 @@ class Weights:
         now = tensors_of(model, frozenset(self.names))
         if tuple(now) != self.names:
             return [name for name in self.names if name not in now]
-        sizes, numbers = numbers_of(now)
+        sizes, numbers = copied_numbers(now)
         numbers = numbers.to(self.numbers.device)
         if sizes == self.sizes and numbers.dtype == self.numbers.dtype and torch.equal(numbers, self.numbers):
             return []
@@ -124,7 +124,7 @@ def tensors_of(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
     return {name: shard(tensor.detach()) for name, tensor in both if name in names and not tensor.is_meta}
 
 
-def numbers_of(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], Tensor]:
+def copied_numbers(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], Tensor]:
     """(how many numbers of every tensor are taken, a copy of these), in the precision of the finest."""
     parts = list(map(sampled_numbers, tensors.values()))
     return tuple(map(len, parts)), torch.cat([part.to(parts[0].device) for part in parts] or [torch.empty(0)])

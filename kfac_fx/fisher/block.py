@@ -677,7 +677,12 @@ class BlockDiagonalFisher(Operator):
         if not isinstance(state, Mapping):
             kind = type(state).__name__
             raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
-        refuse(*self.state_faults(state), owner="estimator")
+        rows, hint = self.state_faults(state)
+        refuse(rows, hint or self.hint(rows, state), owner="estimator")
+
+    def hint(self, rows: Sequence[tuple[str, str]], state: Mapping[str, object]) -> str:
+        """What to do about a state with these faults."""
+        return ""
 
     def state_faults(
         self, state: Mapping[str, object], others: Mapping[str, Tensor] = MappingProxyType({})

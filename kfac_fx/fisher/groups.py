@@ -819,11 +819,11 @@ class System:
         Rows are turned before they are multiplied if that takes fewer operations.
         """
         group, (o, i) = self.group, self.values.shape[-2:]
-        operators = group.operators_of(index, self.operators)
         of_rows = cases.positions * (o * o + i * i) < o * i * (o + i)
         if cases.whole is None and self.turns_rows and (of_rows or not group.separable):
-            yield slice(0, len(cases)), self.turned_rows(cases, operators)
+            yield slice(0, len(cases)), self.turned_rows(cases, index)
             return
+        operators = group.operators_of(index, self.operators)
         for part, some in cases.chunks():
             # A group of one block, in whose place the operators of that block stand.
             whole = some.gradients().to(self.values.dtype)
@@ -831,11 +831,13 @@ class System:
             turned = group.to_eigenbasis(scaled.unsqueeze(1), operators)
             yield part, replace(some, uses=(), whole=turned.squeeze(1))
 
-    def turned_rows(self, cases: Cases, operators: Sequence[Tensor]) -> Cases:
-        """With Q_Aᵀ r for every row and Q_Gᵀ d for every gradient row. Diagonal sides have unit vectors as Q."""
-        group, (left, *right) = self.group, operators
-        if all(side.diagonal for side in group.sides) and all(left.dtype == r.d.dtype == r.x.dtype for r in cases.uses):
+    def turned_rows(self, cases: Cases, index: int) -> Cases:
+        """Cases of one block with Q_Aᵀ r for every row and Q_Gᵀ d for every gradient row. Diagonal sides have unit
+        vectors as Q."""
+        group, dtype = self.group, self.operators[0].dtype
+        if all(side.diagonal for side in group.sides) and all(dtype == r.d.dtype == r.x.dtype for r in cases.uses):
             return cases
+        left, *right = group.operators_of(index, self.operators)
 
         def outputs(d: Tensor) -> Tensor:
             if group.left.diagonal:

@@ -1286,9 +1286,11 @@ def record_outputs(
     with of.run(values, only, grouped, calls) as run:
 
         def by_example(output: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
-            leaves = list(filter(is_differentiable, results.tree_leaves(output)))
+            returned = of.recorder.capture.unflatten(output)
+            lone = is_differentiable(returned)  # a tensor has no structure to be looked through
+            leaves = [returned] if lone else list(filter(is_differentiable, results.tree_leaves(output)))
             constants = [leaf.detach().requires_grad_() for leaf in leaves]
-            returned = of.losses.rebuilt(output, leaves, constants)
+            returned = constants[0] if lone else of.losses.rebuilt(output, leaves, constants)
             return leaves, constants, of_examples(returned, outputs, run.examples)
 
         leaves, constants, chosen = of_run = by_example(run.output)
@@ -1301,8 +1303,7 @@ def record_outputs(
             instead = "outputs=lambda outputs: outputs.log_softmax(1)"
             refuse_without_gradient("the function of the outputs", chosen, constants, instead)
         if grouped is None:
-            leaves_of_graph = results.tree_leaves(of.recorder.program.returned) if of.recorder.whole else []
-            pairs = zip(leaves_of_graph, results.tree_leaves(run.output), strict=of.recorder.whole)
+            pairs = zip(of.recorder.emitted.leaves, results.tree_leaves(run.output), strict=of.recorder.whole)
             nodes = [node for node, leaf in pairs if is_differentiable(leaf)]
             kind = "outputs" if outputs is None else code_of(outputs)
             of.set_meeting_apart(values, rows_of_cases, kind, run, nodes)
@@ -1399,11 +1400,11 @@ class SpreadRows:
         return self.x is None and not self.rows.ids and self.rows.d.shape[1] == 1
 
     def lone(self) -> Rows:
-        """x [N, 1, g, i] and d [N, C, g, o], or [1, C, g, o] if these are the same for all examples, as those of a last
-        layer are, whose rows are the outputs. The host waits for the comparison."""
-        d = self.rows.d  # with one output, its dimension is that of the position
-        if self.outputs > 1:
-            d = d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
+        """x [N, 1, g, i] and d [N, C, g, o]; of several outputs [1, C, g, o] if these are the same for all examples, as
+        those of a last layer are, whose rows are the outputs. The host waits for the comparison."""
+        if self.outputs == 1:  # whose dimension is that of the position
+            return self.rows
+        d = self.rows.d.unflatten(-1, (-1, self.outputs)).squeeze(1).movedim(-1, 1)
         same = len(self.rows.x) == len(d) and torch.equal(d, d[:1].expand(d.shape))
         return replace(self.rows, d=d[:1] if same else d)
 

@@ -40,7 +40,7 @@ from kfac_fx.passes.ir import Dims, Program, Registration, Use, Way
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import weights_on
 from kfac_fx.passes.rewrite import renamed, rewrite, same_graph, with_taps, without_taps
-from kfac_fx.passes.torch_private import COMPILER, GRAD, RECOMPILE_LIMIT, parameters_of, pytree
+from kfac_fx.passes.torch_private import COMPILER, GRAD, RECOMPILE_LIMIT, buffers_of, parameters_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.effects import accelerators, same_random
 from kfac_fx.passes.tracing.signature import autocast, under_autocast
@@ -314,6 +314,7 @@ class EmittedModel(ABC):
         parameter_names, buffer_names: those that a run reads.
         whole: whether one graph is the whole model, so that none of its Python code runs.
         case_dims: the dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all.
+        leaves: the nodes that a graph of the whole model returns, flat.
         loss_sites: the losses that forward computes; of a divided model, those of the last run.
     """
 
@@ -328,6 +329,7 @@ class EmittedModel(ABC):
     parameter_names: list[str] = field(init=False)
     buffer_names: list[str] = field(init=False)
     case_dims: tuple[int, ...] = field(default=(), init=False)
+    leaves: Sequence[Any] = field(default=(), init=False, repr=False)
 
     whole: ClassVar[bool]
 
@@ -436,7 +438,7 @@ class EmittedGraph(EmittedModel):
             self.module = with_taps(like.module, self.program, make_tap)
             self.renamed, self.tied, self.random = like.renamed, like.tied, like.random
             self.parameter_names, self.buffer_names = like.parameter_names, like.buffer_names
-            self.holders = like.holders
+            self.holders, self.slots = like.holders, like.slots
         else:
             self.module = rewrite(
                 self.program,
@@ -453,8 +455,10 @@ class EmittedGraph(EmittedModel):
         cases = self.program.cases
         self.case_axes = [sizes.index(cases) if cases in sizes else None for sizes in sizes_of_inputs]
         self.case_dims = self.program.case_dims if any(self.program.case_dims) else ()
-        self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
-        places = {node: place for place, node in enumerate(results.tree_leaves(self.program.returned))}
+        eager = self.backend == "eager"
+        self.compiled = self.run_eagerly if eager else compiled_graph(self.call, self.module.graph, self.backend)
+        self.leaves = results.tree_leaves(self.program.returned)
+        places = {node: place for place, node in enumerate(self.leaves)}
         self.places_of_losses = [places[node] for node in self.program.returned_losses]
 
     @property
@@ -465,7 +469,37 @@ class EmittedGraph(EmittedModel):
     def graphs(self) -> Sequence[Callable[..., Any]]:
         return (self.compiled,)
 
+    @cached_property
+    def slots(self) -> list[tuple[str, dict[str, Any], str]]:
+        """(name, the dictionary that holds it, its key there) of every tensor of a run, in the emitted module. A tensor
+        that has another name there, too, is in both places."""
+        names = {self.renamed.get(name, name): name for name in (*self.parameter_names, *self.buffer_names)}
+        of_tensor = {id(attribute(self.module, place)): name for place, name in names.items()}
+        return [
+            (names[place] if place in names else of_tensor[id(tensor)], held, key)
+            for path, module in self.module.named_modules()
+            for held in (parameters_of(module), buffers_of(module))
+            for key, tensor in held.items()
+            if (place := f"{path}.{key}" if path else key) in names or id(tensor) in of_tensor
+        ]
+
+    def run_eagerly(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
+        """As `call`. functional_call looks for the places of all tensors in every call, which takes longer than a small
+        graph."""
+        tensors = {**parameters, **buffers}
+        places = [(held, key, tensors[name]) for name, held, key in self.slots if name in tensors]
+        before = [held[key] for held, key, _ in places]
+        try:
+            for held, key, tensor in places:
+                held[key] = tensor
+            outputs: RunOutputs = self.module(*values, probes)
+        finally:
+            for (held, key, _), tensor in zip(places, before, strict=True):
+                held[key] = tensor
+        return outputs
+
     def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
+        """For torch.compile."""
         results: RunOutputs = functional_call(
             self.module, self.held(parameters, buffers), (*values, probes), tie_weights=self.tied
         )
@@ -482,7 +516,7 @@ class EmittedGraph(EmittedModel):
         if any(map(is_divided, parameters.values())):
             return self.run_on_shards(parameters, buffers, values, probes, average=False)
         with under_autocast(self.program.autocast):
-            return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
+            return (self.compiled if compiled else self.run_eagerly)(parameters, buffers, values, probes)
 
     def evaluate(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         """As `run` without taps, which takes less time in small graphs; nothing is recorded."""

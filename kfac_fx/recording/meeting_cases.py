@@ -136,8 +136,10 @@ def with_all_rows(emitted: EmittedModel, make_tap: type[Tap]) -> EmittedModel:
 
 def row_probes(registrations: Sequence[Registration], wanted: Collection[Key], like: Tensor) -> list[dict[str, Any]]:
     """One mapping a registration: a probe for those that are wanted."""
-    zero = torch.zeros((), device=like.device)
-    return [{ROWS: zero.clone().requires_grad_()} if r.parameters in wanted else {} for r in registrations]
+    return [
+        {ROWS: torch.zeros((), device=like.device, requires_grad=True)} if r.parameters in wanted else {}
+        for r in registrations
+    ]
 
 
 def collecting_taps(emitted: EmittedModel, key: Key) -> list[CollectingTap]:

@@ -393,10 +393,9 @@ def collect(*declared: Layer) -> dict[str, Layer]:
 
 def as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     """[N, ..., d] -> [N, S, d]. A vector [d] is a single case."""
-    if tensor.dim() == 3:
-        return tensor
-    tensor = torch.atleast_2d(tensor)
-    return tensor.unsqueeze(1).flatten(1, -2)
+    if tensor.dim() == 2:  # the most, and every operation counts where a batch is small
+        return tensor.unsqueeze(1)
+    return tensor.flatten(1, -2) if tensor.dim() > 2 else tensor.view(1, 1, -1)
 
 
 def by_group(tensor: Tensor, shape: Shape) -> Tensor:

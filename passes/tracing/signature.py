@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,11 +141,15 @@ def autocast() -> Autocast:
 IGNORES_GRAPHS = ContextVar("IGNORES_GRAPHS", default=False)  # whether graphs run without the autocast of their own
 
 
-@contextmanager
-def under_autocast(settings: Autocast) -> Iterator[None]:
+def under_autocast(settings: Autocast) -> AbstractContextManager[Any]:
     """Inside, these are on, too, unless the autocast of graphs is ignored."""
+    return nullcontext() if not settings or IGNORES_GRAPHS.get() else all_on(settings)
+
+
+@contextmanager
+def all_on(settings: Autocast) -> Iterator[None]:
     with ExitStack() as stack:
-        for kind, dtype in () if IGNORES_GRAPHS.get() else settings:
+        for kind, dtype in settings:
             stack.enter_context(torch.autocast(kind, dtype=dtype))
         yield
 
@@ -160,10 +164,17 @@ def ignoring_autocast_of_graphs() -> Iterator[None]:
         IGNORES_GRAPHS.reset(before)
 
 
+def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec | None]:
+    """(the leaves of the arguments of a call, their structure; None: tensors by position, as most calls have)."""
+    if not kwargs and all(isinstance(argument, Tensor) for argument in args):
+        return [*args], None
+    return pytree.tree_flatten((tuple(args), dict(kwargs)))
+
+
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
     values, which nested tensors have the same lengths, autocast, and the default dtype."""
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves, spec = flattened(args, kwargs)
     walk = Walk(identity=False)
     kinds = tuple(
         (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
@@ -175,7 +186,7 @@ def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The values of arguments that are no tensors. names: what forward names; deep in them, it reads no more."""
     walk = Walk(names, identity=False)
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    leaves, _ = flattened(args, kwargs)
     return tuple(walk.of(leaf, named=True) for leaf in leaves if not isinstance(leaf, Tensor))
 
 
@@ -220,7 +231,7 @@ def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The tensors of a call; of a nested one its values and offsets."""
-    tensors = (leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in flattened(args, kwargs)[0] if isinstance(leaf, Tensor))
     return tuple(part for tensor in tensors for part in plain_parts(tensor))
 
 

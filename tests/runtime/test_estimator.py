@@ -354,6 +354,44 @@ def test_a_state_of_another_estimator_is_refused() -> None:
         FisherEstimator(deep()).load_state_dict(FisherEstimator(mixed()).state_dict())
 
 
+def test_a_state_of_before_parameters_were_unfrozen_or_frozen_says_so_and_what_loads_it() -> None:
+    def made(trained: bool) -> tuple[nn.Sequential, FisherEstimator]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        model[0].requires_grad_(trained)
+        return model, FisherEstimator(compile(model, (x,), loss="normal"), estimation_mode="exact")
+
+    x = torch.randn(6, 3)
+    model, est = made(False)
+    est.update_covariances(x)
+    frozen = copy.deepcopy(est.state_dict())
+    model[0].requires_grad_(True)
+    est.update_covariances(x)
+    unfrozen = copy.deepcopy(est.state_dict())
+
+    causes = "these parameters were frozen, no call had used them, or `variables` left them out"
+    remedy = "compile the model while the same parameters have requires_grad=True"
+    text = f"(?s)nothing of it is .*\nThe state has no block of 0.weight,0.bias: {causes} when it was .*{remedy}"
+    with pytest.raises(ValueError, match=text):
+        est.load_state_dict(frozen)
+    assert_equal(est.state_dict(), unfrozen)
+    model, other = made(False)
+    text = f"(?s)nothing of it is .*\nThis estimator has no block of 0.weight,0.bias: {causes} when it was .*{remedy}"
+    with pytest.raises(ValueError, match=text):
+        other.load_state_dict(unfrozen)
+    other.load_state_dict(frozen)
+    model[0].requires_grad_(True)
+    other.update_covariances(x)
+    assert_equal(other.state_dict(), unfrozen)
+    _, whole = made(True)
+    whole.load_state_dict(unfrozen)
+    assert_equal(whole.state_dict(), unfrozen)
+    wrong = {name: tensor for name, tensor in frozen.items() if name != "damping"}
+    with pytest.raises(ValueError, match="damping .* is missing") as error:
+        whole.load_state_dict(wrong)
+    assert causes not in str(error.value)
+
+
 def test_a_registration_that_changes_begins_without_factors_and_the_others_go_on() -> None:
     """A first batch may prove that a layer is not what it looked like, and a later path that no layer is right."""
     net = deep()

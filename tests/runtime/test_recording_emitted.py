@@ -60,6 +60,34 @@ def test_a_run_at_other_parameters_is_the_model_there(build: Any) -> None:
     assert len(fisher) == 1
 
 
+class Tied(nn.Module):
+    """One layer under two names, one of which the emitted module has for itself, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(4, 4)
+        self.twin = self.code
+        self.register_buffer("offset", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twin(torch.tanh(self.code(x) + self.get_buffer("offset")))
+
+
+def test_an_eager_run_lends_the_tensors_to_every_place_and_takes_them_back_after_an_error() -> None:
+    model, other = Tied(), Tied()
+    graph = emitted(model)
+    assert isinstance(graph, EmittedGraph) and graph.renamed
+    values, probes = graph.capture.flatten((X,), {}), without_probes(graph)
+    before = dict(graph.module.state_dict(keep_vars=True))
+    (output,), _ = graph.run_eagerly(*state(other), values, probes)
+    torch.testing.assert_close(output, other(X))
+    torch.testing.assert_close(output, graph.call(*state(other), values, probes)[0][0])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        graph.run_eagerly(*state(other), (X[:, :3],), probes)
+    after = graph.module.state_dict(keep_vars=True)
+    assert after.keys() == before.keys() and all(after[name] is tensor for name, tensor in before.items())
+
+
 def test_buffers_are_written_where_they_were_given() -> None:
     model = Normalized()
     emitted_model = emitted(model)
