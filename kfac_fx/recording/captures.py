@@ -66,8 +66,9 @@ from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.passes.torch_private import class_of, pytree, transforms
 from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
+from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
-from kfac_fx.passes.tracing.signature import capture_key
+from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import (
@@ -472,6 +473,9 @@ class CaptureCache:
         except UntraceableError as error:
             self.refusal = str(error).removesuffix(f"\n{error.advice}")  # example inputs are the advice
             return
+        if kind := made_by_graph(traced.program):
+            self.refusal = f"forward returns an object of {kind}, which the graph of torch.fx does not look into."
+            return
         self.take(traced)
 
     def take(self, traced: Capture) -> None:
@@ -622,7 +626,7 @@ class CaptureCache:
                 cached.append(cached.pop(place))
                 if not recorder.proven:  # its first batch was empty, or not finite
                     with CAPTURING, self.trained.in_captures():
-                        cached[-1] = self.capturing.proved(recorder, args, kwargs)
+                        cached[-1] = self.capturing.proved(recorder, *off_graph(args, kwargs))
                     if self.first is recorder:
                         self.make_first(cached[-1])
                     else:
@@ -638,6 +642,7 @@ class CaptureCache:
             )
         if self.arguments.verify:
             refuse_without_values(self.model)
+        args, kwargs = off_graph(args, kwargs)
         with (
             CAPTURING,
             self.trained.in_captures(),
@@ -788,6 +793,7 @@ class CaptureCache:
         assert isinstance(emitted, EmittedSubmodules), (
             "bug in kfac_fx: an uncaptured call in a graph of the whole model"
         )
+        args, kwargs = off_graph(args, kwargs)
         with CAPTURING, self.trained.in_captures():
             if uncaptured.captured:
                 emitted.checked = None
@@ -816,6 +822,25 @@ class CaptureCache:
             return self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
+
+
+def off_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with copies of the tensors that were computed with gradients, as a hidden state is by an
+    earlier forward: a capture takes gradients, which must neither reach that forward nor use up its graph."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.is_leaf or tensor.is_nested:
+            return tensor
+        return copy_with_strides(tensor.detach().requires_grad_())  # no leaf, either
+
+    parts: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(copied, (tuple(args), dict(kwargs)))
+    return parts
+
+
+def made_by_graph(program: Program) -> str:
+    """The class of a returned object that the graph makes, as torch.fx writes a dataclass; "" if there is none."""
+    nodes = (node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node))
+    return next((node.target.__name__ for node in nodes if isinstance(node.target, type)), "")
 
 
 def changes(name: str, count: int) -> str:
