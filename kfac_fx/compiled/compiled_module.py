@@ -439,16 +439,22 @@ class CompiledModule(nn.Module):
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        unrecorded = (
-            f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
-            "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
-        )
-        of_forwards = [NO_NAME] * self.knows_no_loss + [unrecorded] * bool(self._unrecorded)
+        of_forwards = [NO_NAME] * self.knows_no_loss + self.unrecorded
         if isinstance(self._plain, CompiledForward) and self._plain.reason is not None:
             of_forwards.append(f"the forward in training is not compiled: {self._plain.reason}")
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
         of_numbers = [changes(name, count) for name, count in self.captures.changing.items()]
         return [*of_captures, *of_numbers, *of_forwards, *of_optimizer()]
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """A sentence about the forwards in training that recorded nothing; none if there are none."""
+        if not self._unrecorded:
+            return []
+        return [
+            f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
+            "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
+        ]
 
     @property
     def layer_collection(self) -> LayerCollection:

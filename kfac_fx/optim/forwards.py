@@ -831,7 +831,8 @@ def without_batch(net: CompiledModule, purpose: str) -> RuntimeError:
 
 def evaluating(net: CompiledModule) -> str:
     """The end of an error about forwards that were not recorded."""
-    return "" if net.training else ". The net is in evaluation mode now: write net.train()"
+    mode = [] if net.training else ["The net is in evaluation mode now: write net.train()"]
+    return "".join(f". {sentence}" for sentence in (*net.unrecorded, *mode))
 
 
 @contextmanager
