@@ -77,7 +77,7 @@ from kfac_fx.passes.torch_private import (
 )
 from kfac_fx.passes.trace import Capture, forward_mode, trace_model
 from kfac_fx.passes.tracing.effects import RandomState, accelerators, same_random
-from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments, changes
+from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder, Consumer, Counts, OutputConsumer, record_outputs
 from kfac_fx.recording.emitted import COMPILE_BACKENDS, CompiledForward
 from kfac_fx.recording.equivalence import (
@@ -443,8 +443,7 @@ class CompiledModule(nn.Module):
         if isinstance(self._plain, CompiledForward) and self._plain.reason is not None:
             of_forwards.append(f"the forward in training is not compiled: {self._plain.reason}")
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
-        of_numbers = [changes(name, count) for name, count in self.captures.changing.items()]
-        return [*of_captures, *of_numbers, *of_forwards, *of_optimizer()]
+        return [*of_captures, *self.captures.changes, *of_forwards, *of_optimizer()]
 
     @property
     def unrecorded(self) -> list[str]:

@@ -216,6 +216,14 @@ def with_all_twice(
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MANY_VALUES = 3  # of an argument, from which on it is said that each makes a capture
+NUMBER = (
+    "argument {name} of forward has had {count} values as a Python number, and every one is a capture of its own, "
+    "which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
+)
+SETTING = (
+    "{name}, which forward reads, has had {count} values, and every one is a capture of its own, which takes time: "
+    "let it be a buffer that is written in place, if forward only computes with it"
+)
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
 LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
@@ -438,7 +446,7 @@ class CaptureCache:
         recorders: by kind of call, the least recently used first.
         numbers: the values of every argument of forward that is a Python number, by its name and by what is alike in
             the captured calls.
-        changing: how many values those of these arguments have had that made many captures by nothing else.
+        changing: how many values made many captures by nothing else, by the sentence that tells it and the name.
     """
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
@@ -457,7 +465,7 @@ class CaptureCache:
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self.outdated = False  # parameters were unfrozen since the first capture
         self.numbers: dict[tuple[str, Any], set[float]] = {}
-        self.changing: dict[str, int] = {}
+        self.changing: dict[tuple[str, str], int] = {}
 
     def trace_symbolically(self) -> None:
         """Capture without inputs. If torch.fx cannot trace the whole model, the first training forward decides."""
@@ -665,6 +673,7 @@ class CaptureCache:
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
         self.note_numbers(args, kwargs)
+        self.note_settings([other for other in (*cached, recorder) if other.capture.holds(args, kwargs)])
         return recorder
 
     def note_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -680,10 +689,31 @@ class CaptureCache:
                 call.arguments[name] = value
                 values = self.numbers.setdefault((name, alike), set())
                 values.add(value)
-                if MANY_VALUES <= len(values) > self.changing.get(name, 0):
-                    if name not in self.changing:
-                        LOG.warning(changes(name, len(values)))
-                    self.changing[name] = len(values)
+                self.tell_many(NUMBER, name, len(values))
+
+    def note_settings(self, captures: Sequence[Recorder]) -> None:
+        """Note what forward reads beside its arguments, if it has another value in the last one of these captures of
+        one call than in the one before; log what changes."""
+        every = [capture.settings.values for capture in captures if capture.settings is not None]
+        if len(every) < MANY_VALUES:
+            return
+        for name in [name for name in every[-1] if name not in every[-2] or every[-1][name] != every[-2][name]]:
+            values: list[Any] = []
+            for settings in every:
+                values += [settings[name]] if name in settings and settings[name] not in values else []
+            self.tell_many(SETTING, name, len(values))
+
+    def tell_many(self, text: str, name: str, count: int) -> None:
+        """Log once that so many values made a capture each."""
+        if MANY_VALUES <= count > self.changing.get((text, name), 0):
+            if (text, name) not in self.changing:
+                LOG.warning(text.format(name=name, count=f"{count:,}"))
+            self.changing[text, name] = count
+
+    @property
+    def changes(self) -> list[str]:
+        """A sentence for each name in `changing`."""
+        return [text.format(name=name, count=f"{count:,}") for (text, name), count in self.changing.items()]
 
     @property
     def masked(self) -> bool:
@@ -841,14 +871,6 @@ def made_by_graph(program: Program) -> str:
     """The class of a returned object that the graph makes, as torch.fx writes a dataclass; "" if there is none."""
     nodes = (node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node))
     return next((node.target.__name__ for node in nodes if isinstance(node.target, type)), "")
-
-
-def changes(name: str, count: int) -> str:
-    """The sentence for an argument of `CaptureCache.changing`."""
-    return (
-        f"argument {name} of forward has had {count:,} values as a Python number, and every one is a capture of its "
-        f"own, which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
-    )
 
 
 def drop_gathered(model: nn.Module) -> None:
