@@ -27,7 +27,7 @@ import inspect
 import keyword
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MethodType
@@ -35,6 +35,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
@@ -331,6 +332,23 @@ def is_running(model: nn.Module) -> bool:
     return id(model) in RUNNING.get()
 
 
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Inside, the hooks on saved tensors that are around a forward get none of ours: those of torch.utils.checkpoint
+    count them, and compute the user's whole forward anew where one is read."""
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor) if hooks_on_saved() else nullcontext():
+        yield
+
+
+def hooks_on_saved() -> bool:
+    """Whether there are hooks on saved tensors around this call."""
+    try:
+        with disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:  # of torch, which disables them only where there are none
+        return True
+
+
 def runs_the_model(
     method: Callable[Concatenate[CompiledModule, P], ResultT],
 ) -> Callable[Concatenate[CompiledModule, P], ResultT]:
@@ -511,11 +529,13 @@ class CompiledModule(nn.Module):
         return self._wrapper(*args, **kwargs)
 
     @runs_the_model
+    @own_saved_tensors()
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The capture for these inputs, made and proved if there is none yet."""
         return self.captures.recorder(args, kwargs)
 
     @runs_the_model
+    @own_saved_tensors()
     def record(
         self,
         /,
@@ -545,6 +565,7 @@ class CompiledModule(nn.Module):
         return self.captures.run(args, kwargs, record)
 
     @runs_the_model
+    @own_saved_tensors()
     def record_compared(
         self, /, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> tuple[Moments, Tensor]:
@@ -679,6 +700,7 @@ class CompiledModule(nn.Module):
         return FisherProduct(self.model, losses, ggn=ggn, capture=lambda: self.recorder(inputs, kwargs))
 
     @runs_the_model
+    @own_saved_tensors()
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `recording.equivalence`.
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
 from kfac_fx.compiled.loss_scale import Watched, check_scale, watch
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
@@ -631,7 +631,8 @@ class Forwards:
             leaves = results.tree_leaves((args, kwargs))
             self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if not self.checked and self.before is not None:
-            batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
+            with own_saved_tensors():
+                batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
 
     def gradients_zeroed(self) -> None:
         if not self.paused:
