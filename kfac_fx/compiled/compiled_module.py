@@ -345,7 +345,9 @@ def hooks_on_saved() -> bool:
     try:
         with disable_saved_tensors_hooks(""):
             return False
-    except RuntimeError:  # of torch, which disables them only where there are none
+    except RuntimeError as error:  # of torch, which disables them only where there are none
+        if fatal(error):
+            raise
         return True
 
 

@@ -270,9 +270,7 @@ def test_forwards_with_other_tensors_are_named() -> None:
     for _ in range(2):
         noisy = {name: parameter + 0.01 for name, parameter in net.named_parameters()}
         torch.func.functional_call(net, noisy, torch.randn(5, 3)).sum().backward()
-    with pytest.raises(
-        FactorNotReady, match=r"\. 2 forwards had other tensors instead of the parameters"
-    ):
+    with pytest.raises(FactorNotReady, match=r"\. 2 forwards had other tensors instead of the parameters"):
         opt.step()
 
 
