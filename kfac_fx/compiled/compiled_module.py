@@ -27,7 +27,7 @@ import inspect
 import keyword
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MethodType
@@ -35,6 +35,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
@@ -78,7 +79,7 @@ from kfac_fx.passes.torch_private import (
 )
 from kfac_fx.passes.trace import Capture, forward_mode, trace_model
 from kfac_fx.passes.tracing.effects import RandomState, accelerators, same_random
-from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments, changes
+from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import (
     CaseRecorder,
     Consumer,
@@ -362,6 +363,25 @@ def is_running(model: nn.Module) -> bool:
     return id(model) in RUNNING.get()
 
 
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Inside, the hooks on saved tensors that are around a forward get none of ours: those of torch.utils.checkpoint
+    count them, and compute the user's whole forward anew where one is read."""
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor) if hooks_on_saved() else nullcontext():
+        yield
+
+
+def hooks_on_saved() -> bool:
+    """Whether there are hooks on saved tensors around this call."""
+    try:
+        with disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError as error:  # of torch, which disables them only where there are none
+        if fatal(error):
+            raise
+        return True
+
+
 def runs_the_model(
     method: Callable[Concatenate[CompiledModule, P], ResultT],
 ) -> Callable[Concatenate[CompiledModule, P], ResultT]:
@@ -470,16 +490,21 @@ class CompiledModule(nn.Module):
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        unrecorded = (
-            f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
-            "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
-        )
-        of_forwards = [NO_NAME] * self.knows_no_loss + [unrecorded] * bool(self._unrecorded)
+        of_forwards = [NO_NAME] * self.knows_no_loss + self.unrecorded
         if isinstance(self._plain, CompiledForward) and self._plain.reason is not None:
             of_forwards.append(f"the forward in training is not compiled: {self._plain.reason}")
         of_captures = fallbacks(self.captures.arguments, self.program, self.captures.all, cases)
-        of_numbers = [changes(name, count) for name, count in self.captures.changing.items()]
-        return [*of_captures, *of_numbers, *of_forwards, *of_optimizer()]
+        return [*of_captures, *self.captures.changes, *of_forwards, *of_optimizer()]
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """A sentence about the forwards in training that recorded nothing; none if there are none."""
+        if not self._unrecorded:
+            return []
+        return [
+            f"{plural(self._unrecorded, 'forward')} had other tensors instead of the parameters "
+            "(torch.func.functional_call), or ran inside of a transformation of torch.func: they recorded nothing"
+        ]
 
     @property
     def layer_collection(self) -> LayerCollection:
@@ -537,11 +562,13 @@ class CompiledModule(nn.Module):
         return self._wrapper(*args, **kwargs)
 
     @runs_the_model
+    @own_saved_tensors()
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The capture for these inputs, made and proved if there is none yet."""
         return self.captures.recorder(args, kwargs)
 
     @runs_the_model
+    @own_saved_tensors()
     def record(
         self,
         /,
@@ -571,6 +598,7 @@ class CompiledModule(nn.Module):
         return self.captures.run(args, kwargs, record)
 
     @runs_the_model
+    @own_saved_tensors()
     def squared_by_example(
         self,
         /,
@@ -597,6 +625,7 @@ class CompiledModule(nn.Module):
         return self.captures.run(args, kwargs, squared)
 
     @runs_the_model
+    @own_saved_tensors()
     def record_compared(
         self, /, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> tuple[Moments, Tensor]:
@@ -730,6 +759,7 @@ class CompiledModule(nn.Module):
         return FisherProduct(self.model, losses, ggn=ggn, capture=lambda: self.recorder(inputs, kwargs))
 
     @runs_the_model
+    @own_saved_tensors()
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `recording.equivalence`.
 

@@ -152,6 +152,10 @@ class EarlySums:
             self.totals.setdefault(key, {})[name] = unpack_symmetric(total)
 
 
+OF_NO_BATCH = (
+    "No batch has gone through this net, and the sizes of a batch may give its blocks another form. If the state is of "
+    "the same model, give kfac_fx.compile example inputs; or call net.recorder((x,), {}) once, and load the state then."
+)
 MARKS = 2**12  # of sets of registrations; sums of them over as many processes are exact in float32
 Agreed = Callable[[], Mapping[str, str]]  # options as text, by name
 
@@ -622,6 +626,8 @@ class FisherEstimator(BlockDiagonalFisher):
         if self._generator is not None and "generator" not in dict(rows):
             wrong = generator_fault(cast(Tensor, state["generator"]), self._generator.device)
             rows += [] if wrong is None else [("generator", wrong)]
+        if any("/" in name for name, _ in rows) and isinstance(self.net, CompiledModule):
+            hint += "" if self.net.captures.recorders else OF_NO_BATCH
         return rows, hint
 
     def hint(self, rows: Sequence[tuple[str, str]], state: Mapping[str, object]) -> str:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
 from kfac_fx.compiled.loss_scale import Watched, check_scale, watch
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
@@ -631,7 +631,8 @@ class Forwards:
             leaves = results.tree_leaves((args, kwargs))
             self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if not self.checked and self.before is not None:
-            batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
+            with own_saved_tensors():
+                batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
 
     def gradients_zeroed(self) -> None:
         if not self.paused:
@@ -831,7 +832,8 @@ def without_batch(net: CompiledModule, purpose: str) -> RuntimeError:
 
 def evaluating(net: CompiledModule) -> str:
     """The end of an error about forwards that were not recorded."""
-    return "" if net.training else ". The net is in evaluation mode now: write net.train()"
+    mode = [] if net.training else ["The net is in evaluation mode now: write net.train()"]
+    return "".join(f". {sentence}" for sentence in (*net.unrecorded, *mode))
 
 
 @contextmanager

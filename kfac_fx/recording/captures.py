@@ -66,8 +66,9 @@ from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.passes.torch_private import class_of, pytree, transforms
 from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
+from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
-from kfac_fx.passes.tracing.signature import capture_key
+from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import (
@@ -215,6 +216,14 @@ def with_all_twice(
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MANY_VALUES = 3  # of an argument, from which on it is said that each makes a capture
+NUMBER = (
+    "argument {name} of forward has had {count} values as a Python number, and every one is a capture of its own, "
+    "which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
+)
+SETTING = (
+    "{name}, which forward reads, has had {count} values, and every one is a capture of its own, which takes time: "
+    "let it be a buffer that is written in place, if forward only computes with it"
+)
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
 LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
@@ -437,7 +446,7 @@ class CaptureCache:
         recorders: by kind of call, the least recently used first.
         numbers: the values of every argument of forward that is a Python number, by its name and by what is alike in
             the captured calls.
-        changing: how many values those of these arguments have had that made many captures by nothing else.
+        changing: how many values made many captures by nothing else, by the sentence that tells it and the name.
     """
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
@@ -456,7 +465,7 @@ class CaptureCache:
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self.outdated = False  # parameters were unfrozen since the first capture
         self.numbers: dict[tuple[str, Any], set[float]] = {}
-        self.changing: dict[str, int] = {}
+        self.changing: dict[tuple[str, str], int] = {}
 
     def trace_symbolically(self) -> None:
         """Capture without inputs. If torch.fx cannot trace the whole model, the first training forward decides."""
@@ -471,6 +480,9 @@ class CaptureCache:
                 traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
         except UntraceableError as error:
             self.refusal = str(error).removesuffix(f"\n{error.advice}")  # example inputs are the advice
+            return
+        if kind := made_by_graph(traced.program):
+            self.refusal = f"forward returns an object of {kind}, which the graph of torch.fx does not look into."
             return
         self.take(traced)
 
@@ -622,7 +634,7 @@ class CaptureCache:
                 cached.append(cached.pop(place))
                 if not recorder.proven:  # its first batch was empty, or not finite
                     with CAPTURING, self.trained.in_captures():
-                        cached[-1] = self.capturing.proved(recorder, args, kwargs)
+                        cached[-1] = self.capturing.proved(recorder, *off_graph(args, kwargs))
                     if self.first is recorder:
                         self.make_first(cached[-1])
                     else:
@@ -638,6 +650,7 @@ class CaptureCache:
             )
         if self.arguments.verify:
             refuse_without_values(self.model)
+        args, kwargs = off_graph(args, kwargs)
         with (
             CAPTURING,
             self.trained.in_captures(),
@@ -660,6 +673,7 @@ class CaptureCache:
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
         self.note_numbers(args, kwargs)
+        self.note_settings([other for other in (*cached, recorder) if other.capture.holds(args, kwargs)])
         return recorder
 
     def note_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -675,10 +689,31 @@ class CaptureCache:
                 call.arguments[name] = value
                 values = self.numbers.setdefault((name, alike), set())
                 values.add(value)
-                if MANY_VALUES <= len(values) > self.changing.get(name, 0):
-                    if name not in self.changing:
-                        LOG.warning(changes(name, len(values)))
-                    self.changing[name] = len(values)
+                self.tell_many(NUMBER, name, len(values))
+
+    def note_settings(self, captures: Sequence[Recorder]) -> None:
+        """Note what forward reads beside its arguments, if it has another value in the last one of these captures of
+        one call than in the one before; log what changes."""
+        every = [capture.settings.values for capture in captures if capture.settings is not None]
+        if len(every) < MANY_VALUES:
+            return
+        for name in [name for name in every[-1] if name not in every[-2] or every[-1][name] != every[-2][name]]:
+            values: list[Any] = []
+            for settings in every:
+                values += [settings[name]] if name in settings and settings[name] not in values else []
+            self.tell_many(SETTING, name, len(values))
+
+    def tell_many(self, text: str, name: str, count: int) -> None:
+        """Log once that so many values made a capture each."""
+        if MANY_VALUES <= count > self.changing.get((text, name), 0):
+            if (text, name) not in self.changing:
+                LOG.warning(text.format(name=name, count=f"{count:,}"))
+            self.changing[text, name] = count
+
+    @property
+    def changes(self) -> list[str]:
+        """A sentence for each name in `changing`."""
+        return [text.format(name=name, count=f"{count:,}") for (text, name), count in self.changing.items()]
 
     @property
     def masked(self) -> bool:
@@ -788,6 +823,7 @@ class CaptureCache:
         assert isinstance(emitted, EmittedSubmodules), (
             "bug in kfac_fx: an uncaptured call in a graph of the whole model"
         )
+        args, kwargs = off_graph(args, kwargs)
         with CAPTURING, self.trained.in_captures():
             if uncaptured.captured:
                 emitted.checked = None
@@ -818,12 +854,23 @@ class CaptureCache:
             return None
 
 
-def changes(name: str, count: int) -> str:
-    """The sentence for an argument of `CaptureCache.changing`."""
-    return (
-        f"argument {name} of forward has had {count:,} values as a Python number, and every one is a capture of its "
-        f"own, which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
-    )
+def off_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with copies of the tensors that were computed with gradients, as a hidden state is by an
+    earlier forward: a capture takes gradients, which must neither reach that forward nor use up its graph."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.is_leaf or tensor.is_nested:
+            return tensor
+        return copy_with_strides(tensor.detach().requires_grad_())  # no leaf, either
+
+    parts: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(copied, (tuple(args), dict(kwargs)))
+    return parts
+
+
+def made_by_graph(program: Program) -> str:
+    """The class of a returned object that the graph makes, as torch.fx writes a dataclass; "" if there is none."""
+    nodes = (node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node))
+    return next((node.target.__name__ for node in nodes if isinstance(node.target, type)), "")
 
 
 def drop_gathered(model: nn.Module) -> None:

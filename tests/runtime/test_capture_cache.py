@@ -66,6 +66,35 @@ def test_a_number_that_changes_and_makes_captures_is_told(monkeypatch: pytest.Mo
     assert len({id(net.recorder((x, None, torch.tensor(scale)), {})) for scale in (0.5, 0.7, 0.9)}) == 1
 
 
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.temperature, self.scaled = nn.Linear(4, 3), 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) / self.temperature * (2.0 if self.scaled else 1.0)
+
+
+def test_an_attribute_that_changes_and_makes_captures_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(captures.LOG, "warning", said.append)
+    x, model = torch.randn(6, 4), Annealed()
+    net = net_of(model, x)
+    for temperature, scaled in ((1.0, True), (0.9, False), (0.9, True), (1.0, False)):
+        model.temperature, model.scaled = temperature, scaled
+        net.record((x,), {})
+    assert count(net) == 4 and net.report.to_dict()["fallbacks"] == said == []
+    for temperature in (0.8, 0.7):
+        model.temperature = temperature
+        net.record((x,), {})
+    text = (
+        "temperature, which forward reads, has had {} values, and every one is a capture of its own, which takes time: "
+        "let it be a buffer that is written in place, if forward only computes with it"
+    )
+    assert said == [text.format(3)]
+    assert net.report.to_dict()["fallbacks"] == [text.format(4)]
+
+
 @pytest.mark.parametrize(
     "option", [{"batch_dim": 1}, {"padding_mask": lambda x: x[..., 0] != 0}], ids=lambda x: next(iter(x))
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import kfac_fx
 from kfac_fx import RegistrationError, UntraceableError
 from kfac_fx.recording import captures as capturing_module
 from kfac_fx.recording.captures import Capturing
@@ -132,3 +135,41 @@ def test_a_model_is_divided_around_autocast_only_if_fewer_parameters_are_generic
     monkeypatch.setattr(Capturing, "around_autocast", lambda *_: parts)
     monkeypatch.setattr(capturing_module, "generic_parameters", lambda of: of_parts if of is parts else of_whole)
     assert (capturing.exported((X,), {}, every_size=False, first=True) is parts) is divided
+
+
+class Reader(nn.Module):
+    """Reads some steps of a series from a state, and returns the state that they lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state), state
+
+
+def test_a_capture_neither_uses_up_nor_follows_the_graph_of_an_earlier_forward() -> None:
+    def backward(module: nn.Module) -> list[Tensor | None]:
+        model.zero_grad()
+        state, loss = torch.zeros(4, 5), torch.zeros(())
+        for x in series:
+            outputs, state = module(x, state)
+            loss = loss + F.cross_entropy(outputs, torch.tensor([0, 1, 1, 0]))
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    model, series = Reader(), [torch.randn(4, length, 3) for length in (2, 3)]
+    wanted = backward(model)
+    net = kfac_fx.compile(
+        model,
+        (torch.randn(4, 1, 3), torch.zeros(4, 5)),
+        loss=lambda outputs: kfac_fx.losses.Categorical(outputs[0]),
+    )
+    optimizer = kfac_fx.KFAC(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(backward(net), wanted)
+    assert optimizer.skipped == 0

@@ -265,6 +265,15 @@ def test_a_net_in_evaluation_mode_is_named() -> None:
     assert str(error.value).endswith(f". {EVALUATING}")
 
 
+def test_forwards_with_other_tensors_are_named() -> None:
+    net, opt = made()
+    for _ in range(2):
+        noisy = {name: parameter + 0.01 for name, parameter in net.named_parameters()}
+        torch.func.functional_call(net, noisy, torch.randn(5, 3)).sum().backward()
+    with pytest.raises(FactorNotReady, match=r"\. 2 forwards had other tensors instead of the parameters"):
+        opt.step()
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_optimizer_that_is_made_after_the_forward_says_so(in_place: bool) -> None:
     net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical", in_place=in_place)

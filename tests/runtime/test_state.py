@@ -377,3 +377,43 @@ def test_a_loaded_state_forgets_the_forwards_before(options: dict[str, Any]) -> 
         train(net, opt, range(2, 5))
         after.append(values(net))
     assert_same(*after)
+
+
+class TwoViews(nn.Module):
+    """The cases of the two views meet in one dimension, which a graph without sizes does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        both, number = F.normalize(self.encoder(torch.cat([first, second])), dim=1), first.shape[0]
+        return F.cross_entropy(both[:number] @ both[number:].t(), torch.arange(number))
+
+
+def test_a_net_that_saw_no_batch_says_how_it_takes_a_state_with_other_blocks() -> None:
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(views, views + 0.1).backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    views, model = torch.randn(5, 4), TwoViews()
+    net = compile(model)
+    optimizer = KFAC(net)
+    train(3)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(3)
+    wanted = copy.deepcopy(model.state_dict())
+
+    net = compile(model)
+    optimizer = KFAC(net)
+    text = r"are wrong(?s:.*)No batch has gone through this net(?s:.*)call net\.recorder\(\(x,\), {}\) once, and load"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(kept[1])
+    net.recorder((views, views), {})
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    train(3)
+    assert_same(model.state_dict(), wanted)

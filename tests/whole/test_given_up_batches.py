@@ -215,12 +215,13 @@ def test_a_graph_that_is_kept_may_be_differentiated_again(mode: str) -> None:
     assert torch.equal(training.parameters, plain("regular", mode)[STEPS - 1])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("rule", ["regular", "eigen_moments, checked"])
-def test_a_checkpoint_around_the_net_runs_its_forward_inside_of_the_backward(rule: str) -> None:
+def test_a_checkpoint_around_the_net_runs_its_forward_inside_of_the_backward(rule: str, reentrant: bool) -> None:
     training = Training(rule)
     for number in range(STEPS):
         x, y = batch(number)
-        outputs = checkpoint(training.net, x.requires_grad_(), use_reentrant=True)
+        outputs = checkpoint(training.net, x.requires_grad_(), use_reentrant=reentrant)
         F.cross_entropy(outputs, y).backward()
         training.opt.step()
         training.opt.zero_grad()

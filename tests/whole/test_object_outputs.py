@@ -151,6 +151,17 @@ def test_training_returns_the_object_and_trains(make: Make, mode: str) -> None:
     assert losses[-1] < 0.9 * losses[0] and "not checked" not in str(net.report)
 
 
+def test_a_dataclass_is_captured_at_the_first_training_forward() -> None:
+    net = kfac_fx.compile(Model(lambda logits, h: Frozen(logits)), loss=loss)
+    text = r"give kfac_fx\.compile example inputs(?s:.*)forward returns an object of Frozen"
+    with pytest.raises(kfac_fx.UntraceableError, match=f"(?i){text}"):
+        kfac_fx.KFAC(net)
+    assert isinstance(net(X), Frozen)
+    statistics = net.record((X,), {}, mode="exact").statistics
+    assert {"first.weight,first.bias", "head.weight,head.bias"} == {",".join(key) for key in statistics}
+    kfac_fx.KFAC(net)
+
+
 def test_a_loss_by_name_says_which_attribute_to_take() -> None:
     text = "returns a Plain: say which, as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs.logits)"
     with pytest.raises(LossError, match=re.escape(text)):
