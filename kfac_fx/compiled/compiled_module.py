@@ -531,11 +531,17 @@ class CompiledModule(nn.Module):
         captures = self.captures
         if self._listener is not None and self.model.training:
             self._listener.on_call()
-        if self.model.training and torch.is_grad_enabled() and captures.trained.any_now:
+        if (
+            self.model.training
+            and torch.is_grad_enabled()
+            and (captures.trained.any_now or not captures.structure.same)
+        ):
             if transforms() or captures.structure.lent:
                 self._unrecorded += 1
                 return (self.call_beneath if self.in_place else self._wrapper)(*args, **kwargs)
             captures.structure.check()
+            if not captures.trained.any_now:
+                return self._plain(*args, **kwargs)
             if not captures.recorders or captures.trained.unfrozen or captures.looks_for_path():
                 self.recorder(args, kwargs)
             if self._listener is not None:

@@ -283,7 +283,9 @@ class FisherEstimator(BlockDiagonalFisher):
             collection.estimator = self
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
-        """The registrations to estimate, and the parameters by name."""
+        """The registrations to estimate, and the parameters by name. Raises ModelChangedError for parameters or modules
+        that were replaced, added or removed after compile."""
+        self.net.captures.structure.check()
         registrations, parameters = self.net.registrations, real_parameters(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)

@@ -192,6 +192,8 @@ class KFAC(Optimizer, Joinable):
         refuse_without_values(net.model)
         refuse_without_blocks(net.registrations, net.named_parameters())
         shards = Shards.of(net.named_parameters(), net.model.modules())
+        if shards is None:  # the first forward looks at the others
+            net.captures.structure.check()
         if placement is None and shards is not None and not shards.tensor_parallel:
             options = replace(options, placement="owners")
         if shards is not None and options.strategy is not None:

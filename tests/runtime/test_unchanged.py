@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
+import kfac_fx
 from kfac_fx import ModelChangedError
 from kfac_fx.recording.model_checks import Structure
 
@@ -42,3 +45,68 @@ def test_only_parameters_that_were_swapped_for_shards_are_emptied() -> None:
     assert before.isnan().all() and before.grad is None and before.shape == (2, 2)
     assert model.weight.eq(1).all() and torch.equal(model.bias, bias)
     structure.check()
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a trained term of low rank."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 1, bias=False)
+        self.up = nn.Linear(1, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def with_head(model: nn.Sequential) -> None:
+    model.requires_grad_(False)
+    model[2] = nn.Linear(5, 3)
+
+
+def with_adapter(model: nn.Sequential) -> None:
+    model.requires_grad_(False)
+    model[0] = Adapter(model[0])  # type: ignore[arg-type]
+
+
+def compiled() -> tuple[nn.Sequential, kfac_fx.CompiledModule, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4)
+    return model, kfac_fx.compile(model, (x,), loss="normal"), x
+
+
+CHANGES = pytest.mark.parametrize("change", [with_head, with_adapter])
+
+
+@CHANGES
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_new_module_next_to_frozen_ones_is_told_in_the_next_forward(
+    change: Callable[[nn.Sequential], None], steps: int
+) -> None:
+    model, net, x = compiled()
+    opt = kfac_fx.KFAC(net)
+    for _ in range(steps):
+        opt.zero_grad()
+        net(x).square().sum(1).mean().backward()
+        opt.step()
+    change(model)
+    with pytest.raises(ModelChangedError, match=r"were replaced, added or removed after kfac_fx\.compile"):
+        net(x)
+
+
+@CHANGES
+@pytest.mark.parametrize("made", [kfac_fx.KFAC, lambda net: kfac_fx.FisherEstimator(net, damping=0.1).blocks])
+def test_a_new_module_between_compile_and_what_trains_is_told_there(
+    change: Callable[[nn.Sequential], None], made: Callable[[kfac_fx.CompiledModule], object]
+) -> None:
+    model, net, _ = compiled()
+    change(model)
+    with pytest.raises(ModelChangedError, match=r"were replaced, added or removed after kfac_fx\.compile"):
+        made(net)
+
+
+def test_a_frozen_model_without_new_parameters_runs() -> None:
+    model, net, x = compiled()
+    kfac_fx.KFAC(net)
+    model.requires_grad_(False)
+    assert torch.equal(net(x), model(x))
