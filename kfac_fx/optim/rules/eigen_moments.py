@@ -543,11 +543,11 @@ class EigenMemory(Memory):
 
     def padded(self, flat: FlatParameters) -> PaddedStep | None:
         """The step by products in bfloat16; None where gradients are multiplied as they are."""
-        if flat.division is not UNDIVIDED or not (means := self.means).groups:
-            return None
-        device, dtype = self.scalar.device, means.groups[0].dtype
+        device, dtype = self.scalar.device, self.scalar.dtype
         products = product_dtype(device, dtype)
-        if products is None or any(group.dtype is not dtype or group.device != device for group in means.groups):
+        if products is None or flat.division is not UNDIVIDED or not (means := self.means).groups:
+            return None
+        if any(group.dtype is not dtype or group.device != device for group in means.groups):
             return None
         if self._padded is None or self._padded.means is not means:
             if has_bases_in_blocks(means.groups):  # of a state of a CPU
