@@ -12,6 +12,7 @@ import difflib
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -43,12 +44,15 @@ def explain(program: Program, name: str) -> str:
     """The explanation of one parameter of a compiled model, as text.
 
     Args:
-        name: any name of the parameter in the model.
+        name: any name of the parameter in the model, or a pattern such as "head.*", which explains all that fit.
 
     Raises:
         CommandError: the model has no such trainable parameter.
     """
     if name not in program.aliases:
+        fitting = {parameter: None for other, parameter in program.aliases.items() if fnmatchcase(other, name)}
+        if fitting:
+            return "\n\n".join(explain(program, parameter) for parameter in fitting)
         inside = [other for other in program.aliases if other.startswith(f"{name}.")]
         hint = f" {name} has the parameters {', '.join(inside)}." if inside else nearest(name, program.aliases)
         raise CommandError(f"the model has no trainable parameter {name!r}.{hint}")
@@ -397,7 +401,10 @@ EXPLAIN = Subcommand(
     "every use of one parameter, its block, and what to write for another",
     "Print every use of one parameter with its line and its layer, the layers that nearly match, the parameter's "
     "Fisher block, and what to write for another one.",
-    [*PROBLEM, argument("parameter", metavar="PARAMETER", help="a name of model.named_parameters()")],
+    [
+        *PROBLEM,
+        argument("parameter", metavar="PARAMETER", help="a name of model.named_parameters(), or a pattern: 'head.*'"),
+    ],
     "example: kfac-fx explain mine.py:Net encoder.0.weight --input 2,64",
 )
 PASSES = Subcommand(

@@ -305,11 +305,11 @@ class FlatParameters:
         return vector if self.weights is None else vector * self.weights
 
 
-def longest_squared(dtypes: Iterable[torch.dtype]) -> float:
+@functools.cache
+def longest_squared(dtypes: frozenset[torch.dtype]) -> float:
     """The squared length of the longest move that numbers of these types, and the squares of its own, can hold."""
-    types = list(dtypes)
-    moves = functools.reduce(torch.promote_types, types, torch.float32)
-    return min(torch.finfo(moves).max, *(torch.finfo(dtype).max * torch.finfo(dtype).max for dtype in types))
+    moves = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return min(torch.finfo(moves).max, *(torch.finfo(dtype).max * torch.finfo(dtype).max for dtype in dtypes))
 
 
 def rule_state(state: Tensors) -> Tensors:
@@ -470,7 +470,7 @@ class GroupedParameters:
                 for name, (parameter, gradient) in with_gradient.items()
             },
             state,
-            longest_squared(parameter.dtype for parameter, _ in with_gradient.values()),
+            longest_squared(frozenset(parameter.dtype for parameter, _ in with_gradient.values())),
             lr,
             lr if lr.dim() == 0 else self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,

@@ -20,7 +20,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -57,94 +58,6 @@ class Losses:
         return self.evaluate is not None or self.closure is not None
 
 
-def check_losses(rule: AdaptedDamping, due: Due, losses: Losses) -> None:
-    """Raises ValueError if the damping rule needs a loss that is not given."""
-    every = f"every {rule.interval} steps"
-    if due.adapting and rule.immediately and not losses.measurable:
-        raise ValueError(
-            f"adapt_damping needs the loss after the update, {every}: "
-            "call step(evaluate=closure) with a closure that returns the loss of the batch"
-        )
-    if due.adapting and not losses.measurable and losses.loss is None:
-        raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
-    if due.adapting_late and losses.previous is None:
-        raise ValueError(
-            f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
-            "previous=closure) with a closure that returns the loss of the last step's batch"
-        )
-
-
-def measured_move(
-    state: StepState, move: Callable[[list[Tensor]], Tensor], loss: Tensor | None, losses: Losses
-) -> Tensor:
-    """Move the parameters, and compare the change of the loss with the predicted one: now, or in the next step.
-
-    Args:
-        move: moves the parameters, adds predicted changes of the loss to a list, and returns whether they moved, 0-dim.
-        loss: before the update, if known.
-
-    Returns the result of `move`.
-    """
-    rule, start, changes = state.options.rule.damping_rule, state.forwards.seen.start, list[Tensor]()
-    loss = measured_now(state, losses, start) if loss is None else loss
-    ok = move(changes)
-    state.scalars["predicted_change"].copy_(sum(changes, torch.zeros_like(state.damping)))
-    state.scalars["loss_before"].copy_(torch.where(ok, loss, torch.nan))
-    if rule is not None and not rule.immediately:
-        state.late = start
-    else:
-        adapt_damping(state, measured_now(state, losses, start))
-    return ok
-
-
-def measure_late(state: StepState, losses: Losses) -> None:
-    """Adapt the damping to the last step."""
-    adapt_damping(state, measured(state, losses.previous, False, state.late))
-    state.late = None
-
-
-def measured_now(state: StepState, losses: Losses, start: RandomState | None) -> Tensor:
-    """The loss of the step's batch at the present parameters."""
-    with_backward = losses.evaluate is None
-    return measured(state, losses.closure if with_backward else losses.evaluate, with_backward, start)
-
-
-def measured(
-    state: StepState, closure: TrainingClosure | None, with_backward: bool, start: RandomState | None
-) -> Tensor:
-    """The loss at the present parameters, averaged over processes; see `Forwards.measure`."""
-    assert closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
-    loss = state.forwards.measure(closure, with_backward, start)
-    return state.replicas.mean((state.vectors.scalar + loss).detach())
-
-
-def adapt_damping(state: StepState, after: Tensor) -> None:
-    """Adapt λ to the loss after the last measured update; λ stays if that update was not made."""
-    rule, scalars = state.options.rule.damping_rule, state.scalars
-    assert rule is not None, "bug in kfac_fx: a damping that is adapted, and no rule for it"
-    before = scalars["loss_before"]
-    damping, rho = rule.adapted(state.damping, before, after, scalars["predicted_change"])
-    state.damping.copy_(torch.where(before.isfinite(), damping, state.damping))
-    scalars["rho"].copy_(rho)
-
-
-UNRECORDED = (
-    "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
-    "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
-    "enabled. Make KFAC(net) before that call: forwards before it record nothing. Other methods of the model record "
-    "nothing, as in net.loss(x): let forward compute their results. Where a trainer calls the model itself, write "
-    "kfac_fx.compile(model, ..., in_place=True)"
-)
-UNRECORDED_IN_PLACE = (
-    "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: {model} is "
-    "compiled in place, and was not called itself in training mode and with gradients enabled. Make KFAC(net) before "
-    "that call: forwards before it record nothing. Calls of its parts record nothing, such as those in the "
-    "training_step of a LightningModule: compile the module that is called, as in "
-    "kfac_fx.compile(self.model, ..., in_place=True). Neither do those of torch.compile(model), which traces past the "
-    "recording: write kfac_fx.compile(torch.compile(model), ..., in_place=True) and call net(x)"
-)
-
-
 def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], losses: Losses) -> None:
     """One step of `KFAC.step`. groups, states: the optimizer's.
 
@@ -153,54 +66,32 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         FactorNotReady: no batch was ever recorded.
         ModelChangedError: the outputs of a recording were not the model's.
     """
-    rule, schedule, forwards, estimator = state.options.rule, state.schedule, state.forwards, state.estimator
-    due = schedule.due()
-    forwards.close(due.burning_in)
+    due, members = state.schedule.due(), [parameter for group in groups for parameter in group["params"]]
+    state.forwards.close(due.burning_in)
     in_blocks, others = state.vectors.of(groups, states)
-    moving = [flat for flat in (in_blocks, others) if flat is not None]
-    gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-    if not gradients and not due.burning_in:
-        if forwards.called and any(parameter.requires_grad for group in groups for parameter in group["params"]):
-            state.standstill.note_without_gradient()
+    gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+    if not is_step(state, due, members, gradients):
         return
-    if not (forwards.seen.forwards or schedule.counter or estimator.recorded):
-        if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
-            raise nothing_recorded(state.net)
-        return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
-    if schedule.damping_rule is not None:
-        check_losses(schedule.damping_rule, due, losses)
-    if gradients and not forwards.checked:
-        check_processes(state, groups)
-    step, anew = None if in_blocks is None else state.block_step(in_blocks), False
-    finite = [] if step is None else [rule.admits(step, groups, state.vectors.names)]
-    finite += [] if others is None else [others.is_finite(others.g)]
-    if step is not None and state.options.checks is not None:
-        begin_here(state.checks.place, step.flat)
-        if anew := has_newcomers(state, step, groups):
-            state.options.checks.begin_anew(step)
-    usable = estimator.usable(expected=due.recording or rule.is_exact)
+    refuse_wrong_start(state, due, groups, gradients, losses)
+
+    step = None if in_blocks is None else state.block_step(in_blocks)
+    finite = are_finite(state, step, others, groups)
+    anew = step is not None and begin(state, step, groups)
+    usable = state.estimator.usable(expected=due.recording or state.options.rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
-    parameters = (parameter for group in groups for parameter in group["params"])
-    state.standstill.begin(parameters)
-    ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
-    causes = {LOSS: ok}
-    for condition in finite if usable is None else (*finite, usable):
-        ok = ok & condition
-    causes[GRADIENT] = ok
+    state.standstill.begin(members)
+    causes = conditions(state, loss, finite if usable is None else [*finite, usable])
+    ok = causes[GRADIENT]
     if due.checking and step is not None:
         ok = checked_by_batch(state, step, ok, scale)
-    if due.first:
-        choose_intervals(state)
-    decay = 1.0 if due.burning_in else schedule.present_decay
-    with state.phases.measure("statistics"):
-        if state.replicas.number > 1 and state.damping.device.type == "cpu":
-            estimator.agreed = lambda: {"steps": str(state.schedule.counter)} | of_groups_as_text(state, groups)
-        recorded = estimator.fold(decay=decay, accept=ok)
+
+    recorded = average(state, due, groups, ok)
     if due.burning_in:
-        schedule.burned_in += recorded
+        state.schedule.burned_in += recorded
         return
+    moving = [flat for flat in (in_blocks, others) if flat is not None]
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
     if due.first and not (recorded and ok.item()):
         state.skipped += 1
@@ -210,33 +101,89 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         measure_late(state, losses)
     renew_inverses(state, due, groups)
     if due.first:
-        forwards.check_coverage({n: part for flat in moving for n, part in flat.flat.parts(flat.g).items()})
+        state.forwards.check_coverage({n: part for flat in moving for n, part in flat.flat.parts(flat.g).items()})
+
     with state.phases.measure("update"):
         move = partial(moved, state, step, others, ok)
         ok = measured_move(state, move, loss, losses) if due.adapting else move()
-    state.skipped += ~ok
     undone = None if step is None else step.undone
+    state.skipped += ~ok
     if undone is not None:
         state.undone += undone & ~ok
     look_at(state, moving, {**causes, UPDATE: ok if undone is None else ok | undone})
-    if step is not None and due.checking:
-        schedule.advance(state.checks.size.calm, step.check_next)
+    if due.checking and step is not None:
+        state.schedule.advance(state.checks.size.calm, step.check_next)
     else:
-        schedule.advance(None, check_next=anew)
-    if state.options.checks is not None and step is not None:
-        state.checks.place.note(step.flat.copies)
-    if (rule_with_checks := state.options.checks) is not None and step is not None and undone is not None:
-        told = torch.zeros_like(undone) if step.on_trial else undone
-        state.checks.watch.look(rule_with_checks.divisor(step), told, schedule.last_check)
+        state.schedule.advance(None, check_next=anew)
+    if step is not None:
+        note_check(state, step)
 
 
-def look_at(state: StepState, moving: Sequence[FlatParameters], causes: Mapping[str, Tensor]) -> None:
-    """Look at what the step has changed, if that is due. causes: as of `StandstillWatch.look`."""
-    if state.standstill.before is not None:
-        device = state.skipped.device
-        pushed = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
-        rates = torch.stack([flat.largest_lr for flat in moving])
-        state.standstill.look(state.skipped, state.undone, torch.stack(pushed).any(), rates.any(), causes)
+# --- before the update ------------------------------------------------------------------------------------------------
+
+
+def is_step(state: StepState, due: Due, members: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether there is something to step with. Raises FactorNotReady for gradients without any recorded batch.
+
+    members, gradients: the parameters of all groups, and their gradients.
+    """
+    forwards, estimator = state.forwards, state.estimator
+    if not gradients and not due.burning_in:
+        if forwards.called and any(parameter.requires_grad for parameter in members):
+            state.standstill.note_without_gradient()
+        return False
+    if forwards.seen.forwards or state.schedule.counter or estimator.recorded:
+        return True
+    if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
+        raise nothing_recorded(state.net)
+    return False  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
+
+
+def refuse_wrong_start(
+    state: StepState, due: Due, groups: Sequence[Group], gradients: Sequence[Tensor], losses: Losses
+) -> None:
+    """Raises ValueError for a loss that is missing, and before the first step for processes that differ."""
+    if state.schedule.damping_rule is not None:
+        check_losses(state.schedule.damping_rule, due, losses)
+    if gradients and not state.forwards.checked:
+        check_processes(state, groups)
+
+
+def are_finite(
+    state: StepState, step: BlockStep | None, others: FlatParameters | None, groups: Sequence[Group]
+) -> list[Tensor]:
+    """Whether the gradients are, 0-dim each: of the parameters in blocks, and of the others."""
+    finite = [] if step is None else [state.options.rule.admits(step, groups, state.vectors.names)]
+    return finite if others is None else [*finite, others.is_finite(others.g)]
+
+
+def conditions(state: StepState, loss: Tensor | None, further: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What the step is made under, as of `StandstillWatch.look`. further: next to a finite loss, 0-dim."""
+    finite = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
+    return {LOSS: finite, GRADIENT: reduce(and_, further, finite)}
+
+
+def begin(state: StepState, step: BlockStep, groups: Sequence[Group]) -> bool:
+    """Prepare the checks for what others have done to the parameters since the last step. Returns whether parameters
+    begin to move."""
+    checks = state.options.checks
+    if checks is None:
+        return False
+    begin_here(state.checks.place, step.flat)
+    if anew := has_newcomers(state, step, groups):
+        checks.begin_anew(step)
+    return anew
+
+
+def average(state: StepState, due: Due, groups: Sequence[Group], ok: Tensor) -> bool:
+    """Take the statistics into the factors where `ok` is true, 0-dim. Returns whether there were any."""
+    if due.first:
+        choose_intervals(state)
+    with state.phases.measure("statistics"):
+        if state.replicas.number > 1 and state.damping.device.type == "cpu":
+            steps = {"steps": str(state.schedule.counter)}
+            state.estimator.agreed = lambda: steps | of_groups_as_text(state, groups)
+        return state.estimator.fold(decay=1.0 if due.burning_in else state.schedule.present_decay, accept=ok)
 
 
 def has_newcomers(state: StepState, step: BlockStep, groups: Sequence[Group]) -> bool:
@@ -254,7 +201,21 @@ def has_newcomers(state: StepState, step: BlockStep, groups: Sequence[Group]) ->
     return newcomers.look(frozenset(step.flat.parameters) - of_still, resting, schedule.counter, long_ago)
 
 
-# --- before the update ------------------------------------------------------------------------------------------------
+UNRECORDED = (
+    "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
+    "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
+    "enabled. Make KFAC(net) before that call: forwards before it record nothing. Other methods of the model record "
+    "nothing, as in net.loss(x): let forward compute their results. Where a trainer calls the model itself, write "
+    "kfac_fx.compile(model, ..., in_place=True)"
+)
+UNRECORDED_IN_PLACE = (
+    "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: {model} is "
+    "compiled in place, and was not called itself in training mode and with gradients enabled. Make KFAC(net) before "
+    "that call: forwards before it record nothing. Calls of its parts record nothing, such as those in the "
+    "training_step of a LightningModule: compile the module that is called, as in "
+    "kfac_fx.compile(self.model, ..., in_place=True). Neither do those of torch.compile(model), which traces past the "
+    "recording: write kfac_fx.compile(torch.compile(model), ..., in_place=True) and call net(x)"
+)
 
 
 def nothing_recorded(net: CompiledModule) -> FactorNotReady:
@@ -485,6 +446,103 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     state.scalars["predicted_change"].copy_(predicted)
     state.scalars["rho"].copy_(torch.where(ok, outcome.rho, state.scalars["rho"]))
     return kept
+
+
+# --- after the update -------------------------------------------------------------------------------------------------
+
+
+def look_at(state: StepState, moving: Sequence[FlatParameters], causes: Mapping[str, Tensor]) -> None:
+    """Look at what the step has changed, if that is due. causes: as of `StandstillWatch.look`."""
+    if state.standstill.before is not None:
+        device = state.skipped.device
+        pushed = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
+        rates = torch.stack([flat.largest_lr for flat in moving])
+        state.standstill.look(state.skipped, state.undone, torch.stack(pushed).any(), rates.any(), causes)
+
+
+def note_check(state: StepState, step: BlockStep) -> None:
+    """Note where the step has left the parameters, and what its check found."""
+    rule, checks = state.options.checks, state.checks
+    if rule is None:
+        return
+    checks.place.note(step.flat.copies)
+    if step.undone is not None:
+        told = torch.zeros_like(step.undone) if step.on_trial else step.undone
+        checks.watch.look(rule.divisor(step), told, state.schedule.last_check)
+
+
+# --- measured steps ---------------------------------------------------------------------------------------------------
+
+
+def check_losses(rule: AdaptedDamping, due: Due, losses: Losses) -> None:
+    """Raises ValueError if the damping rule needs a loss that is not given."""
+    every = f"every {rule.interval} steps"
+    if due.adapting and rule.immediately and not losses.measurable:
+        raise ValueError(
+            f"adapt_damping needs the loss after the update, {every}: "
+            "call step(evaluate=closure) with a closure that returns the loss of the batch"
+        )
+    if due.adapting and not losses.measurable and losses.loss is None:
+        raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
+    if due.adapting_late and losses.previous is None:
+        raise ValueError(
+            f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
+            "previous=closure) with a closure that returns the loss of the last step's batch"
+        )
+
+
+def measured_move(
+    state: StepState, move: Callable[[list[Tensor]], Tensor], loss: Tensor | None, losses: Losses
+) -> Tensor:
+    """Move the parameters, and compare the change of the loss with the predicted one: now, or in the next step.
+
+    Args:
+        move: moves the parameters, adds predicted changes of the loss to a list, and returns whether they moved, 0-dim.
+        loss: before the update, if known.
+
+    Returns the result of `move`.
+    """
+    rule, start, changes = state.options.rule.damping_rule, state.forwards.seen.start, list[Tensor]()
+    loss = measured_now(state, losses, start) if loss is None else loss
+    ok = move(changes)
+    state.scalars["predicted_change"].copy_(sum(changes, torch.zeros_like(state.damping)))
+    state.scalars["loss_before"].copy_(torch.where(ok, loss, torch.nan))
+    if rule is not None and not rule.immediately:
+        state.late = start
+    else:
+        adapt_damping(state, measured_now(state, losses, start))
+    return ok
+
+
+def measure_late(state: StepState, losses: Losses) -> None:
+    """Adapt the damping to the last step."""
+    adapt_damping(state, measured(state, losses.previous, False, state.late))
+    state.late = None
+
+
+def measured_now(state: StepState, losses: Losses, start: RandomState | None) -> Tensor:
+    """The loss of the step's batch at the present parameters."""
+    with_backward = losses.evaluate is None
+    return measured(state, losses.closure if with_backward else losses.evaluate, with_backward, start)
+
+
+def measured(
+    state: StepState, closure: TrainingClosure | None, with_backward: bool, start: RandomState | None
+) -> Tensor:
+    """The loss at the present parameters, averaged over processes; see `Forwards.measure`."""
+    assert closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+    loss = state.forwards.measure(closure, with_backward, start)
+    return state.replicas.mean((state.vectors.scalar + loss).detach())
+
+
+def adapt_damping(state: StepState, after: Tensor) -> None:
+    """Adapt λ to the loss after the last measured update; λ stays if that update was not made."""
+    rule, scalars = state.options.rule.damping_rule, state.scalars
+    assert rule is not None, "bug in kfac_fx: a damping that is adapted, and no rule for it"
+    before = scalars["loss_before"]
+    damping, rho = rule.adapted(state.damping, before, after, scalars["predicted_change"])
+    state.damping.copy_(torch.where(before.isfinite(), damping, state.damping))
+    scalars["rho"].copy_(rho)
 
 
 # --- callers ----------------------------------------------------------------------------------------------------------

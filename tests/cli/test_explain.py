@@ -70,3 +70,13 @@ def test_a_wrong_name_has_a_suggestion(program: kfac_fx.passes.ir.Program) -> No
 def test_the_name_of_a_module_is_answered_with_its_parameters(program: kfac_fx.passes.ir.Program) -> None:
     with pytest.raises(CommandError, match="'head'. head has the parameters head.weight, head.bias.$"):
         explain(program, "head")
+
+
+def test_a_pattern_explains_every_parameter_once(program: kfac_fx.passes.ir.Program) -> None:
+    assert explain(program, "head.*") == f"{explain(program, 'embedding.weight')}\n\n{explain(program, 'head.bias')}"
+    assert explain(program, "*").count("float32") == len(program.parameters)
+
+
+def test_a_pattern_that_fits_nothing_is_refused(program: kfac_fx.passes.ir.Program) -> None:
+    with pytest.raises(CommandError, match=r"no trainable parameter 'haed\.\*'"):
+        explain(program, "haed.*")

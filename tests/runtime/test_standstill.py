@@ -132,7 +132,7 @@ def test_a_move_may_be_as_long_as_a_number_of_the_parameters_with_a_finite_squar
     step(net, opt, x, y)
     of_blocks, _ = opt._step_state.vectors.of(opt.param_groups, opt.state)
     assert isinstance(of_blocks, FlatParameters)
-    flat = FlatParameters(**{**vars_of(of_blocks), "longest_squared": longest_squared([dtype, dtype])})
+    flat = FlatParameters(**{**vars_of(of_blocks), "longest_squared": longest_squared(frozenset([dtype]))})
     wide = torch.promote_types(dtype, torch.float32)
     longest = min(torch.finfo(dtype).max, math.sqrt(torch.finfo(wide).max))
     for length, fits in ((0.99, True), (1.01, False), (math.inf, False), (math.nan, False), (0.0, True)):

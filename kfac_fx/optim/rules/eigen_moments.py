@@ -432,7 +432,10 @@ class EigenMoments(CheckedRule):
         flat, last = step.flat, step.size.divisor
         proposed = flat.displacement(update.vector, RATE * step.scalars["multiplier"])
         fisher, slope, before = check.along(flat, proposed)
-        norm = (fisher / self.longest_step(step, check)).sqrt() / step.scalars["trust"]
+        longest = self.longest_step(step, check)
+        if self.may_be_exact(step, check):
+            longest = exact_steps.longest_bounded(step.scalars, check, longest)
+        norm = (fisher / longest).sqrt() / step.scalars["trust"]
         times = self.advance(step, norm)
         norm = norm * times
         ratio = next_divisor(last, norm)
@@ -471,7 +474,7 @@ class EigenMoments(CheckedRule):
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
         if self.may_be_exact(step, check):
-            exact_steps.note_outcome(step.scalars, check, outcome)
+            exact_steps.note_outcome(step, check, outcome)
         step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         promised = (-outcome.predicted).clamp(min=0.0)
@@ -543,11 +546,11 @@ class EigenMemory(Memory):
 
     def padded(self, flat: FlatParameters) -> PaddedStep | None:
         """The step by products in bfloat16; None where gradients are multiplied as they are."""
-        if flat.division is not UNDIVIDED or not (means := self.means).groups:
-            return None
-        device, dtype = self.scalar.device, means.groups[0].dtype
+        device, dtype = self.scalar.device, self.scalar.dtype
         products = product_dtype(device, dtype)
-        if products is None or any(group.dtype is not dtype or group.device != device for group in means.groups):
+        if products is None or flat.division is not UNDIVIDED or not (means := self.means).groups:
+            return None
+        if any(group.dtype is not dtype or group.device != device for group in means.groups):
             return None
         if self._padded is None or self._padded.means is not means:
             if has_bases_in_blocks(means.groups):  # of a state of a CPU

@@ -69,6 +69,7 @@ RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
 MOST_DAMPING = 1e30
 PROBES = 3
 LEAST_LR = 0.03
+CURVED = 1.0  # of the loss of a repeating batch, for the squared Fisher norm of a bounded step
 COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
 FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
 SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
@@ -139,14 +140,27 @@ def moves_without_curvature(step: BlockStep) -> bool:
     return any(not step.flat.gradients.keys().isdisjoint(r.owners) for r in blocks if r.reason == NO_LOSS)
 
 
-def note_outcome(scalars: Mapping[str, Tensor], check: Check, outcome: Outcome) -> None:
-    """Note the loss of a check's batch after its step, for a check in the next step."""
+def longest_bounded(scalars: Mapping[str, Tensor], check: Check, longest: Tensor) -> Tensor:
+    """The largest squared Fisher norm of a bounded step, 0-dim. Where the batch repeats, no noise hides that a longer
+    step makes a small loss rise many times. longest: that of other batches."""
+    value = check.value
+    return torch.where((scalars["repeats"] > 0) & (value > 0), torch.minimum(longest, CURVED * value), longest)
+
+
+def note_outcome(step: BlockStep, check: Check, outcome: Outcome) -> None:
+    """Note the loss of a check's batch after its step, for a check in the next step. Where the batch repeats, a step
+    that made the loss rise has a check behind it; if it was bounded and undone, the phase of such steps ends."""
+    scalars = step.scalars
     change = torch.where(outcome.kept, outcome.change, 0.0)
     after = check.value + change
     known = outcome.tried & after.isfinite()
     scalars["followed"].copy_(known)
     scalars["after"].copy_(torch.where(known, after, 0.0))
     scalars["change"].copy_(torch.where(known, change, 0.0))
+    if scalars["repeats"] > 0 and not scalars["others"] > 0 and check.batch.agreed(outcome.tried & ~(change < 0)):
+        step.check_next = True
+        if scalars["bounded"] and check.batch.agreed(~outcome.kept):
+            end_phase(scalars, check.value)
 
 
 def known_rise(step: BlockStep, check: Check) -> Tensor | None:
@@ -186,18 +200,22 @@ def note_batch(step: BlockStep, check: Check, agrees: Tensor, risen: Tensor) -> 
 def follow_phase(scalars: Mapping[str, Tensor], check: Check, risen: bool) -> None:
     """Count the steps since the last check, and begin the next phase if this one is over. risen: they were undone."""
     assert check.rise is not None, "bug in kfac_fx: a check that did not look at the last one"
-    taken, fallen, bounded = scalars["taken"], scalars["fallen"], scalars["bounded"]
+    taken, bounded, long = scalars["taken"], scalars["bounded"], scalars["long"]
     taken.add_(check.steps)
-    fallen.sub_(0.0 if risen else check.rise.nan_to_num()).nan_to_num_()
-    long, length = bool(scalars["long"]), float(scalars["phase"])
+    scalars["fallen"].sub_(0.0 if risen else check.rise.nan_to_num()).nan_to_num_()
+    length = float(scalars["phase"])
     least, part = SHORT_PHASES[int(bounded)]
     over = taken >= (length if long else max(least, part * length))
-    if not (over or (risen and bounded)):
-        return
-    value = check.value - check.rise if risen else check.value
+    if over or (risen and bounded):
+        end_phase(scalars, check.value - check.rise if risen else check.value)
+
+
+def end_phase(scalars: Mapping[str, Tensor], value: Tensor) -> None:
+    """Begin the next phase. value: the loss at the end of this one, 0-dim."""
+    taken, fallen, bounded = scalars["taken"], scalars["fallen"], scalars["bounded"]
     rate = (1 + fallen / value).log() if value.isfinite() and value > 0 else fallen
     rate = torch.where(fallen > 0, rate / taken, 0.0).nan_to_num()
-    if long:
+    if scalars["long"]:
         scalars["rate"].copy_(rate)
         bounded.copy_(1 - bounded)
     else:
@@ -229,6 +247,9 @@ def exact_move(step: BlockStep, check: Check, bounded_move: MeasuredMove, longes
     """
     scalars, flat = step.scalars, step.flat
     scalars["outputs"].copy_(check.norm)
+    if step.risen is not None and scalars["repeats"] > 0 and check.batch.agreed(step.risen):
+        step.check_next = True  # the steps were undone, so the gradient is that of other parameters
+        return None
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
     apart = flat.inner(step.g, bounded_move.move) - bounded_move.slope
     others = not check.batch.agreed(apart.abs() <= OTHER * bounded_move.slope.abs())
