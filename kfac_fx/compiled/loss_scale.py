@@ -54,6 +54,7 @@ from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
+from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.output_losses import real_losses, share_of_real
@@ -114,6 +115,13 @@ UNREAD = (
     "distribution that is near for it, too, as in loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
     'kfac_fx.losses.Normal(outputs[1]))]; or write KFAC(..., estimation_mode="empirical"), whose factors are of the '
     "whole gradient."
+)
+
+INVERTED = (
+    "the padding mask seems to be inverted: the trained loss has no gradient at the {:,} positions where it is nonzero, "
+    "and has some where it is zero. A mask is nonzero where a position is real, so the factors are of the padding. If "
+    "yours is True at padding, as src_key_padding_mask is, invert it with a function of what forward takes, as in "
+    "padding_mask=lambda ids, pad: ~pad."
 )
 
 
@@ -1028,8 +1036,10 @@ def check_scale(
     recorded: float | None = None,
     derived: bool = False,
     replicas: Replicas | None = None,
-) -> None:
+) -> bool:
     """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
+
+    Returns whether the padding mask seems to be inverted, of which alone it warns then.
 
     Args:
         watched: the forwards of a step.
@@ -1045,6 +1055,9 @@ def check_scale(
     of_losses = used[:1] if are_compared(used) else used
     roots = Counter(root for forward in of_losses for root in forward.roots)
     each: list[list[LossFactor]] = []
+    if inverted := [line for forward in used[:1] for line in inverted_mask(forward)]:
+        warn_user(LossScaleWarning("\n".join([*inverted, WHY])))
+        return True
     with torch.enable_grad():
         reached = gradients_of(used[0], reduction, loss_scale) if used else []
         unread = [] if in_training else [line for forward in used[:1] for line in unread_outputs(forward)]
@@ -1088,6 +1101,18 @@ def check_scale(
             lines.append(DERIVATIVES_OUTSIDE)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
+    return False
+
+
+def inverted_mask(watched: Watched) -> list[str]:
+    """The line of the warning, for a padding mask that is nonzero at padding, if all gradients are at its zeros."""
+    if watched.padding is None:
+        return []
+    mask, dims = watched.padding
+    pairs = [(grad, d) for grad, d in zip(watched.arrived(), dims, strict=True) if d is not None and grad.numel()]
+    at_ones = any(bool(torch.where(spread(mask != 0, d, grad.shape), grad, 0).any()) for grad, d in pairs)
+    at_zeros = any(bool(torch.where(spread(mask == 0, d, grad.shape), grad, 0).any()) for grad, d in pairs)
+    return [INVERTED.format(int((mask != 0).sum()))] if at_zeros and not at_ones else []
 
 
 def are_compared(used: Sequence[Watched]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -363,6 +364,35 @@ def test_a_mask_that_fits_no_use_is_an_error() -> None:
 def test_rows_behind_a_mean_over_positions_have_no_padding_to_warn_of() -> None:
     """Warnings are errors here."""
     assert len(nets(Judge)[0].program.unmasked) == 1 and not nets(Judge)[0].program.padded
+
+
+class WithLoss(Translator):
+    def forward(self, ids: Tensor, attention_mask: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        logits = super().forward(ids, attention_mask)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_an_inverted_mask_is_told_with_what_to_write(in_forward: bool, mode: str) -> None:
+    """There is no saturated softmax. In a loss of forward no case is left, so that the step changes nothing."""
+    ids, kwargs = batch()
+    targets = torch.where(MASK, torch.randint(5, MASK.shape), -100)
+    model = WithLoss() if in_forward else Translator()
+    args = (ids, kwargs["attention_mask"], targets) if in_forward else (ids, kwargs["attention_mask"])
+    for mask, told in ((lambda ids, attention_mask, *_: attention_mask == 0, True), ("attention_mask", False)):
+        net = kfac_fx.compile(model, args, loss=None if in_forward else "categorical", padding_mask=cast(Any, mask))
+        optimizer = KFAC(net, estimation_mode=mode)
+        value = net(*args) if in_forward else F.cross_entropy(net(*args).flatten(0, 1), targets.flatten())
+        value.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+        assert len(texts) == told * (1 + in_forward) and all("no statistics came" in text for text in texts[1:]), texts
+        if told:
+            assert "the padding mask seems to be inverted" in texts[0] and "at the 5 positions" in texts[0]
+            assert "padding_mask=lambda ids, pad: ~pad" in texts[0] and "saturated" not in texts[0]
 
 
 class Logits(nn.Module):
