@@ -57,7 +57,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from .complex_parameters import real_parameter, with_real_parts
-from .errors import UntraceableError, fatal, first_line, line_of
+from .errors import LayerError, UntraceableError, fatal, first_line, line_of
 from .graphs.edit import attribute, holder
 from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
 from .ir import Autocast, Copies, Options, Program, copy_nodes, returned_by
@@ -320,8 +320,14 @@ def trace_model(
 
     Raises:
         UntraceableError: the model cannot be captured; the text names the module and the line where torch failed.
+        LayerError: the layers are no dict.
     """
-    options, layers = options or Options(), layers or {}
+    options, layers = options or Options(), {} if layers is None else layers
+    if not isinstance(layers, Mapping):
+        raise LayerError(
+            f"trace_model takes layers by name and got a {type(layers).__name__}: write "
+            "layers=collect(*LAYERS.values(), my_layer), with both names of kfac_fx.passes.layers"
+        )
     if args is None and not kwargs:
         return symbolic_trace(model, options, layers)
     return exported(model, args or (), kwargs or {}, options, layers, every_size, whole)

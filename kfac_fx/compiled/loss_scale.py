@@ -53,8 +53,8 @@ from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
-from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.padding import spread
+from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
 from kfac_fx.recording.output_losses import real_losses, share_of_real
@@ -118,8 +118,8 @@ UNREAD = (
 )
 
 INVERTED = (
-    "the padding mask seems to be inverted: the trained loss has no gradient at the {:,} positions where it is nonzero, "
-    "and has some where it is zero. A mask is nonzero where a position is real, so the factors are of the padding. If "
+    "the padding mask seems to be inverted: the trained loss has no gradient at the {:,} positions where it is "
+    "nonzero, and has some where it is zero. A mask is nonzero where a position is real, so the factors are of the padding. If "
     "yours is True at padding, as src_key_padding_mask is, invert it with a function of what forward takes, as in "
     "padding_mask=lambda ids, pad: ~pad."
 )
