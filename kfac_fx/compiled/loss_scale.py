@@ -51,6 +51,7 @@ from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunctio
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.padding import spread
@@ -99,6 +100,10 @@ AROUND = (
     "no curvature of them. Nothing is wrong if they are a small part of the loss; else lower lr, or write "
     'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
 )
+BY_HAND = (
+    ' A squared error that is written by hand is found as F.mse_loss(outputs, y, reduction="none"), as in '
+    '(F.mse_loss(outputs, y, reduction="none") * mask).sum() / mask.sum().'
+)
 
 OTHER = (
     "about {:.0%} of the gradient of the trained loss comes from {}, which forward returns and which is no known loss: "
@@ -119,9 +124,9 @@ UNREAD = (
 
 INVERTED = (
     "the padding mask seems to be inverted: the trained loss has no gradient at the {:,} positions where it is "
-    "nonzero, and has some where it is zero. A mask is nonzero where a position is real, so the factors are of the padding. If "
-    "yours is True at padding, as src_key_padding_mask is, invert it with a function of what forward takes, as in "
-    "padding_mask=lambda ids, pad: ~pad."
+    "nonzero, and has some where it is zero. A mask is nonzero where a position is real, so the factors are of the "
+    "padding. If yours is True at padding, as src_key_padding_mask is, invert it with a function of what forward "
+    "takes, as in padding_mask=lambda ids, pad: ~pad."
 )
 
 
@@ -312,7 +317,16 @@ def part_around(
     size = torch.stack([gradient.double().norm() for gradient in whole]).norm()
     rest = torch.stack([(a - b).double().norm() for a, b in zip(whole, through, strict=True)]).norm()
     part = float(rest / size) if float(size) > 0 else 0.0
-    return AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut)) if part > SMALL else None
+    if part <= SMALL:
+        return None
+    text = AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut))
+    return f"{text}{BY_HAND if any(map(is_square_of_difference, ancestors(program.cut))) else ''}"
+
+
+def is_square_of_difference(node: fx.Node) -> bool:
+    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]
+    is_square = op_name(node) in ("square", "pow") or (op_name(node) == "mul" and len({*operands}) < len(operands))
+    return is_square and bool(operands) and op_name(operands[0]) in ("sub", "rsub")
 
 
 EXACT = 1e-4  # relative error of a factor that is a number that people write

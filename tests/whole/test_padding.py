@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.losses import Categorical
+from kfac_fx.losses import Categorical, Normal
 from kfac_fx.optim.forwards import MicroBatch
 from tests.tables import pairs
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
@@ -489,3 +489,44 @@ def test_a_mean_over_padding_is_told_with_what_to_write(name: str) -> None:
     text = r"0\.6667 times the mean .*; it is a mean over padding, too: .* real elements, as losses\[mask\]\.mean"
     with pytest.warns(kfac_fx.LossScaleWarning, match=text):
         optimizer.step()
+
+
+class Numbers(nn.Module):
+    """A number for every position, and a class for every sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.number, self.kind = nn.Linear(3, 6), nn.Linear(6, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        h, real = torch.tanh(self.body(x)), mask.unsqueeze(-1)
+        pooled = (h * real).sum(1) / real.sum(1)
+        return {"number": self.number(h).squeeze(-1), "kind": self.kind(pooled), "mask": mask}
+
+
+class NumbersWithLoss(Numbers):
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor, kinds: Tensor) -> Tensor:  # type: ignore[override]
+        out = super().forward(x, mask)
+        squares = F.mse_loss(out["number"], y, reduction="none")
+        return (squares * mask).sum() / mask.sum() + F.cross_entropy(out["kind"], kinds)
+
+
+def test_the_real_positions_of_one_head_are_those_of_a_loss_in_forward() -> None:
+    """As docs/models.md says; the number of real positions differs from batch to batch."""
+    model, of_forward = Numbers(), NumbersWithLoss()
+    of_forward.load_state_dict(model.state_dict())
+
+    def both(out: dict[str, Tensor]) -> list[Any]:
+        return [Normal(out["number"][out["mask"]]), Categorical(out["kind"])]
+
+    x, y, kinds = torch.randn(3, 5, 3), torch.randn(3, 5), torch.tensor([0, 3, 1])
+    net = kfac_fx.compile(model, (x, MASK), loss=both, padding_mask="mask")
+    plain = kfac_fx.compile(of_forward, (x, MASK, y, kinds), padding_mask="mask")
+    for mask in (MASK, MASK.flip(0), MASK | MASK.flip(0)):
+        moments, wanted = (
+            of.record(args, {}, mode="exact") for of, args in ((net, (x, mask)), (plain, (x, mask, y, kinds)))
+        )
+        for key, statistic in wanted.statistics.items():
+            found = moments.statistics[key]
+            torch.testing.assert_close(found["G"] / moments.cases, statistic["G"] / wanted.cases)
+            torch.testing.assert_close(found["A"] / found["count"], statistic["A"] / statistic["count"])
