@@ -1123,9 +1123,12 @@ def inverted_mask(watched: Watched) -> list[str]:
     if watched.padding is None:
         return []
     mask, dims = watched.padding
-    pairs = [(grad, d) for grad, d in zip(watched.arrived(), dims, strict=True) if d is not None and grad.numel()]
-    at_ones = any(bool(torch.where(spread(mask != 0, d, grad.shape), grad, 0).any()) for grad, d in pairs)
-    at_zeros = any(bool(torch.where(spread(mask == 0, d, grad.shape), grad, 0).any()) for grad, d in pairs)
+    found = [
+        torch.stack([torch.where(spread(kept, along, grad.shape), grad, 0).any() for kept in (mask != 0, mask == 0)])
+        for grad, along in zip(watched.arrived(), dims, strict=True)
+        if along is not None
+    ]
+    at_ones, at_zeros = torch.stack(found).any(0).tolist() if found else (False, False)
     return [INVERTED.format(int((mask != 0).sum()))] if at_zeros and not at_ones else []
 
 
