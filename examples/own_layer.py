@@ -1,4 +1,7 @@
-"""A layer of your own: a circulant matrix, which no library knows, declared in a few lines and used as any other.
+"""A layer of your own: a circulant matrix, declared in a few lines and used as any other.
+
+Without the declaration kfac_fx has an exact block for a vector of this size, and a diagonal one for a long vector. The
+declared layer has its factors at every length, and its name in the report.
 
 `y[k] = sum_j w[(k - j) mod d] x[j]`: one vector of weights, met by d rotations of the input. Its rows are these
 rotations, one a position, so the layer is a linear one with a single output and d weight-sharing positions.

@@ -165,6 +165,11 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
     Raises RegistrationError with every culprit: not registered, registered with a use missing, registered but not
     among `variables`, or an unknown name.
     """
+    if not isinstance(program, Program):
+        raise RegistrationError(
+            f"check_registration takes a Program and got a {type(program).__name__}: a compiled model has it as "
+            "net.program, as in check_registration(net.program)"
+        )
     edges = entries(program)
     refuse(culprits(program, variables, uses_in_graph(edges), uses_registered(program, edges)))
 

@@ -256,6 +256,8 @@ class Places:
             return [(None, OTHER_SEQUENCES) if other and old[0] is None else old for old, other in pairs]
         places, reason = self.time.steps(uses)
         if places is None:
+            if reason == OTHER_SEQUENCES and len(uses) == 1:
+                return fittings  # one row for each case, as of the last state of packed sequences: there are no steps
             unclear = reason != UNCLEAR or self.time.number == len(uses) > 1
             return [(None, reason) if unclear else old for old in fittings]
         return [self.of_step(use, place) for use, place in zip(uses, places, strict=True)]

@@ -5,19 +5,21 @@
         logits: Tensor
         ...
 
-An object is a branch if there is no tensor next to it: a dataclass, a subclass of dict, or anything with attributes.
-Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. A distribution of torch is a
-branch next to tensors, too: policies return one with a value. A nested tensor stands for its values. The functions
-have the names of those of torch's pytree.
+An object is a branch if there is no tensor next to it: a dataclass, a subclass of a container, or anything with
+attributes. Next to tensors it is a leaf, as the cache of past keys here, which no graph computes. A distribution of
+torch is a branch next to tensors, too: policies return one with a value. A nested tensor stands for its values. The
+functions have the names of those of torch's pytree.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 from torch.nested import nested_tensor_from_jagged
@@ -30,11 +32,18 @@ DEPTH = 3  # objects in objects are searched for tensors down to this depth
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """An object. items: whether it is a dict, whose items stand next to its attributes."""
+    """An object.
+
+    items: whether it is a container, whose items stand next to its attributes.
+    shared: the items of a dictionary that are attributes, too; each is one leaf.
+    factory: of the missing items of a defaultdict.
+    """
 
     kind: type
     items: bool
     inside: TreeSpec
+    shared: tuple[str, ...] = ()
+    factory: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,32 @@ def tree_flatten(tree: Any, plain: bool = True) -> tuple[list[Any], TreeSpec]:
 
 
 def branch_of(value: Any, plain: bool) -> tuple[ObjectSpec, list[Any]]:
-    items = dict(value) if isinstance(value, dict) else None
-    leaves, inside = tree_flatten((items, attributes_of(value)), plain)
-    return ObjectSpec(type(value), items is not None, inside), leaves
+    items, attributes, shared = items_of(value), attributes_of(value), shared_of(value)
+    leaves, inside = tree_flatten((items, {n: of for n, of in attributes.items() if n not in shared}), plain)
+    return ObjectSpec(type(value), items is not None, inside, shared, factory_of(value)), leaves
+
+
+def shared_of(value: Any) -> tuple[str, ...]:
+    items = value if isinstance(value, dict) else {}
+    return tuple(name for name, inside in attributes_of(value).items() if name in items and items[name] is inside)
+
+
+def factory_of(value: Any) -> Callable[[], Any] | None:
+    return value.default_factory if isinstance(value, defaultdict) else None
+
+
+def subclasses_in(like: Any) -> Callable[[Any], Any]:
+    """A function of plain containers that gives them the classes of those in `like`; torch.fx has replaced these."""
+    items = items_of(like)
+    if items is None or isinstance(like, torch.Size):
+        return lambda value: value
+    nothing = TreeSpec(pytree.tree_flatten(())[1])
+    branch = ObjectSpec(type(like), True, nothing, shared_of(like), factory_of(like))
+    if isinstance(items, dict):
+        of_items = {key: subclasses_in(item) for key, item in items.items()}
+        return lambda value: made(branch, ({key: its(value[key]) for key, its in of_items.items()}, {}))
+    of_parts = [subclasses_in(item) for item in items]
+    return lambda value: made(branch, ([its(part) for its, part in zip(of_parts, value, strict=True)], {}))
 
 
 def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
@@ -85,13 +117,26 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
     return pytree.tree_unflatten(values, spec.spec)
 
 
-def made(branch: ObjectSpec, parts: tuple[dict[Any, Any] | None, dict[str, Any]]) -> Any:
+def made(branch: ObjectSpec, parts: tuple[dict[Any, Any] | list[Any] | None, dict[str, Any]]) -> Any:
     """An object with these items and attributes; its own `__init__` does not run."""
     items, attributes = parts
     kind: Any = branch.kind
-    result: Any = kind.__new__(kind)
-    if branch.items and items is not None:  # None is a leaf, which may stand for something else in a tree of marks
-        dict.update(result, items)
+    held: Any = items if branch.items else None  # a tree of marks may have a mark for None
+    if issubclass(kind, tuple):
+        result: Any = tuple.__new__(kind, held)
+    else:
+        result = kind.__new__(kind)
+    if issubclass(kind, dict):
+        setter: Any = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+        for key, item in held.items():
+            setter(result, key, item)
+        attributes = attributes | {name: held[name] for name in branch.shared}
+    elif issubclass(kind, list):
+        list.extend(result, held)
+    elif issubclass(kind, deque):
+        deque.extend(result, held)
+    if issubclass(kind, defaultdict):
+        result.default_factory = branch.factory
     for name, value in attributes.items():
         object.__setattr__(result, name, value)  # also of a frozen dataclass
     return result
@@ -129,8 +174,16 @@ def holds_value(value: Any, depth: int = DEPTH) -> bool:
     """Whether it is an object with a tensor in it."""
     if depth == 0 or value is None or isinstance(value, NO_BRANCHES) or is_value(value):
         return False
-    inside = [*attributes_of(value).values(), *(value.values() if isinstance(value, dict) else ())]
+    items = items_of(value)
+    inside = [*attributes_of(value).values(), *(items.values() if isinstance(items, dict) else items or ())]
     return any(is_value(leaf) or holds_value(leaf, depth - 1) for part in inside for leaf in pytree.tree_leaves(part))
+
+
+def items_of(value: Any) -> dict[Any, Any] | list[Any] | None:
+    """The items of a container; None of another object."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, tuple | list | deque) else None
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

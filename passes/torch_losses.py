@@ -60,7 +60,7 @@ TORCH_LOSSES = (
         "categorical",
         "cross_entropy",
         "cross_entropy_loss",
-        synonyms=("ce", "nll"),
+        synonyms=("ce",),
         outside=("weight", "label_smoothing"),
         classes_second=True,
         averages_elements=False,

@@ -57,10 +57,11 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from .complex_parameters import real_parameter, with_real_parts
-from .errors import UntraceableError, fatal, first_line, line_of
+from .errors import LayerError, UntraceableError, fatal, first_line, line_of
 from .graphs.edit import attribute, holder
 from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
 from .ir import Autocast, Copies, Options, Program, copy_nodes, returned_by
+from .results import subclasses_in
 from .torch_private import (
     ADD_BATCH_DIM,
     ASSERT,
@@ -319,8 +320,14 @@ def trace_model(
 
     Raises:
         UntraceableError: the model cannot be captured; the text names the module and the line where torch failed.
+        LayerError: the layers are no dict.
     """
-    options, layers = options or Options(), layers or {}
+    options, layers = options or Options(), {} if layers is None else layers
+    if not isinstance(layers, Mapping):
+        raise LayerError(
+            f"trace_model takes layers by name and got a {type(layers).__name__}: write "
+            "layers=collect(*LAYERS.values(), my_layer), with both names of kfac_fx.passes.layers"
+        )
     if args is None and not kwargs:
         return symbolic_trace(model, options, layers)
     return exported(model, args or (), kwargs or {}, options, layers, every_size, whole)
@@ -495,11 +502,18 @@ class _Tracer(ThreadTracer):
         self.record_stack_traces = True  # for errors and the report, which name the user's line
         self.modes = modes()
         self.constants: set[str] = set()  # the names that torch.fx gives to the constants of the graph
+        self.latest: Any = None  # the argument that was made last: in the end that of the output
 
     def get_fresh_qualname(self, prefix: str) -> str:
         name = super().get_fresh_qualname(prefix)
         self.constants.add(name)
         return name
+
+    def create_arg(self, a: Any) -> Any:
+        is_subclass = isinstance(a, tuple) and not hasattr(a, "_fields")  # torch.fx would call its class with a list
+        argument = super().create_arg(tuple(a) if is_subclass else a)
+        self.latest = a
+        return argument
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, CHECKED_INPUTS)
@@ -572,6 +586,11 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
             f"{type(model).__name__} assigns a new tensor to its buffer {assigned_buffers[0]}, which torch.fx does not "
             "see.\nGive kfac_fx.compile example inputs."
         )
+    if made := [leaf.target for leaf in pytree.tree_leaves(returned_by(graph)) if is_call_of_class(leaf)]:
+        raise UntraceableError(
+            f"{type(model).__name__} returns a {made[0].__name__}, and torch.fx does not see the tensors in it.\n"
+            "Give kfac_fx.compile example inputs."
+        )
     drop_asserts(graph)
     root = with_real_parts(graph, root, dict(model.named_parameters(remove_duplicate=False)))
 
@@ -593,7 +612,13 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects)
     program = Program(graph, root, *named_parameters(model), options, layers)
     program = program.but(named_loss=place_of_loss(program.returned, pytree.tree_leaves(program.returned)))
-    return Capture(program, bind, lambda output: output, holds, effects, tuple(assigned), outside)
+    unflatten = subclasses_in(tracer.latest)
+    return Capture(program, bind, unflatten, holds, effects, tuple(assigned), outside, unflatten)
+
+
+def is_call_of_class(leaf: Any) -> bool:
+    """Whether a leaf is a named tuple or a dataclass, which torch.fx makes by a node."""
+    return isinstance(leaf, fx.Node) and leaf.op == "call_function" and isinstance(leaf.target, type)
 
 
 @contextmanager

@@ -54,12 +54,13 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     options, unknown = root.parse_known_args(arguments)
     if unknown:
         names = [name for name, _ in commands[options.name].options()]
-        near = "".join(
-            f" Write --format {word[2:]}."
-            if options.name == "report" and word[2:] in FORMATS
+        hints = (
+            f" Write --format {word.removeprefix('--')}."
+            if options.name == "report" and word.startswith("--") and word[2:] in FORMATS
             else nearest(word.partition("=")[0], names)
             for word in unknown
         )
+        near = "".join(dict.fromkeys(hints))
         commands[options.name].error(f"there is no argument {', '.join(map(repr, unknown))}.{near}")
     return options
 
@@ -187,10 +188,19 @@ COMPLETION = Subcommand(
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
+NO_LOSS_HINT = (
+    "kfac-fx report: no loss is named, and forward computes none that is known. Name the one that you train, as in "
+    "--loss categorical, and the report is of its Fisher."
+)
+
+
 def print_report(options: argparse.Namespace) -> None:
-    report = read(options).compiled().report
+    net = read(options).compiled()
+    report = net.report
     formats = {"json": report.to_json, "html": report.to_html, "dot": report.to_dot}
     print(formats[options.format]() if options.format in formats else report.to_text(expand=options.expand))
+    if net.knows_no_loss:
+        print(NO_LOSS_HINT, file=sys.stderr)
 
 
 REPORT = Subcommand(

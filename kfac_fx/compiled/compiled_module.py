@@ -42,12 +42,21 @@ from torch.nn.utils import parametrize
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import CapturedModel, as_written
 from kfac_fx.compiled.report import Report, fallbacks
-from kfac_fx.compiled.reverse_mode import in_reverse_mode_twice, local
 from kfac_fx.fisher.block import one_by_one
 from kfac_fx.linalg.arguments import a_flag, choice
 from kfac_fx.linalg.matrices import dense, full_precision, products_are_full
 from kfac_fx.linalg.processes import Shard, unsharded
-from kfac_fx.linalg.vectors import Vector, applied, check_fits, check_kinds, leading, like_vector, real_vector
+from kfac_fx.linalg.vectors import (
+    Vector,
+    applied,
+    check_fits,
+    check_kinds,
+    in_reverse_mode_twice,
+    leading,
+    like_vector,
+    local,
+    real_vector,
+)
 from kfac_fx.losses.declared import LossSpec, loss_from, replaced
 from kfac_fx.losses.distributions import LossFunction
 from kfac_fx.passes import results

@@ -23,9 +23,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_fx.compiled.compiled_module import CompiledModule, LossTerms, at_least_one
-from kfac_fx.compiled.reverse_mode import Total, check_backward, in_reverse_mode_twice, local
 from kfac_fx.linalg.processes import Replicas, in_place_of, shard
-from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.linalg.vectors import Tensors, Total, check_backward, in_reverse_mode_twice, local
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.trace import forward_mode

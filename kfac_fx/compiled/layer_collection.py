@@ -93,11 +93,12 @@ class LayerCollection(RegisterMethods):
         finalized: whether registrations are refused.
     """
 
-    def __init__(self, graph: CapturedModel, name: str = "LayerCollection") -> None:
+    def __init__(self, graph: CapturedModel | None = None, name: str = "LayerCollection") -> None:
         """graph: of `kfac_fx.capture`; name: for printing. Raises RegistrationError for what is no captured model."""
         if not isinstance(graph, CapturedModel):
+            got = "none" if graph is None else f"a {type(graph).__name__}"
             raise RegistrationError(
-                f"a LayerCollection is built on a captured model and got a {type(graph).__name__}: "
+                f"a LayerCollection is built on a captured model and got {got}: "
                 "LayerCollection(kfac_fx.capture(model, example_inputs))"
             )
         self.captured, self.name, self.model = graph, name, graph.model

@@ -51,8 +51,10 @@ from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunctio
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
+from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import backward_here, backward_roots, pytree
 from kfac_fx.passes.tracing.effects import RandomState, same_random
@@ -98,6 +100,10 @@ AROUND = (
     "no curvature of them. Nothing is wrong if they are a small part of the loss; else lower lr, or write "
     'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
 )
+BY_HAND = (
+    ' A squared error that is written by hand is found as F.mse_loss(outputs, y, reduction="none"), as in '
+    '(F.mse_loss(outputs, y, reduction="none") * mask).sum() / mask.sum().'
+)
 
 OTHER = (
     "about {:.0%} of the gradient of the trained loss comes from {}, which forward returns and which is no known loss: "
@@ -114,6 +120,13 @@ UNREAD = (
     "distribution that is near for it, too, as in loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
     'kfac_fx.losses.Normal(outputs[1]))]; or write KFAC(..., estimation_mode="empirical"), whose factors are of the '
     "whole gradient."
+)
+
+INVERTED = (
+    "the padding mask seems to be inverted: the trained loss has no gradient at the {:,} positions where it is "
+    "nonzero, and has some where it is zero. A mask is nonzero where a position is real, so the factors are of the "
+    "padding. If yours is True at padding, as src_key_padding_mask is, invert it with a function of what forward "
+    "takes, as in padding_mask=lambda ids, pad: ~pad."
 )
 
 
@@ -304,7 +317,16 @@ def part_around(
     size = torch.stack([gradient.double().norm() for gradient in whole]).norm()
     rest = torch.stack([(a - b).double().norm() for a, b in zip(whole, through, strict=True)]).norm()
     part = float(rest / size) if float(size) > 0 else 0.0
-    return AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut)) if part > SMALL else None
+    if part <= SMALL:
+        return None
+    text = AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut))
+    return f"{text}{BY_HAND if any(map(is_square_of_difference, ancestors(program.cut))) else ''}"
+
+
+def is_square_of_difference(node: fx.Node) -> bool:
+    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]
+    is_square = op_name(node) in ("square", "pow") or (op_name(node) == "mul" and len({*operands}) < len(operands))
+    return is_square and bool(operands) and op_name(operands[0]) in ("sub", "rsub")
 
 
 EXACT = 1e-4  # relative error of a factor that is a number that people write
@@ -1028,8 +1050,10 @@ def check_scale(
     recorded: float | None = None,
     derived: bool = False,
     replicas: Replicas | None = None,
-) -> None:
+) -> bool:
     """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
+
+    Returns whether the padding mask seems to be inverted, of which alone it warns then.
 
     Args:
         watched: the forwards of a step.
@@ -1045,6 +1069,9 @@ def check_scale(
     of_losses = used[:1] if are_compared(used) else used
     roots = Counter(root for forward in of_losses for root in forward.roots)
     each: list[list[LossFactor]] = []
+    if inverted := [line for forward in used[:1] for line in inverted_mask(forward)]:
+        warn_user(LossScaleWarning("\n".join([*inverted, WHY])))
+        return True
     with torch.enable_grad():
         reached = gradients_of(used[0], reduction, loss_scale) if used else []
         unread = [] if in_training else [line for forward in used[:1] for line in unread_outputs(forward)]
@@ -1088,6 +1115,21 @@ def check_scale(
             lines.append(DERIVATIVES_OUTSIDE)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
+    return False
+
+
+def inverted_mask(watched: Watched) -> list[str]:
+    """The line of the warning, for a padding mask that is nonzero at padding, if all gradients are at its zeros."""
+    if watched.padding is None:
+        return []
+    mask, dims = watched.padding
+    found = [
+        torch.stack([torch.where(spread(kept, along, grad.shape), grad, 0).any() for kept in (mask != 0, mask == 0)])
+        for grad, along in zip(watched.arrived(), dims, strict=True)
+        if along is not None
+    ]
+    at_ones, at_zeros = torch.stack(found).any(0).tolist() if found else (False, False)
+    return [INVERTED.format(int((mask != 0).sum()))] if at_zeros and not at_ones else []
 
 
 def are_compared(used: Sequence[Watched]) -> bool:

@@ -681,7 +681,7 @@ class BlockDiagonalFisher(Operator):
         refuse(rows, hint or self.hint(rows, state), owner="estimator")
 
     def hint(self, rows: Sequence[tuple[str, str]], state: Mapping[str, object]) -> str:
-        """What to do about a state with these faults."""
+        """The remedy for a state with these faults; "" if there is none that is known."""
         return ""
 
     def state_faults(

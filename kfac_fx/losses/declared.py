@@ -42,6 +42,7 @@ MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synony
     synonym: name for name, kind in DISTRIBUTIONS.items() for synonym in kind.synonyms
 }
 
+NLL = ("nll", "neg_log_likelihood", "negative_log_likelihood")
 UNNAMED = (
     " For another loss leave loss= out, and the factors are those of the gradients that training sends back; or pass "
     "the class of a distribution that is near it, see the page on losses of your own."
@@ -623,6 +624,12 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             of_torch = SHORT[spec]
             fixed = not of_torch.averages_elements  # else the coefficient depends on the sizes of the output
             return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch)
+        if spec.lower().removesuffix("loss").strip("_") in NLL:
+            raise LossError(
+                f"loss {spec!r} is none of {', '.join(map(repr, NAMES))}. F.nll_loss takes logarithms of "
+                'probabilities, and these are logits, too: write loss="cross_entropy" if forward ends with log_softmax '
+                "and you train F.nll_loss(net(x), y), and also if forward returns logits for F.cross_entropy."
+            )
         meant = MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss"))
         choice("loss", spec, NAMES, LossError, meant, otherwise=UNNAMED)
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)

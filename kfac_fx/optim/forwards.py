@@ -466,6 +466,7 @@ class Forwards:
     checked: bool = False  # the training loss has been compared with the registered loss
     scaled: bool = False  # a GradScaler that was not given called the first step
     unwatched: bool = False  # the comparison was impossible
+    has_inverted_mask: bool = False  # the padding mask seems to be nonzero at padding
     needs_graph: bool = False  # a loss takes derivatives, so gradients must be on when it is measured
     trained: bool = False  # a closure was seen to compute gradients
     zeroed: bool = False  # gradients were zeroed since the last closure was called
@@ -722,7 +723,7 @@ class Forwards:
         self.unwatched = not self.seen.watched and not self.net.knows_no_loss
         options = self.schedule.options
         value = None if loss is None else float(loss)
-        check_scale(
+        self.has_inverted_mask = check_scale(
             self.seen.watched,
             reduction=options.reduction,
             loss_scale=loss_scale,
@@ -736,7 +737,8 @@ class Forwards:
 
     def check_coverage(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""
-        if self.schedule.options.fraction == 1.0:  # in a part of a batch, experts may have no rows
+        # In a part of a batch, experts may have no rows. `check_loss` has warned of an inverted mask.
+        if self.schedule.options.fraction == 1.0 and not self.has_inverted_mask:
             check_coverage(self.estimator, gradients, whole=not self.net.program.submodules)
 
     def note_unrecorded(self) -> None:

@@ -158,7 +158,7 @@ def are_finite(
 
 
 def conditions(state: StepState, loss: Tensor | None, further: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What the step is made under, as of `StandstillWatch.look`. further: next to a finite loss, 0-dim."""
+    """The conditions of the step by cause, as of `StandstillWatch.look`. further: next to a finite loss, 0-dim."""
     finite = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     return {LOSS: finite, GRADIENT: reduce(and_, further, finite)}
 

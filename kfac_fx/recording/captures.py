@@ -481,9 +481,6 @@ class CaptureCache:
         except UntraceableError as error:
             self.refusal = str(error).removesuffix(f"\n{error.advice}")  # example inputs are the advice
             return
-        if kind := made_by_graph(traced.program):
-            self.refusal = f"forward returns an object of {kind}, which the graph of torch.fx does not look into."
-            return
         self.take(traced)
 
     def take(self, traced: Capture) -> None:
@@ -865,12 +862,6 @@ def off_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[A
 
     parts: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(copied, (tuple(args), dict(kwargs)))
     return parts
-
-
-def made_by_graph(program: Program) -> str:
-    """The class of a returned object that the graph makes, as torch.fx writes a dataclass; "" if there is none."""
-    nodes = (node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node))
-    return next((node.target.__name__ for node in nodes if isinstance(node.target, type)), "")
 
 
 def drop_gathered(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from ..approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, WITHOUT_P
 from ..errors import LayerError, nearest
 from ..graphs.operations import Spelling, spell
 from ..ir import ADDED, Attrs
-from ..matrix import Layout, Shape
+from ..matrix import Layout, Shape, named_axes
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
 MomentFn = Callable[[Tensor, Attrs], tuple[Tensor, Tensor]]
@@ -105,10 +105,12 @@ class Form:
             start = as_in_output(start, attrs[ADDED])
             start = start.reshape((math.prod(start.result),)) if isinstance(spec, str) else start
         if not isinstance(spec, str):
-            return spec(start, attrs)
+            laid_out = spec(start, attrs)
+            if len(laid_out.result) != AXES_OF[role][-1]:
+                raise LayerError(f"the layout of {role} leads to {list(laid_out.result)}, {NO_MATRIX[role]}")
+            return laid_out
         layout = start.rearrange(spec, **self.sizes(attrs))
-        full = 3 if role == "weight" else 2
-        return layout if len(layout.result) == full else layout.reshape((1, *layout.result))
+        return layout if len(layout.result) == AXES_OF[role][-1] else layout.reshape((1, *layout.result))
 
 
 def with_dims(shape: Shape, dims: int) -> Shape:
@@ -194,7 +196,7 @@ def layer(
     where: Callable[[Attrs], bool] = lambda attrs: True,
     leading: bool = False,
     bias_along: int | BiasShape | None = None,
-    default: str = "kron",
+    default: str | None = None,
     approximations: tuple[str, ...] = WITHOUT_PIXELS,
     pixels: RowsFn | None = None,
     second_moment: MomentFn | None = None,
@@ -226,7 +228,7 @@ def layer(
             `form(x, weight) + bias` is the layer, too, if the bias varies along this dimension and no other. If it is
             not a single dimension: a function of the attributes and the number of the output's dimensions (None where
             the graph does not know it), to the shape of such a bias, as long as it may be (None: there is none).
-        default: the approximation if the user names none.
+        default: the approximation if the user names none, one of `approximations`; "kron", or the first without it.
         approximations: the names of the approximations that the layer has.
         pixels: from the input to [N, pixels, g, c], without patches, if rows are its patches in the order (c, kernel)
             and the weight is [o, c, *kernel]. The layer then has "kron_sua" and its relatives, too.
@@ -268,10 +270,11 @@ def layer(
         check_roles(layer_name, form)
         check_layouts(layer_name, form, layouts or {})
         names = approximations if pixels is None else (*approximations, *FROM_PIXELS)
-        check_declared_approximations(layer_name, default, names)
+        first = default or ("kron" if "kron" in names else names[0] if names else "")
+        check_declared_approximations(layer_name, first, names)
         if spelled is not None:
             spell(spelled)
-        return Layer(layer_name, [form], default, names, (), location(function), tf_kind)
+        return Layer(layer_name, [form], first, names, (), location(function), tf_kind)
 
     return declare
 
@@ -325,6 +328,13 @@ def refuse_other_arguments(functions: Mapping[str, Any], mappings: Mapping[str, 
 
 
 AXES = re.compile(r"[^\W\d]\w*")
+AXES_OF = {"weight": (2, 3), "bias": (1, 2)}  # of the matrix, without and with groups
+NO_MATRIX = {
+    "weight": "no matrix [o, i] or [g, o, i]: outputs, inputs, and groups before them. () is an axis of size 1, so a "
+    "vector of inputs is 'i -> () i', and a vector of outputs 'o -> o ()'",
+    "bias": "no bias [o] or [g, o]: outputs, and groups before them. () is an axis of size 1, so a bias of one number "
+    "is 'o -> o', and one of every group 'g -> g ()'",
+}
 
 
 def check_layouts(name: str, form: Form, layouts: Mapping[str, LayoutSpec]) -> None:
@@ -343,14 +353,23 @@ def check_layouts(name: str, form: Form, layouts: Mapping[str, LayoutSpec]) -> N
                 f"{place} has the layout {spec!r} for {role}: every axis must be on both sides of '->' once, as in "
                 f"'i o -> o i'; on one side only: {single}"
             )
+        if len(named_axes(right)) not in AXES_OF[role]:
+            raise LayerError(f"{place} has the layout {spec!r} for {role}, which leads to {NO_MATRIX[role]}")
 
 
 def check_declared_approximations(name: str, default: str, names: tuple[str, ...]) -> None:
+    if not names:
+        raise LayerError(f"layer {name!r} has no approximations: name some, as in approximations=('kron', 'diagonal')")
     for approximation in (default, *names):
         if approximation not in APPROXIMATIONS:
             raise LayerError(
                 f"layer {name!r}: there is no approximation {approximation!r}.{nearest(approximation, APPROXIMATIONS)}"
             )
+    if default not in names:
+        raise LayerError(
+            f"layer {name!r} has the default {default!r}, which is not among its approximations {', '.join(names)}: "
+            "take one of these, or add it to approximations="
+        )
 
 
 def check_roles(name: str, form: Form) -> None:

@@ -17,10 +17,14 @@ from tests.cli.running import run
 
 def test_the_report_names_every_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "report", "cli_models:linear", "--input", "4,5")
-    assert (status, err) == (0, "")
+    assert status == 0 and err.startswith("kfac-fx report: no loss is named") and "--loss categorical" in err
     first = " ".join(out.split())
     assert first.startswith("kfac_fx takes factors from training gradients because it knows no loss, and registered 12")
     assert "{weight, bias}" in out
+
+
+def test_a_report_with_a_loss_has_no_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "report", "cli_models:linear", "--input", "4,5", "--loss", "mse")[::2] == (0, "")
 
 
 def test_a_module_that_exists_already_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +80,7 @@ def test_an_incomplete_command_line_shows_the_usage(
             "there is no argument '--inptu=4,5', '--sctrict'. Did you mean '--input'? Did you mean '--strict'?",
         ),
         (["report", "cli_models:linear", "--html"], "there is no argument '--html'. Write --format html."),
+        (["report", "cli_models:linear", "--html", "r.html"], "'--html', 'r.html'. Write --format html.\n"),
         (["bench", "cli_models:linear", "--overhead", "-1"], "'-1' is no part such as 0.2 or 20%"),
         (["bench", "cli_models:linear", "--overhead", "20 percent"], "'20 percent' is no part such as 0.2 or 20%"),
     ],

@@ -109,3 +109,8 @@ def test_an_alias_is_as_good_as_the_name() -> None:
     model = Toy(lambda x, w: x @ w, w=(3, 3))
     model.register_parameter("again", model.w)
     check_registration(resolve(before("resolve", model)), ["again"])
+
+
+def test_what_is_no_program_is_refused_with_what_to_write() -> None:
+    with pytest.raises(RegistrationError, match=r"takes a Program and got a Toy: .* check_registration\(net.program\)"):
+        check_registration(Toy(three, **SHAPES))  # type: ignore[arg-type]

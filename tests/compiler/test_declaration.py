@@ -125,6 +125,17 @@ def test_every_form_has_an_example_and_every_default_is_allowed(name: str) -> No
         ({"layouts": {"weight": "o i -> o i i"}}, r"every axis must be on both sides of '->' once"),
         ({"default": "krn"}, r"there is no approximation 'krn'\..*'kron'"),
         ({"approximations": ("kron2",)}, r"there is no approximation 'kron2'"),
+        ({"approximations": ()}, r"layer 'wrong' has no approximations: name some"),
+        (
+            {"default": "kron", "approximations": ("diagonal", "full")},
+            r"layer 'wrong' has the default 'kron', which is not among its approximations diagonal, full: take one",
+        ),
+        (
+            {"layouts": {"weight": "i -> i"}},
+            r"layer 'wrong' \(.*\) has the layout 'i -> i' for weight, which leads to no matrix \[o, i\] or "
+            r"\[g, o, i\]: .* a vector of inputs is 'i -> \(\) i'",
+        ),
+        ({"layouts": {"bias": "o -> () () o"}}, r"has the layout 'o -> \(\) \(\) o' for bias, which leads to no bias"),
     ],
     ids=str,
 )
@@ -135,6 +146,26 @@ def test_a_typo_in_a_declaration_is_an_error(options: dict[str, Any], text: str)
         @layer(rows=as_rows, grad_rows=as_rows, example=example, **options)
         def wrong(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return F.linear(x, weight, bias)
+
+
+def test_without_kron_the_default_is_the_first_approximation() -> None:
+    def declared(*names: str) -> str:
+        @layer(rows=as_rows, grad_rows=as_rows, example=example, approximations=names)
+        def one(x: Tensor, *, weight: Tensor) -> Tensor:
+            return F.linear(x, weight)
+
+        return one.default
+
+    assert declared("diagonal", "full") == "diagonal" and declared("diagonal", "kron") == "kron"
+
+
+def test_a_layout_that_is_a_function_leads_to_a_matrix() -> None:
+    @layer(rows=as_rows, grad_rows=as_rows, example=example, layouts={"weight": lambda layout, attrs: layout})
+    def one(x: Tensor, *, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    with pytest.raises(LayerError, match=r"the layout of weight leads to \[3\], no matrix"):
+        one.forms[0].layout("weight", Layout((3,)), {})
 
 
 def test_a_typo_in_another_form_is_an_error() -> None:

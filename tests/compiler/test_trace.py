@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx import UntraceableError
+from kfac_fx import LayerError, UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
 from tests.compiler.test_effects import Memory
@@ -325,3 +325,8 @@ def test_a_graph_is_the_same_with_and_without_torchs_cache_of_shapes() -> None:
         graphs.append((str(captured.program.graph), shapes, captured.holds((x[:4],), {}), captured.holds((x.t(),), {})))
     assert graphs[0] == graphs[1]
     assert any("s" in shape for shape in graphs[0][1])
+
+
+def test_layers_that_are_no_dict_are_refused_with_what_to_write() -> None:
+    with pytest.raises(LayerError, match=r"takes layers by name and got a list: write layers=collect\(\*LAYERS"):
+        trace_model(nn.Linear(2, 3), layers=[])  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ FIRST_STEP = {
     "loss_scale.py:part_with_targets",
     "loss_scale.py:size",
     "loss_scale.py:weights_of_cases",  # does it weigh or leave out cases?
+    "loss_scale.py:inverted_mask",  # is the mask nonzero at padding?
     "loss_scale.py:part_around",  # is much of it no log-likelihood?
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "batch_loss.py:difference_of_part",  # has a part of the batch the outputs of the batch?

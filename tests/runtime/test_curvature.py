@@ -18,7 +18,7 @@ from kfac_fx.compiled.jacobian_products import (
     in_forward_mode,
     products_of_tangents,
 )
-from kfac_fx.compiled.reverse_mode import RELATIVE, in_reverse_mode_twice
+from kfac_fx.linalg.vectors import RELATIVE, in_reverse_mode_twice
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.passes.errors import LossError
 from tests.tables import pairs

@@ -17,6 +17,7 @@ from kfac_fx import losses
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.optimizer import KFAC
+from kfac_fx.optim.rule import Outcome
 from kfac_fx.optim.rules import exact_steps
 from kfac_fx.optim.rules.exact_steps import LEAST_REACH, MOST_REACH, OMEGA, PROBES, ExactMove
 from kfac_fx.optim.rules.momentum import QuadraticModel
@@ -192,7 +193,7 @@ def test_a_check_behind_a_check_of_the_same_batch_knows_the_rise_without_a_forwa
         return original(check, there)
 
     monkeypatch.setattr(Check, "values_at", counted)
-    ends, numbers = [], []
+    ends, numbers, undone = [], [], []
     for known in (True, False):
         monkeypatch.setattr(exact_steps, "known_rise", known_rise if known else lambda step, check: None)
         net, opt = made()
@@ -205,8 +206,10 @@ def test_a_check_behind_a_check_of_the_same_batch_knows_the_rise_without_a_forwa
         assert len(of_exact) > 10
         ends.append(theta(net))
         numbers.append(of_exact)
+        undone.append(int(opt._step_state.undone))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-7, atol=1e-9)
-    assert set(numbers[0][1:]) == {4} and set(numbers[1]) == {5}  # three directions, and the new parameters
+    assert set(numbers[1]) == {5}  # three directions, the new parameters, and those of the last check
+    assert numbers[0][1:].count(4) >= len(numbers[0]) - 1 - undone[0]  # behind steps that were undone nothing is known
 
 
 def test_a_rise_that_is_known_is_that_of_the_model() -> None:
@@ -634,3 +637,48 @@ def test_micro_batches_of_a_full_batch_have_exact_steps() -> None:
 def losses_of(make: Callable[[], tuple[CompiledModule, KFAC]]) -> list[float]:
     net, opt = make()
     return [step(net, opt) for _ in range(15)]
+
+
+# --- bounded steps that made the loss rise ----------------------------------------------------------------------------
+
+
+def noted(change: float, kept: bool, **values: float) -> tuple[bool, dict[str, Tensor]]:
+    """After the step of a check: (whether the next step has a check, the scalars)."""
+    scalars, true = phased(**values), torch.tensor(True)
+    step: Any = SimpleNamespace(scalars=scalars, check_next=False)
+    check: Any = SimpleNamespace(value=torch.tensor(1.0, dtype=torch.float64), batch=SimpleNamespace(agreed=bool))
+    of_change = torch.tensor(change, dtype=torch.float64)
+    exact_steps.note_outcome(step, check, Outcome(true, torch.tensor(kept), of_change, of_change))
+    return step.check_next, scalars
+
+
+def test_a_bounded_step_that_was_undone_ends_the_phase_of_such_steps() -> None:
+    check_next, scalars = noted(5.0, kept=False, repeats=1, bounded=1, long=0, rate=0.1, taken=3, fallen=0.1)
+    assert check_next
+    assert (scalars["bounded"], scalars["long"], scalars["taken"], scalars["fallen"]) == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize("change", [0.5, math.nan])
+def test_a_step_that_made_the_loss_of_a_repeating_batch_rise_has_a_check_behind_it(change: float) -> None:
+    check_next, scalars = noted(change, kept=True, repeats=1, bounded=1, long=0, rate=0.1, taken=3)
+    assert check_next and (scalars["bounded"], scalars["taken"]) == (1, 3)
+    assert not noted(-0.5, kept=True, repeats=1, bounded=1)[0]
+    assert not noted(change, kept=True, repeats=0)[0]  # noise makes it rise, too
+    assert not noted(change, kept=True, repeats=1, others=1)[0]  # another term may have fallen
+
+
+def test_a_bounded_step_goes_no_further_than_a_small_loss_that_repeats() -> None:
+    bound = torch.tensor(0.03)
+    for value, repeats, wanted in ((1e-4, 1, 1e-4), (1e-4, 0, 0.03), (0.5, 1, 0.03), (-2.0, 1, 0.03)):
+        check: Any = SimpleNamespace(value=torch.tensor(value))
+        longest = exact_steps.longest_bounded(phased(repeats=repeats), check, bound)
+        torch.testing.assert_close(longest, torch.tensor(wanted))
+
+
+def test_behind_steps_that_were_undone_the_next_step_has_a_check() -> None:
+    scalars = phased(repeats=1)
+    batch = SimpleNamespace(agreed=bool)
+    check: Any = SimpleNamespace(norm=torch.tensor(1.0), batch=batch, same=True)
+    step: Any = SimpleNamespace(scalars=scalars, flat=None, risen=torch.tensor(True), check_next=False)
+    unused: Any = None
+    assert exact_steps.exact_move(step, check, unused, unused) is None and step.check_next

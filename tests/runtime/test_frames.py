@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.compiled.jacobian_products import by_dual_numbers, in_forward_mode
-from kfac_fx.compiled.reverse_mode import in_reverse_mode_twice
+from kfac_fx.linalg.vectors import in_reverse_mode_twice
 from kfac_fx.passes.divide import CapturedSubmodule
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Options, Submodule

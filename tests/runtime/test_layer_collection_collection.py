@@ -24,6 +24,8 @@ from tests.runtime.collections_of_toys import BOTH, W, affine, collection, fully
 def test_a_model_must_be_captured_first() -> None:
     with pytest.raises(RegistrationError, match=r"got a Linear: LayerCollection\(kfac_fx.capture\(model, example_in"):
         LayerCollection(nn.Linear(2, 3))  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match=r"got none: LayerCollection\(kfac_fx.capture\(model, example_in"):
+        LayerCollection()
 
 
 def test_kinds_of_layers_that_there_are_not_are_named() -> None:

@@ -71,11 +71,27 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("bce", "bce_with_logits"), ("BCELoss", "bce_with_logits"), ("CE", "cross_entropy"), ("l2", "mse"),
-     ("msee", "mse"), ("crossentropy", "cross_entropy"), ("gaussian", "normal"), ("nll_loss", "cross_entropy")],
+     ("msee", "mse"), ("crossentropy", "cross_entropy"), ("gaussian", "normal")],
 )  # fmt: skip
 def test_other_names_are_told_what_they_are_here(name: str, meant: str) -> None:
     with pytest.raises(LossError, match=f"loss '{name}' is none of .*'mse'.* Did you mean '{meant}'"):
         loss_from(name)
+
+
+@pytest.mark.parametrize("name", ["nll", "nll_loss", "NLLLoss"])
+def test_a_loss_of_log_probabilities_says_that_they_are_logits(name: str) -> None:
+    text = (
+        f"loss '{name}' is none of .*F.nll_loss takes logarithms of probabilities, .* write loss=\"cross_entropy\" if"
+    )
+    with pytest.raises(LossError, match=text):
+        loss_from(name)
+
+
+def test_log_probabilities_are_logits_of_the_loss_that_the_message_names() -> None:
+    logits, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    torch.testing.assert_close(F.cross_entropy(logits.log_softmax(1), y), F.nll_loss(logits.log_softmax(1), y))
+    ((_, loss),) = loss_from("cross_entropy")(logits.log_softmax(1))
+    torch.testing.assert_close(loss.inputs.softmax(-1), logits.softmax(1))
 
 
 def targets_of(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
@@ -313,6 +314,30 @@ def test_a_mask_of_one_of_two_inputs_must_say_of_which() -> None:
         )
     assert own.program.mask_dims == (None,)
     assert masked_of(own) >= encoder and not any(name.startswith("target") for name in masked_of(own))
+
+
+class Packed(nn.Module):
+    """A head on the last states of packed sequences: its rows are of cases, and none is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(I, H, batch_first=True), nn.Linear(H, O)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out: Tensor = self.head(self.lstm(packed)[1][0][-1])
+        return out
+
+
+def test_a_head_on_the_last_states_of_packed_sequences_has_no_padding_to_warn_of() -> None:
+    """Warnings are errors here."""
+    x, lengths = torch.randn(N, T, I), torch.tensor([T, 2, 3, 1, T, 2, 3][:N])
+    net = kfac_fx.compile(
+        Packed(), (x, lengths), loss="categorical",
+        padding_mask=lambda x, lengths: torch.arange(x.shape[1]) < lengths[:, None],
+    )  # fmt: skip
+    assert not net.program.padded and "other sequences" not in str(net.report)
+    assert {note.subject.partition(" at ")[0] for note in net.program.unmasked} == {"linear(head.weight, head.bias)"}
 
 
 def test_sizes_of_the_example_stay_symbols() -> None:

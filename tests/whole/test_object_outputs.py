@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx import LossError
+from kfac_fx import LossError, UntraceableError
 from kfac_fx.passes import results
 from kfac_fx.passes.torch_private import pytree
 from tests.tables import pairs
@@ -49,6 +49,60 @@ class ByAttribute(dict[str, Tensor]):
     @property
     def logits(self) -> Tensor:
         return self["logits"]
+
+
+class Ordered(OrderedDict[str, Tensor]):
+    """As the outputs of language models that are written by hand."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class OrderedTwice(OrderedDict[str, Tensor]):
+    """Items that are attributes, too."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(logits=logits)
+        self.logits = logits
+
+
+class Defaulting(defaultdict[str, Any]):
+    @property
+    def logits(self) -> Any:
+        return self["logits"]
+
+
+class FirstOfList(list[Tensor]):
+    @property
+    def logits(self) -> Tensor:
+        return self[0]
+
+
+class FirstOfTuple(tuple[Tensor, ...]):
+    __slots__ = ()
+
+    def __new__(cls, *parts: Tensor) -> FirstOfTuple:
+        return super().__new__(cls, parts)
+
+    @property
+    def logits(self) -> Tensor:
+        return self[0]
+
+
+class FirstOfDeque(deque[Tensor]):
+    @property
+    def logits(self) -> Tensor:
+        return self[0]
+
+
+class OfNamed(namedtuple("Pair", ["logits", "number"])):
+    """A subclass of a named tuple, with a method."""
+
+    def doubled(self) -> Any:
+        return 2 * self.number
 
 
 class Wrapped(UserDict[str, Tensor]):
@@ -89,6 +143,13 @@ OUTPUTS: dict[str, Make] = {
     "slots": lambda logits, h: Slotted(logits),
     "property": lambda logits, h: WithProperty(logits),
     "subclass of dict": lambda logits, h: ByAttribute(logits=logits, h=h),
+    "subclass of OrderedDict": lambda logits, h: Ordered(h=h, logits=logits),
+    "subclass of OrderedDict with attributes": lambda logits, h: OrderedTwice(logits),
+    "subclass of defaultdict": lambda logits, h: Defaulting(list, {"logits": logits}),
+    "subclass of list": lambda logits, h: FirstOfList([logits, h]),
+    "subclass of tuple": lambda logits, h: FirstOfTuple(logits, h),
+    "subclass of deque": lambda logits, h: FirstOfDeque([logits, h]),
+    "subclass of a named tuple": lambda logits, h: OfNamed(logits, 3),
     "UserDict": lambda logits, h: Wrapped(logits=logits),
     "frozen dataclass": lambda logits, h: Frozen(logits),
     "registered dataclass": lambda logits, h: Exported(logits),
@@ -109,6 +170,14 @@ class Model(nn.Module):
         if self.branches and bool(h.sum() > 1e9):
             h = 2 * h
         return self.make(self.head(h), h)
+
+
+class WithLoss(Model):
+    """Its first output is the loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.head(torch.tanh(self.first(x)))
+        return self.make(F.cross_entropy(logits, y), logits)
 
 
 def loss(outputs: Any) -> kfac_fx.losses.Categorical:
@@ -133,7 +202,7 @@ def test_the_statistics_are_those_of_a_model_that_returns_a_tensor(make: Make, b
 
 @pairs(
     ("mode", ["gradients", "empirical"]),
-    ("make", [OUTPUTS["object"], OUTPUTS["subclass of dict"], OUTPUTS["frozen dataclass"]]),
+    ("make", {name: make for name, make in OUTPUTS.items() if name != "object with an object"}),
 )
 def test_training_returns_the_object_and_trains(make: Make, mode: str) -> None:
     torch.manual_seed(0)
@@ -153,13 +222,53 @@ def test_training_returns_the_object_and_trains(make: Make, mode: str) -> None:
 
 def test_a_dataclass_is_captured_at_the_first_training_forward() -> None:
     net = kfac_fx.compile(Model(lambda logits, h: Frozen(logits)), loss=loss)
-    text = r"give kfac_fx\.compile example inputs(?s:.*)forward returns an object of Frozen"
+    text = r"give kfac_fx\.compile example inputs(?s:.*)Model returns a Frozen"
     with pytest.raises(kfac_fx.UntraceableError, match=f"(?i){text}"):
         kfac_fx.KFAC(net)
     assert isinstance(net(X), Frozen)
     statistics = net.record((X,), {}, mode="exact").statistics
     assert {"first.weight,first.bias", "head.weight,head.bias"} == {",".join(key) for key in statistics}
     kfac_fx.KFAC(net)
+
+
+WITHOUT_INPUTS = [
+    name for name in OUTPUTS if name.startswith("subclass") and name.split()[-1] not in ("deque", "tuple")
+]
+OF_CLASSES = {"subclass of a named tuple": "OfNamed", "named tuple": "Named", "frozen dataclass": "Frozen"}
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_INPUTS, "subclass of tuple"])
+def test_a_subclass_of_a_container_trains_without_example_inputs(name: str) -> None:
+    """Forward computes the loss."""
+    torch.manual_seed(0)
+    model = WithLoss(OUTPUTS[name])
+    net = kfac_fx.compile(model)
+    optimizer, losses = kfac_fx.KFAC(net), list[float]()
+    for _ in range(10):
+        optimizer.zero_grad()
+        outputs = net(X, Y)
+        assert type(outputs) is type(model(X, Y))
+        value = outputs.logits  # the first output
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_INPUTS, "subclass of tuple"])
+def test_a_loss_function_takes_the_subclass_without_example_inputs(name: str, wanted: Any) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Model(OUTPUTS[name]), loss=loss)
+    torch.testing.assert_close([net.record((X,), {}, mode=mode, targets=Y).statistics for mode in MODES], wanted)
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_without_example_inputs_an_object_whose_tensors_torch_fx_does_not_see_asks_for_them(name: str) -> None:
+    text = f"WithLoss returns a {OF_CLASSES[name]}, and torch.fx does not see the tensors in it"
+    net = kfac_fx.compile(WithLoss(OUTPUTS[name]))
+    with pytest.raises(UntraceableError, match=text) as caught:
+        kfac_fx.KFAC(net)
+    assert "Give kfac_fx.compile example inputs" in str(caught.value)
 
 
 def test_a_loss_by_name_says_which_attribute_to_take() -> None:
@@ -206,9 +315,12 @@ def test_an_object_is_put_together_again() -> None:
     for make in OUTPUTS.values():
         value = make(logits, h)
         leaves, spec = results.tree_flatten(value)
+        assert len(leaves) == len({*map(id, leaves)})
         assert spec.num_leaves == len(leaves) and any(leaf is logits for leaf in leaves)
         again = results.tree_unflatten(leaves, spec)
         assert type(again) is type(value) and again.logits is logits
+        assert not isinstance(value, dict) or list(again.items()) == list(value.items())
+        assert getattr(again, "default_factory", None) is getattr(value, "default_factory", None)
         assert results.tree_flatten(again)[1] == spec
     without_tensors = Plain(cast(Any, [1, 2]))
     assert results.tree_leaves((without_tensors, 3)) == [without_tensors, 3]

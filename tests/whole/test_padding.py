@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.losses import Categorical
+from kfac_fx.losses import Categorical, Normal
 from kfac_fx.optim.forwards import MicroBatch
 from tests.tables import pairs
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
@@ -365,6 +366,35 @@ def test_rows_behind_a_mean_over_positions_have_no_padding_to_warn_of() -> None:
     assert len(nets(Judge)[0].program.unmasked) == 1 and not nets(Judge)[0].program.padded
 
 
+class WithLoss(Translator):
+    def forward(self, ids: Tensor, attention_mask: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        logits = super().forward(ids, attention_mask)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_an_inverted_mask_is_told_with_what_to_write(in_forward: bool, mode: str) -> None:
+    """There is no saturated softmax. In a loss of forward no case is left, so that the step changes nothing."""
+    ids, kwargs = batch()
+    targets = torch.where(MASK, torch.randint(5, MASK.shape), -100)
+    model = WithLoss() if in_forward else Translator()
+    args = (ids, kwargs["attention_mask"], targets) if in_forward else (ids, kwargs["attention_mask"])
+    for mask, told in ((lambda ids, attention_mask, *_: attention_mask == 0, True), ("attention_mask", False)):
+        net = kfac_fx.compile(model, args, loss=None if in_forward else "categorical", padding_mask=cast(Any, mask))
+        optimizer = KFAC(net, estimation_mode=mode)
+        value = net(*args) if in_forward else F.cross_entropy(net(*args).flatten(0, 1), targets.flatten())
+        value.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+        assert len(texts) == told * (1 + in_forward) and all("no statistics came" in text for text in texts[1:]), texts
+        if told:
+            assert "the padding mask seems to be inverted" in texts[0] and "at the 5 positions" in texts[0]
+            assert "padding_mask=lambda ids, pad: ~pad" in texts[0] and "saturated" not in texts[0]
+
+
 class Logits(nn.Module):
     """Logits of positions, or a function of them."""
 
@@ -459,3 +489,44 @@ def test_a_mean_over_padding_is_told_with_what_to_write(name: str) -> None:
     text = r"0\.6667 times the mean .*; it is a mean over padding, too: .* real elements, as losses\[mask\]\.mean"
     with pytest.warns(kfac_fx.LossScaleWarning, match=text):
         optimizer.step()
+
+
+class Numbers(nn.Module):
+    """A number for every position, and a class for every sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.number, self.kind = nn.Linear(3, 6), nn.Linear(6, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        h, real = torch.tanh(self.body(x)), mask.unsqueeze(-1)
+        pooled = (h * real).sum(1) / real.sum(1)
+        return {"number": self.number(h).squeeze(-1), "kind": self.kind(pooled), "mask": mask}
+
+
+class NumbersWithLoss(Numbers):
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor, kinds: Tensor) -> Tensor:  # type: ignore[override]
+        out = super().forward(x, mask)
+        squares = F.mse_loss(out["number"], y, reduction="none")
+        return (squares * mask).sum() / mask.sum() + F.cross_entropy(out["kind"], kinds)
+
+
+def test_the_real_positions_of_one_head_are_those_of_a_loss_in_forward() -> None:
+    """As docs/models.md says; the number of real positions differs from batch to batch."""
+    model, of_forward = Numbers(), NumbersWithLoss()
+    of_forward.load_state_dict(model.state_dict())
+
+    def both(out: dict[str, Tensor]) -> list[Any]:
+        return [Normal(out["number"][out["mask"]]), Categorical(out["kind"])]
+
+    x, y, kinds = torch.randn(3, 5, 3), torch.randn(3, 5), torch.tensor([0, 3, 1])
+    net = kfac_fx.compile(model, (x, MASK), loss=both, padding_mask="mask")
+    plain = kfac_fx.compile(of_forward, (x, MASK, y, kinds), padding_mask="mask")
+    for mask in (MASK, MASK.flip(0), MASK | MASK.flip(0)):
+        moments, wanted = (
+            of.record(args, {}, mode="exact") for of, args in ((net, (x, mask)), (plain, (x, mask, y, kinds)))
+        )
+        for key, statistic in wanted.statistics.items():
+            found = moments.statistics[key]
+            torch.testing.assert_close(found["G"] / moments.cases, statistic["G"] / wanted.cases)
+            torch.testing.assert_close(found["A"] / found["count"], statistic["A"] / statistic["count"])

@@ -5,6 +5,7 @@ The oracle gives every example parameters of its own, so that the gradient of on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -452,3 +453,29 @@ def test_a_model_of_one_size_of_batches_is_taken_as_it_is_written() -> None:
     told = "the loss that forward returns is taken for a mean over its cases, as it is written: the model does not run"
     (line,) = (line for line in net.report.fallbacks() if "as it is written" in line)
     assert line.startswith(told) and "(batches of four only)" in line
+
+
+class TwoLosses(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.number, self.kind, self.by_hand = nn.Linear(4, 1), nn.Linear(4, 3), by_hand
+
+    def forward(self, x: Tensor, y: Tensor, kinds: Tensor, mask: Tensor) -> Tensor:
+        out = self.number(x).squeeze(-1)
+        squares = (out - y).square() if self.by_hand else F.mse_loss(out, y, reduction="none")
+        return (squares * mask).sum() / mask.sum() + F.cross_entropy(self.kind(x), kinds)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_squared_error_by_hand_is_told_the_spelling_that_is_found(by_hand: bool) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4), 5 * torch.randn(8), torch.randint(3, (8,)), torch.arange(8) < 6
+    net = kfac_fx.compile(TwoLosses(by_hand), batch)
+    optimizer = kfac_fx.KFAC(net)
+    net(*batch).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, kfac_fx.LossScaleWarning)]
+    text = 'A squared error that is written by hand is found as F.mse_loss(outputs, y, reduction="none")'
+    assert any(text in other for other in texts) is by_hand, texts

@@ -24,7 +24,12 @@ bound of "eigen_moments".
 than each of them looks. So phases of both kinds take turns, and the falls of the loss in them are compared. A long
 phase is followed by a short one of the other kind. The next long one, twice as long, is of exact steps if in these the
 logarithm of the loss fell by `COST` times as much in a step. A check that finds that bounded steps made the loss of the
-batch rise undoes them, and ends their phase.
+batch rise undoes them, and ends their phase. So does a bounded step that is undone in its own check.
+
+**Bounded steps where the loss is small.** The bound of "eigen_moments" is no part of the loss, so that noise does not
+make steps short. Where the batch repeats there is no noise, and steps of this length made a loss of 1e-6 rise to 1e-2
+before the next check undid them. So the squared Fisher norm of a bounded step is there at most `CURVED` times the loss.
+Behind a step that made the loss rise, and behind steps that were undone, the next step has a check, too.
 
 **The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
 at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
