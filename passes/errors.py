@@ -161,7 +161,7 @@ def first_line(error: Exception) -> str:
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"  # this library's
 # Packages that call the library for the user.
-BETWEEN = ("torch", "accelerate", "transformers", "lightning", "lightning_fabric", "pytorch_lightning")
+BETWEEN = ("torch", "contextlib", "accelerate", "transformers", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def is_users(file: str) -> bool:

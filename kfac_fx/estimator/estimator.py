@@ -283,9 +283,7 @@ class FisherEstimator(BlockDiagonalFisher):
             collection.estimator = self
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
-        """The registrations to estimate, and the parameters by name. Raises ModelChangedError for parameters or modules
-        that were replaced, added or removed after compile."""
-        self.net.captures.structure.check()
+        """The registrations to estimate, and the parameters by name."""
         registrations, parameters = self.net.registrations, real_parameters(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)
@@ -632,9 +630,6 @@ class FisherEstimator(BlockDiagonalFisher):
             hint += "" if self.net.captures.recorders else OF_NO_BATCH
         return rows, hint
 
-    def hint(self, rows: Sequence[tuple[str, str]], state: Mapping[str, object]) -> str:
-        return hint_of_blocks(rows, state, map(key_text, self.blocks))
-
     def load_checked(self, state: Mapping[str, Tensor]) -> None:
         """Batches that are not folded yet are forgotten."""
         super().load_checked(state)
@@ -671,30 +666,6 @@ def frozen_after(names: Iterable[str]) -> FactorNotReady:
         "blocks have no factors. Compile the model again with the parameters frozen; or let them require a "
         "gradient while batches are recorded."
     )
-
-
-def hint_of_blocks(rows: Sequence[tuple[str, str]], state: Mapping[str, object], blocks: Iterable[str]) -> str:
-    """Why a state has other blocks than an estimator, and what loads it; "" if it has other faults, too.
-
-    rows: its faults. blocks: of the estimator, the texts of their keys.
-    """
-    here, there = set(blocks), {name.removesuffix("/ready") for name in map(str, state) if name.endswith("/ready")}
-    wrong = {name.removesuffix("/ready") for name, _ in rows if name.endswith("/ready")}
-    absent, unknown = sorted(wrong & here - there), sorted(wrong & there - here)
-    starts = tuple(f"{text}/" for text in (*absent, *unknown))
-    if not here & there or not all(name.startswith(starts) for name, _ in rows):
-        return ""
-    of_state = f"The state has no block of {'; '.join(absent)}: {WITHOUT_BLOCK} when it was saved."
-    of_net = f"This estimator has no block of {'; '.join(unknown)}: {WITHOUT_BLOCK} when it was made."
-    return "\n".join([*[of_state] * bool(absent), *[of_net] * bool(unknown), SAME_BLOCKS])
-
-
-WITHOUT_BLOCK = "these parameters were frozen, no call had used them, or `variables` left them out"
-SAME_BLOCKS = (
-    "Load it into an estimator with the same blocks: compile the model while the same parameters have "
-    "requires_grad=True, record the same kinds of calls, pass the same `variables`; freeze or unfreeze parameters "
-    "after the state is loaded. No estimator of this model has these blocks if the state is of another model."
-)
 
 
 def unchanged(before: Iterable[Registration], now: Iterable[Registration]) -> set[Key]:

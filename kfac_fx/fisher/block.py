@@ -678,11 +678,7 @@ class BlockDiagonalFisher(Operator):
             kind = type(state).__name__
             raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
         rows, hint = self.state_faults(state)
-        refuse(rows, hint or self.hint(rows, state), owner="estimator")
-
-    def hint(self, rows: Sequence[tuple[str, str]], state: Mapping[str, object]) -> str:
-        """The remedy for a state with these faults; "" if there is none that is known."""
-        return ""
+        refuse(rows, hint or hint_of_blocks(rows, state, map(key_text, self.blocks)), owner="estimator")
 
     def state_faults(
         self, state: Mapping[str, object], others: Mapping[str, Tensor] = MappingProxyType({})
@@ -711,3 +707,27 @@ class BlockDiagonalFisher(Operator):
                 rows.append((f"{start}ready", "contradicts the factors or inverses of the block"))
         divided = self.owners is not None and "is missing" in wrong.values()
         return rows, OF_OWN_BLOCKS if divided else ""
+
+
+WITHOUT_BLOCK = "these parameters were frozen, no call had used them, or `variables` left them out"
+SAME_BLOCKS = (
+    "Load it into an estimator with the same blocks: compile the model while the same parameters have "
+    "requires_grad=True, record the same kinds of calls, pass the same `variables`; freeze or unfreeze parameters "
+    "after the state is loaded. No estimator of this model has these blocks if the state is of another model."
+)
+
+
+def hint_of_blocks(rows: Sequence[tuple[str, str]], state: Mapping[str, object], blocks: Iterable[str]) -> str:
+    """Why a state has other blocks than an estimator, and what loads it; "" if it has other faults, too.
+
+    rows: its faults. blocks: of the estimator, the texts of their keys.
+    """
+    here, there = set(blocks), {name.removesuffix("/ready") for name in map(str, state) if name.endswith("/ready")}
+    wrong = {name.removesuffix("/ready") for name, _ in rows if name.endswith("/ready")}
+    absent, unknown = sorted(wrong & here - there), sorted(wrong & there - here)
+    starts = tuple(f"{text}/" for text in (*absent, *unknown))
+    if not here & there or not all(name.startswith(starts) for name, _ in rows):
+        return ""
+    of_state = f"The state has no block of {'; '.join(absent)}: {WITHOUT_BLOCK} when it was saved."
+    of_net = f"This estimator has no block of {'; '.join(unknown)}: {WITHOUT_BLOCK} when it was made."
+    return "\n".join([*[of_state] * bool(absent), *[of_net] * bool(unknown), SAME_BLOCKS])

@@ -145,7 +145,8 @@ def test_a_wrong_loss_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_mode_is_set_before_the_capture(capsys: pytest.CaptureFixture[str]) -> None:
     for flag, mode in (("--train-mode", "training"), ("--eval-mode", "evaluation")):
-        status, _, err = run(capsys, "report", "cli_models:OnlyIn", "--arg", f"mode={mode}", "--input", "4,5", flag)
+        of_model = "cli_models:OnlyIn", "--arg", f"mode={mode}", "--input", "4,5", "--loss", "mse"
+        status, _, err = run(capsys, "report", *of_model, flag)
         assert (status, err) == (0, "")
 
 

@@ -234,7 +234,8 @@ def test_a_batch_on_the_cpu_moves_to_the_device_of_the_parameters() -> None:
     """A batch that has tensors elsewhere stays as it is: the user has placed it."""
 
     def placed(device: str, *args: Any) -> Any:
-        net = cast(Any, SimpleNamespace(model=nn.Linear(2, 2, device=device)))
+        structure = SimpleNamespace(parameters=nn.Linear(2, 2, device=device).parameters())
+        net = cast(Any, SimpleNamespace(captures=SimpleNamespace(structure=structure)))
         return kfac_fx.CompiledModule.placed(net, args, {"mask": torch.ones(3), "flag": True}, [torch.ones(1)])
 
     (x, name), kwargs, (y,) = placed("meta", torch.ones(3), "text")

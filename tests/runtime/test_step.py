@@ -123,7 +123,7 @@ class FakeForwards:
 class FakeNet(SimpleNamespace):
     """It has the names by which a compiled module is told."""
 
-    attach, registrations, knows_no_loss, training = None, (), False, True
+    attach, registrations, knows_no_loss, training, unrecorded = None, (), False, True, ()
 
 
 class Problem:

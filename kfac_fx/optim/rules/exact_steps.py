@@ -28,8 +28,8 @@ batch rise undoes them, and ends their phase. So does a bounded step that is und
 
 **Bounded steps where the loss is small.** The bound of "eigen_moments" is no part of the loss, so that noise does not
 make steps short. Where the batch repeats there is no noise, and steps of this length made a loss of 1e-6 rise to 1e-2
-before the next check undid them. So the squared Fisher norm of a bounded step is there at most `CURVED` times the loss.
-Behind a step that made the loss rise, and behind steps that were undone, the next step has a check, too.
+before the next check undid them. So where `SMALL` h is below 1, the bound of a bounded step is that part of the usual
+one. Behind a step that made the loss rise, and behind steps that were undone, the next step has a check, too.
 
 **The batch repeats** if two checks in consecutive steps have the same one. Two checks have the same batch if its loss
 at the parameters of the earlier one has the value that it had there; or if the outputs have the norm that they had, and
@@ -74,7 +74,7 @@ RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
 MOST_DAMPING = 1e30
 PROBES = 3
 LEAST_LR = 0.03
-CURVED = 1.0  # of the loss of a repeating batch, for the squared Fisher norm of a bounded step
+SMALL = 30.0  # times the loss of a repeating batch, the part of the bound that a bounded step may take
 COST = 1.5  # of exact steps, in bounded ones; they cost more, and their rates fall more slowly
 FIRST_PHASE, LONGEST_PHASE = 20.0, 640.0  # steps
 SHORT_PHASES = ((15.0, 1 / 16), (10.0, 1 / 4))  # of exact and bounded steps: at least, and as a part of the long one
@@ -149,7 +149,8 @@ def longest_bounded(scalars: Mapping[str, Tensor], check: Check, longest: Tensor
     """The largest squared Fisher norm of a bounded step, 0-dim. Where the batch repeats, no noise hides that a longer
     step makes a small loss rise many times. longest: that of other batches."""
     value = check.value
-    return torch.where((scalars["repeats"] > 0) & (value > 0), torch.minimum(longest, CURVED * value), longest)
+    part = torch.where((scalars["repeats"] > 0) & (value > 0), SMALL * value, 1.0)
+    return longest * part.clamp(max=1.0)
 
 
 def note_outcome(step: BlockStep, check: Check, outcome: Outcome) -> None:
