@@ -144,7 +144,8 @@ def page(results: dict[str, Any], of_one_batch: dict[str, Any]) -> str:
             lines.append(f"| {row['job']} | {known[row['job']].words} | {' | '.join(shown)} |")
         lines.append("")
     lines += [*one_batch.section(of_one_batch), ""]
-    lines += [f"`{results['command']}` and `{of_one_batch['command']}`; torch {results['torch']}.", ""]
+    again = f" The losses of `KFAC(net)` are newer: `{results['kfac']}`." if "kfac" in results else ""
+    lines += [f"`{results['command']}` and `{of_one_batch['command']}`; torch {results['torch']}.{again}", ""]
     return "\n".join(lines)
 
 
@@ -166,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [*rest, *(with_kfac_anew(again) if chosen.only_kfac else measure(chosen.jobs, chosen.steps))]
     order = list(jobs())
     rows.sort(key=lambda row: (row["steps"], order.index(row["job"])))
-    results = {"command": "python -m benchmarks.short_jobs", **versions(), "rows": rows}
+    command = "python -m benchmarks.short_jobs"
+    newer = {"kfac": f"{command} --only-kfac"} if chosen.only_kfac else {}
+    results = {"command": command, **newer, **versions(), "rows": rows}
     chosen.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

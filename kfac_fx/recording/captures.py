@@ -689,7 +689,7 @@ class CaptureCache:
                 self.tell_many(NUMBER, name, len(values))
 
     def note_settings(self, captures: Sequence[Recorder]) -> None:
-        """Note what forward reads beside its arguments, if it has another value in the last one of these captures of
+        """Note what forward reads next to its arguments, if it has another value in the last one of these captures of
         one call than in the one before; log what changes."""
         every = [capture.settings.values for capture in captures if capture.settings is not None]
         if len(every) < MANY_VALUES:
