@@ -76,7 +76,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
 
     step = None if in_blocks is None else state.block_step(in_blocks)
     finite = are_finite(state, step, others, groups)
-    anew = step is not None and begin(state, step, groups)
+    anew = step is not None and begin_checks(state, step, groups)
     usable = state.estimator.usable(expected=due.recording or state.options.rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
     accumulate(state, due, scale)
@@ -163,7 +163,7 @@ def conditions(state: StepState, loss: Tensor | None, further: Sequence[Tensor])
     return {LOSS: finite, GRADIENT: reduce(and_, further, finite)}
 
 
-def begin(state: StepState, step: BlockStep, groups: Sequence[Group]) -> bool:
+def begin_checks(state: StepState, step: BlockStep, groups: Sequence[Group]) -> bool:
     """Prepare the checks for what others have done to the parameters since the last step. Returns whether parameters
     begin to move."""
     checks = state.options.checks
