@@ -57,7 +57,7 @@ from kfac_fx.linalg.processes import Replicas, in_place_of, is_sharded, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses import Normal
 from kfac_fx.losses.declared import replaced
-from kfac_fx.losses.distributions import Unnamed
+from kfac_fx.losses.distributions import LossFunction, Unnamed
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.graphs.labels import named_dtypes
@@ -235,6 +235,18 @@ class Values:
     def cases(self) -> int | Tensor:
         return self.losses[0][1].cases
 
+    def leaf_of(self, loss: LossFunction, in_any_order: bool = False) -> int | None:
+        """The number of the leaf that is the inputs of this loss, and of no other one; None: there is none.
+
+        in_any_order: whether the inputs may be the numbers of the only leaf in another shape and order.
+        """
+        if sum(other.inputs is loss.inputs for _, other in self.losses) > 1:
+            return None
+        alone = in_any_order and len(self.leaves) == len(self.losses) == 1
+        if alone and loss.inputs.numel() == real_numbers(self.leaves[0]).numel():
+            return 0
+        return next((number for number, leaf in enumerate(self.leaves) if leaf is loss.inputs), None)
+
 
 @dataclass
 class BatchLoss:
@@ -381,11 +393,18 @@ class BatchLoss:
         total = self.cases(values.cases for values in before)
         change = self.zero(before)
         for forward, old, new in zip(self.forwards, before, after, strict=True):
-            change = change + self.slope(forward, differences(old.leaves, new.leaves))
+            moved = differences(old.leaves, new.leaves)
             if forward.at_outputs or not forward.leaves:
                 for (_, was), (weight, loss) in zip(old.losses, new.losses, strict=True):
                     share = weight / at_least_one(loss.cases) * old.cases / at_least_one(total)
-                    change = change + share * loss.divergence_from(was.inputs)
+                    number = old.leaf_of(was)
+                    if number is None:
+                        change = change + share * loss.divergence_from(was.inputs)
+                    else:
+                        gradient = self.gradient(forward, old, number, share)
+                        change = change + share * was.change_behind(gradient, loss)
+                        moved[number] = torch.zeros_like(moved[number])  # no part of the slope
+            change = change + self.slope(forward, moved)
         return self.replicas.mean(change)
 
     @OWN_PRECISION.entered()
@@ -398,15 +417,13 @@ class BatchLoss:
             share, leaves = values.cases / at_least_one(total), list(values.leaves)
             for weight, loss in values.losses if forward.at_outputs else ():
                 of_case = share * weight / at_least_one(loss.cases)
-                if isinstance(loss, Normal):
-                    alone = len(leaves) == len(values.losses) == 1
-                    number = next((n for n, leaf in enumerate(leaves) if is_input(leaf, loss, alone)), None)
-                    value = value + self.squared_error(forward, number, quotient_or_zero(loss.var, of_case))
-                    if number is not None:
-                        leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
+                number = values.leaf_of(loss, in_any_order=isinstance(loss, Normal))
+                if number is None:
+                    of_loss = loss.entropy()
                 else:
-                    entropy = loss.entropy()
-                    value = value + (torch.inf if entropy is None else of_case * entropy)
+                    of_loss = loss.value_behind(self.gradient(forward, values, number, of_case))
+                    leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
+                value = value + (torch.inf if of_loss is None else of_case * of_loss)
             value = value + self.slope(forward, leaves)
         return self.replicas.mean(value)
 
@@ -423,16 +440,11 @@ class BatchLoss:
                     squared = squared + share * loss.squared_unit()
         return self.replicas.mean(squared)
 
-    def squared_error(self, forward: ObservedForward, number: int | None, scale: float | Tensor) -> float | Tensor:
-        """|m - t|² / (2 scale) where the gradient of leaf `number` is (m - t) / scale; infinity if it is no leaf."""
-        if number is None:
-            return torch.inf
-        gradient = forward.gradients.get(forward.leaves[number])
-        return (
-            0.0
-            if gradient is None
-            else 0.5 * scale * (precise(real_numbers(gradient)) / self.loss_scale).square().sum()
-        )
+    def gradient(self, forward: ObservedForward, at: Values, number: int, of_case: float | Tensor) -> Tensor:
+        """That of the loss of a case at leaf `number`, of which the step's loss has `of_case`; zero where none came."""
+        leaf = at.leaves[number]
+        gradient = precise(real_numbers(forward.gradients.get(forward.leaves[number], torch.zeros_like(leaf)).to(leaf)))
+        return quotient_or_zero(gradient / self.loss_scale, of_case)
 
     def finite(self, at: Sequence[Values]) -> Tensor:
         """Whether the inputs of all losses are finite, in all processes; a 0-dim bool."""
@@ -587,17 +599,11 @@ def differences(old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
     return [b - a if a.numel() > 1 else torch.where(a.isnan() & b.isnan(), 0.0, b - a) for a, b in pairs]
 
 
-def quotient_or_zero(number: float | Tensor, share: float | Tensor) -> float | Tensor:
+def quotient_or_zero(number: Tensor, share: float | Tensor) -> Tensor:
     """number / share; 0 for the share of a forward without cases, which is 0."""
     if isinstance(share, Tensor):
         return torch.where(share == 0, 0, number / share)
-    return number / share if share else 0.0
-
-
-def is_input(leaf: Tensor, loss: Normal, alone: bool) -> bool:
-    """Whether the inputs of a loss are the numbers of an output of the model. alone: it is the only output of all, and
-    the loss the only one; then another shape or order of all of them is the output, too."""
-    return loss.inputs is leaf or (alone and loss.inputs.numel() == real_numbers(leaf).numel())
+    return number / share if share else torch.zeros_like(number)
 
 
 # --- the part of a batch that a check takes ---------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Check:
     before: list[Values]  # up to rounding
     value: Tensor  # of the loss there
     steps: int  # since the last check
-    quotient_step: float | None = None  # of a difference quotient; None: a product with the Jacobian instead
+    quotient_step: float | Tensor | None = None  # of a difference quotient; None: a product with the Jacobian instead
     rise: Tensor | None = None  # of the loss of this batch since the last check; None at the first
     last: list[Values] | None = None  # at the parameters of the last check; None at the first, and where not asked
     same: bool = False  # whether the host knows that the batch is that of the last check
@@ -133,7 +133,7 @@ class Check:
         """<δ_i, F δ_j> of moves [P] about as long as a step, [k, k]. That of `along` takes no further forward."""
         if self.quotient_step is None:
             return self.batch.inner_products(self.parameters, [flat.everywhere(move) for move in moves])
-        step = moves[0].new_tensor(self.quotient_step)
+        step = torch.as_tensor(self.quotient_step).to(moves[0])
         probes = [
             self.probed if self.probed is not None and self.probed.move is move else Probe.along(self, flat, move, step)
             for move in moves

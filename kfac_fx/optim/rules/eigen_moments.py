@@ -431,6 +431,8 @@ class EigenMoments(CheckedRule):
     def bounded_move(self, step: BlockStep, update: Update, check: Check) -> MeasuredMove:
         flat, last = step.flat, step.size.divisor
         proposed = flat.displacement(update.vector, RATE * step.scalars["multiplier"])
+        if self.may_be_exact(step, check):
+            exact_steps.lengthen_probes(step, check)
         fisher, slope, before = check.along(flat, proposed)
         longest = self.longest_step(step, check)
         if self.may_be_exact(step, check):

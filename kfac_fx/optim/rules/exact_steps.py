@@ -43,7 +43,8 @@ batch, no more are made.
 **Other terms.** A penalty of the weights is in the gradient, and no part of the loss that checks know. A gradient that
 the user has clipped or changed is not that of the loss either. Then the loss may rightly rise in a step. So the slope
 of the gradient along the bounded step is compared with that of the loss. A check where they differ by more than `OTHER`
-makes no exact step, and the next check undoes no more than in any training.
+makes no exact step, and the next check undoes no more than in any training. A difference with which the quadratic model
+falls by less than `SAME` of the loss is left alone: near a minimum along the step, rounding is as large.
 
 There are no exact steps on accelerators, where checks take a part of the batch; with an lr below `LEAST_LR`, which goes
 too small a part of the way; with several learning rates or with a weight decay, where a step is no multiple of an
@@ -148,9 +149,23 @@ def moves_without_curvature(step: BlockStep) -> bool:
 def longest_bounded(scalars: Mapping[str, Tensor], check: Check, longest: Tensor) -> Tensor:
     """The largest squared Fisher norm of a bounded step, 0-dim. Where the batch repeats, no noise hides that a longer
     step makes a small loss rise many times. longest: that of other batches."""
-    value = check.value
-    part = torch.where((scalars["repeats"] > 0) & (value > 0), SMALL * value, 1.0)
-    return longest * part.clamp(max=1.0)
+    return longest * part_of_bound(scalars, check)
+
+
+def part_of_bound(scalars: Mapping[str, Tensor], check: Check) -> Tensor:
+    """The part of the usual bound on the squared Fisher norm of a bounded step that it may have, 0-dim."""
+    small = (scalars["repeats"] > 0) & (check.value > 0)
+    return torch.where(small, SMALL * check.value, 1.0).clamp(max=1.0)
+
+
+def lengthen_probes(step: BlockStep, check: Check) -> None:
+    """Take longer probes where the loss is small, at most as long as the last step.
+
+    Where steps are short, outputs change by less in a part of one, and their rounding is more of that change.
+    """
+    if check.quotient_step is not None:
+        longer = check.quotient_step * part_of_bound(step.scalars, check).rsqrt()
+        check.quotient_step = longer.clamp(max=1 / step.size.divisor).clamp(min=check.quotient_step)
 
 
 def note_outcome(step: BlockStep, check: Check, outcome: Outcome) -> None:
@@ -258,7 +273,8 @@ def exact_move(step: BlockStep, check: Check, bounded_move: MeasuredMove, longes
         return None
     step.check_next = check.same and -PROBES < float(scalars["repeats"]) <= 0
     apart = flat.inner(step.g, bounded_move.move) - bounded_move.slope
-    others = not check.batch.agreed(apart.abs() <= OTHER * bounded_move.slope.abs())
+    tolerance = torch.maximum(OTHER * bounded_move.slope.abs(), negligible(check, bounded_move))
+    others = not check.batch.agreed(apart.abs() <= tolerance)
     scalars["others"].fill_(float(others))
     if others:
         return None
@@ -308,6 +324,13 @@ def of_length(flat: FlatParameters, direction: Tensor, length: Tensor) -> Tensor
     """A direction with another length; zero stays zero. length: 0-dim."""
     present = flat.inner(direction, direction).sqrt()
     return direction * (length / torch.where(present > 0, present, 1))
+
+
+def negligible(check: Check, move: MeasuredMove) -> Tensor:
+    """The slope along a move with which its quadratic model falls by `SAME` of the loss, 0-dim. Near a minimum
+    along the move, the slope of the loss is smaller than its rounding; a term with this slope changes no decision."""
+    least = SAME * torch.where(check.value.isfinite(), check.value.abs(), 0.0)
+    return (2 * least * move.curvature.clamp(min=0)).sqrt()
 
 
 def give_back(scalars: Mapping[str, Tensor]) -> None:
