@@ -97,6 +97,88 @@ def test_categorical_and_onehot_agree_with_the_log_softmax() -> None:
     torch.testing.assert_close(OnehotCategorical(logits, F.one_hot(targets, 3)).evaluate(), expected)
 
 
+BEHIND: dict[str, tuple[Callable[[Tensor], LossFunction], Tensor]] = {
+    **{name: TARGETS[name] for name in ("categorical", "onehot", "multi_bernoulli")},
+    "normal": (NATURAL["normal"], random(2, 3, 4, seed=1)),
+    "probabilities of classes": (OnehotCategorical, random(2, 3, 4, seed=1).softmax(-1)),
+    "probabilities of events": (MultiBernoulli, random(2, 3, 4, seed=1).sigmoid()),
+}
+
+
+@pytest.mark.parametrize(("make", "targets"), BEHIND.values(), ids=BEHIND)
+def test_a_gradient_tells_the_value_of_its_loss_and_how_it_changes(
+    make: Callable[[Tensor], LossFunction], targets: Tensor
+) -> None:
+    """Up to a constant: what ignored cases and a normal's variance add."""
+    here, there = 2 * random(2, 3, 4), random(2, 3, 4, seed=2)
+    loss, new = make(here.requires_grad_()), make(there)
+    value = loss.with_targets(targets).evaluate()
+    (gradient,) = torch.autograd.grad(value, here)
+    kept = (targets != -100).unsqueeze(-1) if targets.dim() == 2 else torch.ones_like(here, dtype=torch.bool)
+    known = make(here.detach()).value_behind(gradient)
+    assert known is not None
+    if isinstance(loss, Normal):
+        known = known + 0.5 * math.log(2 * math.pi * loss.var) * here.numel()
+    elif not kept.all():
+        known = known - (here.log_softmax(-1).exp() * -here.log_softmax(-1))[~kept.expand_as(here)].sum()
+    torch.testing.assert_close(known, value)
+    change = make(here.detach()).change_behind(gradient, make(torch.where(kept, there, here.detach())))
+    torch.testing.assert_close(change, new.with_targets(targets).evaluate() - value)
+
+
+@pytest.mark.parametrize("penalty", [lambda z: z.logsumexp(-1).square(), lambda z: z.square().sum(-1)])
+def test_terms_next_to_a_cross_entropy_change_by_their_slope(penalty: Callable[[Tensor], Tensor]) -> None:
+    here = (2 * random(2, 3, 4)).requires_grad_()
+    new, targets = here.detach() + 1e-5 * random(2, 3, 4, seed=2), TARGETS["categorical"][1]
+
+    def loss(z: Tensor) -> Tensor:
+        return F.cross_entropy(z.flatten(0, 1), targets.flatten(), reduction="sum") + 0.5 * penalty(z).sum()
+
+    (gradient,) = torch.autograd.grad(loss(here), here)
+    change = Categorical(here.detach()).change_behind(gradient, Categorical(new))
+    torch.testing.assert_close(change, (loss(new) - loss(here)).detach(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["categorical", "multi_bernoulli"])
+def test_a_small_loss_of_large_logits_keeps_its_relative_precision(name: str) -> None:
+    """Where all cases were fitted: the entropy and <g, z> would cancel, and leave 1e-5 of a loss of 1e-7."""
+    draws = torch.Generator().manual_seed(0)
+    if name == "categorical":
+        targets = torch.randint(4, (60,), generator=draws)
+        logits = 20 * F.one_hot(targets, 4) + torch.randn(60, 4, generator=draws) + 30
+        loss, make = partial(F.cross_entropy, target=targets, reduction="sum"), Categorical
+    else:
+        targets = torch.randint(2, (60,), generator=draws).float()
+        logits = (2 * targets - 1) * (18 + torch.randn(60, generator=draws))
+        loss, make = partial(F.binary_cross_entropy_with_logits, target=targets, reduction="sum"), MultiBernoulli
+    further = 1.1 * logits
+    (gradient,) = torch.autograd.grad(loss(logits.requires_grad_()), logits)  # as users have it, in float32
+    exact = {
+        of: float(
+            loss(z.detach().double())
+            if name == "categorical"
+            else F.softplus(-(2 * targets.double() - 1) * z.detach().double()).sum()
+        )
+        for of, z in (("here", logits), ("there", further))
+    }
+    at = make(logits.detach())
+    assert exact["here"] < 1e-5
+    assert float(at.value_behind(gradient)) == pytest.approx(exact["here"], rel=1e-4)
+    change = float(at.change_behind(gradient, make(further.detach())))
+    assert change == pytest.approx(exact["there"] - exact["here"], rel=1e-4)
+
+
+def test_classes_that_a_logit_of_minus_infinity_rules_out_leave_values_finite() -> None:
+    logits = random(3, 4)
+    logits[:, 2] = -math.inf
+    loss, gradient = Categorical(logits), logits.softmax(-1) - F.one_hot(torch.tensor([0, 1, 3]), 4)
+    value = loss.value_behind(gradient)
+    assert value is not None
+    torch.testing.assert_close(value, F.cross_entropy(logits, torch.tensor([0, 1, 3]), reduction="sum"))
+    expected = F.cross_entropy(2 * logits, torch.tensor([0, 1, 3]), reduction="sum") - value
+    torch.testing.assert_close(loss.change_behind(gradient, Categorical(2 * logits)), expected)
+
+
 def test_the_default_normal_is_the_squared_error_and_a_constant() -> None:
     mean, targets = random(3, 4), random(3, 4, seed=1)
     expected = (mean - targets).square().sum() + 12 * 0.5 * math.log(math.pi)
