@@ -475,9 +475,11 @@ class EigenMoments(CheckedRule):
 
     def checked_move(self, step: BlockStep, check: Check, measured: MeasuredMove, outcome: Outcome) -> None:
         assert measured.norm is not None, "bug in kfac_fx: a bound without a norm"
+        calm = outcome.kept & (measured.norm <= CALM * measured.ratio)
         if self.may_be_exact(step, check):
             exact_steps.note_outcome(step, check, outcome)
-        step.size.calm.copy_(outcome.kept & (measured.norm <= CALM * measured.ratio))
+            calm &= exact_steps.part_of_bound(step.scalars, check) == 1
+        step.size.calm.copy_(calm)
         step.size.near.copy_(~(measured.norm < NEAR * measured.ratio))
         promised = (-outcome.predicted).clamp(min=0.0)
         step.scalars["promised"].copy_(torch.where(outcome.tried & promised.isfinite(), promised, 0.0))
