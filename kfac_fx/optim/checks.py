@@ -112,6 +112,11 @@ class Check:
         """That of the outputs at the parameters before the step, 0-dim; see `BatchLoss.norm`."""
         return self.batch.norm(self.before)
 
+    @property
+    def is_fitted(self) -> Tensor:
+        """Whether the outputs are the targets up to rounding, 0-dim: any step may make such a loss rise."""
+        return self.value <= (max(self.batch.rounding, LEAST_ROUNDING) * self.norm) ** 2
+
     def values_at(self, there: Tensors) -> list[Values]:
         """The values at other parameters, or other shards of them, by name."""
         places = {name: in_place_of(self.parameters[name], tensor) for name, tensor in there.items()}

@@ -644,9 +644,11 @@ def losses_of(make: Callable[[], tuple[CompiledModule, KFAC]]) -> list[float]:
 
 def noted(change: float, kept: bool, **values: float) -> tuple[bool, dict[str, Tensor]]:
     """After the step of a check: (whether the next step has a check, the scalars)."""
-    scalars, true = phased(**values), torch.tensor(True)
+    scalars, true, false = phased(**values), torch.tensor(True), torch.tensor(False)
     step: Any = SimpleNamespace(scalars=scalars, check_next=False)
-    check: Any = SimpleNamespace(value=torch.tensor(1.0, dtype=torch.float64), batch=SimpleNamespace(agreed=bool))
+    check: Any = SimpleNamespace(
+        value=torch.tensor(1.0, dtype=torch.float64), is_fitted=false, batch=SimpleNamespace(agreed=bool)
+    )
     of_change = torch.tensor(change, dtype=torch.float64)
     exact_steps.note_outcome(step, check, Outcome(true, torch.tensor(kept), of_change, of_change))
     return step.check_next, scalars
@@ -733,3 +735,18 @@ def test_probes_are_longer_where_the_loss_of_a_repeating_batch_is_small() -> Non
         check: Any = SimpleNamespace(value=torch.tensor(value, dtype=torch.float64), quotient_step=0.005)
         exact_steps.lengthen_probes(step, check)
         assert float(check.quotient_step) == pytest.approx(wanted)
+
+
+@pytest.mark.filterwarnings("error::kfac_fx.StalledWarning")
+@pytest.mark.parametrize("kind", ["a linear layer", "float64"])
+def test_a_batch_that_is_fitted_up_to_rounding_is_not_said_to_stall(kind: str) -> None:
+    """Steps become as short as the loss allows, and those at a loss of rounding are undone."""
+    torch.manual_seed(1 if kind == "a linear layer" else 0)
+    x = torch.randn(64, 6)
+    if kind == "a linear layer":
+        values = losses_of_repeating(nn.Linear(6, 2), x, x @ torch.randn(6, 2), "mse", 300)
+        assert values.min() < 1e-13
+    else:
+        model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)).double()
+        values = losses_of_repeating(model, x.double(), torch.sin(2 * x[:, :2].double()), "mse", 180)
+        assert values.min() < 1e-28

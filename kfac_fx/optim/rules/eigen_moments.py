@@ -510,8 +510,11 @@ class EigenMoments(CheckedRule):
         return exact_steps.known_rise(step, check) if self.may_be_exact(step, check) else None
 
     def divisor(self, step: BlockStep) -> Tensor:
-        """r, without what a large multiplier made of it and the bound takes back; 1 for an exact step."""
+        """r, without what a large multiplier made of it and the bound takes back, and without what the bound of a small
+        loss made of it; 1 for an exact step."""
         divisor = step.size.ratio / step.scalars["multiplier"].clamp(min=1.0)
+        if step.check is not None and self.may_be_exact(step, step.check):
+            divisor = divisor * exact_steps.part_of_bound(step.scalars, step.check).sqrt()
         return torch.where(step.scalars["held"] > 0, 1.0, divisor)
 
     def reverted(self, step: BlockStep, check: Check, risen: Tensor) -> None:

@@ -178,6 +178,8 @@ def note_outcome(step: BlockStep, check: Check, outcome: Outcome) -> None:
     scalars["followed"].copy_(known)
     scalars["after"].copy_(torch.where(known, after, 0.0))
     scalars["change"].copy_(torch.where(known, change, 0.0))
+    if scalars["repeats"] > 0 and check.batch.agreed(check.is_fitted):
+        step.on_trial = True  # there is nowhere to go
     if scalars["repeats"] > 0 and not scalars["others"] > 0 and check.batch.agreed(outcome.tried & ~(change < 0)):
         step.check_next = True
         if scalars["bounded"] and check.batch.agreed(~outcome.kept):
