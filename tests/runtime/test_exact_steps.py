@@ -713,12 +713,12 @@ def test_a_regression_in_float32_does_not_rise_where_its_loss_is_small(seed: int
 
 
 def test_a_batch_that_a_classifier_has_fitted_stays_fitted() -> None:
-    """The loss of 1e-7 was known up to 1e-5, so its batch did not count as one that repeats; the loss rose to 3."""
-    torch.manual_seed(0)
+    """The loss of 1e-7 was known up to 1e-5, so its batch did not count as one that repeats; the loss rose to 7."""
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 32), nn.GELU(), nn.Linear(32, 4))
-    values = losses_of_repeating(model, torch.randn(60, 5), torch.randint(4, (60,)), "cross_entropy", 240)
+    values = losses_of_repeating(model, torch.randn(60, 5), torch.randint(4, (60,)), "cross_entropy", 400)
     fitted = values[values.cummin(0).values < 1e-6]
-    assert len(fitted) > 50 and fitted.max() < 1e-4
+    assert len(fitted) > 300 and fitted.max() < 1e-4
 
 
 def test_probes_are_longer_where_the_loss_of_a_repeating_batch_is_small() -> None:
