@@ -159,7 +159,7 @@ def numbers(graph: fx.Graph, root: nn.Module) -> None:
 
 
 SHARES_MEMORY = CASTS | {  # operations that may return a view, beside those that ATen declares; dropout in evaluation
-    "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", UNSAFE_VIEW,
+    "T", "H", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", UNSAFE_VIEW,
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "overwritten", OWN_BACKWARD,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
     aten.linear.default(x, w)                                          ->   F.linear(x, w, None)
     x.mean(1), x.mean(dim=1), aten.mean.dim(x, [1], False)             ->   torch.mean(x, [1])
+    torch.real(x), aten.real(x)                                        ->   x.real
     native_layer_norm(x, [8], w, b, 1e-05)[0]                          ->   F.layer_norm(x, [8], w, b, 1e-05)
     convolution(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)     ->   F.conv2d(x, w, b, [1, 1], [0, 0], [1, 1], 1)
 
@@ -30,6 +31,7 @@ from .labels import Label, labels
 from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, matmul, op_name, overloads
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum"}
+ATTRIBUTES = {name: name for name in ("real", "imag", "mT", "mH")} | {"numpy_T": "T", "matrix_H": "H"}  # by ATen's name
 OF_TWO = {"max": torch.maximum, "min": torch.minimum}  # of two tensors, and not along a dimension
 # Keys of a node's meta, for `as_written`.
 SWAPPED = "swapped"  # whether the two operands of the node stand in another order than in the model
@@ -66,6 +68,8 @@ def respell(graph: fx.Graph) -> None:
             place_arguments(node, name)
             if node.target is torch.sub and isinstance(node.args[0], (int, float)):  # `1 - x`, which ATen calls rsub
                 node.target, node.args = torch.rsub, (*node.args[1::-1], *node.args[2:])
+        if name in ATTRIBUTES and node.target is not getattr and len(node.args) == 1 and not node.kwargs:
+            node.op, node.target, node.args = "call_function", getattr, (node.args[0], ATTRIBUTES[name])
         if name in OF_TWO and len(node.args) == 2 and isinstance(node.args[1], fx.Node) and node.args[1] not in numbers:
             node.target = OF_TWO[name]
 

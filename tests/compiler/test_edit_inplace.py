@@ -114,6 +114,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "movedim": lambda h: h.movedim(0, 1),
     "T": lambda h: h.T,
     "mT": lambda h: h.mT,
+    "H": lambda h: h.H,
+    "mH": lambda h: h.mH,
     "adjoint": lambda h: h.adjoint(),
     "ravel": lambda h: h.ravel(),
     "reshape_as": lambda h: h.reshape_as(h),
