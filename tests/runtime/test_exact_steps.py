@@ -125,7 +125,7 @@ def test_the_minimum_leaves_out_directions_that_are_zero_or_parallel() -> None:
     assert not minimum([torch.zeros_like(g)] * 2).any()
 
 
-@pytest.mark.parametrize(("rho", "kept", "limited"), [(1.1, 1, 1), (1.1, 1, 0), (0.6, 1, 1), (0.1, 1, 1), (-2.0, 0, 0)])
+@pytest.mark.parametrize(("rho", "kept", "limited"), [(1.1, 1, 1), (1.1, 1, 0), (0.6, 1, 1), (0.1, 1, 1), (-2.0, 0, 0), (-2.0, 0, 1)])
 def test_damping_and_radius_follow_the_quotient_of_changes(rho: float, kept: int, limited: int) -> None:
     tensors = {name: torch.tensor(value) for name, value in exact_steps.EXACT_SCALARS.items()}
     tensors |= {"multiplier": torch.tensor(3.0), "exact_damping": torch.tensor(2.0)}
@@ -134,7 +134,7 @@ def test_damping_and_radius_follow_the_quotient_of_changes(rho: float, kept: int
     move = ExactMove(torch.ones(2), zero, zero, zero, None, zero, zero, limited=torch.tensor(bool(limited)))
     outcome = SimpleNamespace(rho=torch.tensor(rho), kept=torch.tensor(bool(kept)), tried=torch.tensor(True))
     exact_steps.adapt(SimpleNamespace(scalars=tensors, state=state), move, outcome, holds=True)  # type: ignore[arg-type]
-    factor = OMEGA**-4 if not kept else OMEGA if rho > 0.75 else 1 / OMEGA if rho < 0.25 else 1
+    factor = (1 if limited else OMEGA**-4) if not kept else OMEGA if rho > 0.75 else 1 / OMEGA if rho < 0.25 else 1
     assert float(tensors["exact_damping"]) == pytest.approx(2 * factor)
     times = 0.5 if not kept or rho < 0.5 else 2 if abs(rho - 1) <= 0.25 and limited else 1
     assert LEAST_REACH <= float(tensors["reach"]) == 4 * times <= MOST_REACH

@@ -13,7 +13,7 @@ the next step has a check, too; otherwise checks come as they do in any training
 
     λ <- ω λ     if ρ > 3/4        Martens & Grosse 2015, section 6.5; ρ is the change of the loss in the step, divided
     λ <- λ / ω   if ρ < 1/4        by the one that the model predicts
-    λ <- λ / ω⁴  if the step was undone
+    λ <- λ / ω⁴  if the step was undone, unless R limits the step and may still fall
     R <- 2 R     if ρ is 1 up to a quarter and R limits the step
     R <- R / 2   if ρ < 1/2, or the step was undone
 
@@ -69,7 +69,7 @@ from kfac_fx.recording.proof import NO_LOSS
 WORTH, NEARLY = 2.0, 1.0
 OMEGA = 0.7  # ω
 FIRST_DAMPING, LEAST_DAMPING = 0.1, 1e-10  # of the curvature along the bounded step
-FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 0.5, 64.0  # R
+FIRST_REACH, LEAST_REACH, MOST_REACH = 4.0, 1 / 32, 64.0  # R
 RISING, FALLING = 0.25, 0.75  # ρ, below and above which λ changes
 RIGHT, WRONG = 0.25, 0.5  # ρ: as far from 1, or below this, R changes
 MOST_DAMPING = 1e30
@@ -350,7 +350,8 @@ def adapt(step: BlockStep, move: ExactMove, outcome: Outcome, holds: bool) -> No
     assert move.limited is not None, "bug in kfac_fx: an exact step without a limit"
     scalars, rho, tried, kept = step.scalars, outcome.rho, outcome.tried, outcome.kept
     factor = torch.where(rho > FALLING, OMEGA, torch.where(rho >= RISING, 1.0, 1 / OMEGA))
-    factor = torch.where(kept, factor, torch.where(tried, OMEGA**-4, 1.0))
+    shortened = move.limited & (scalars["reach"] > LEAST_REACH)  # by R alone, so λ may be right
+    factor = torch.where(kept, factor, torch.where(tried & ~shortened, OMEGA**-4, 1.0))
     scalars["exact_damping"].mul_(factor).clamp_(max=MOST_DAMPING)
     right, wrong = (rho - 1).abs() <= RIGHT, tried & ~(kept & (rho >= WRONG))
     times = torch.where(wrong, 0.5, torch.where(right & move.limited, 2.0, 1.0))
