@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import fatal, where
-from .graphs.edit import attribute, shares_memory
+from .graphs.edit import attribute, is_complex, shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of, parameters_behind, use_edges
 from .graphs.operations import (
     CASTS,
@@ -359,8 +359,8 @@ class Expressions:
             plain = ParameterExpr(value.shape, (replace(slice_, through=()),))
         layout = laid_out(plain, self.whole_shape(slice_))
         multiple = name in MAKERS and (slice_.scale != 1.0 or plain.slices[0].through)
-        if layout is None or multiple:
-            return None
+        if layout is None or multiple or (other is not None and is_complex(node, self.root)):
+            return None  # a complex factor would have to be conjugated
         make = MAKERS.get(name, elementwise)
         step = make(node, operand, layout) if other is None else scaled_by(node, operand, layout, other)
         if isinstance(step, WithGain):
@@ -372,6 +372,8 @@ class Expressions:
         on that parameter."""
         size, arguments = self.sizes(node), list(dict.fromkeys(node.all_input_nodes))
         if any(self.label[argument].activation for argument in arguments) or not is_function(node):
+            return None
+        if is_complex(node, self.root):  # a complex number has no single derivative by a real one
             return None
         slices: list[Slice] = []
         for operand in arguments:

@@ -20,7 +20,16 @@ from torch import Tensor, fx, nn
 
 from ..torch_private import UNSAFE_VIEW, GraphAppendingTracer
 from .labels import Label, labels
-from .operations import CASTS, OWN_BACKWARD, RENAMED, changes_memory, op_name, returns_view
+from .operations import (
+    CASTS,
+    MAKES_COMPLEX,
+    OF_REAL_NUMBERS,
+    OWN_BACKWARD,
+    RENAMED,
+    changes_memory,
+    op_name,
+    returns_view,
+)
 
 
 def attribute(module: nn.Module, target: str) -> Any:
@@ -29,6 +38,26 @@ def attribute(module: nn.Module, target: str) -> Any:
     for part in target.split("."):
         value = getattr(value, part)
     return value
+
+
+def is_complex(node: fx.Node, root: nn.Module) -> bool:
+    """Whether the value of a node is of complex numbers, as far as the graph tells. root: the module of the graph."""
+    behind, seen = [node], set[fx.Node]()
+    while behind:
+        node = behind.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name, arguments = op_name(node), (*node.args, *node.kwargs.values())
+        value = attribute(root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if isinstance(value, Tensor):
+            if value.is_complex():
+                return True
+        elif name in MAKES_COMPLEX or any(isinstance(argument, complex) for argument in arguments):
+            return True
+        elif name not in OF_REAL_NUMBERS:
+            behind += node.all_input_nodes
+    return False
 
 
 def holder(held: Mapping[str, Any]) -> nn.Module:

@@ -55,8 +55,10 @@ EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", TO_COPY, "contiguous", "clone", "alias"}
 PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
 JOINS = {"cat", "concat", "concatenate", "stack"}
-PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 AS_COMPLEX, CONJUGATES = "view_as_complex", {"conj", "_conj", "conj_physical"}
+MAKES_COMPLEX = {"complex", "polar", AS_COMPLEX, *(f"fft_{name}" for name in ("fft", "fft2", "fftn", "ifft", "rfft"))}
+OF_REAL_NUMBERS = {"real", "imag", "abs", "angle", "view_as_real", "fft_irfft", "fft_irfft2", "fft_irfftn"}
+PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 LOOKUPS = {"embedding", "index", "index_select"}
 KINDS_OF_CALLS = ("call_function", "call_method")  # kinds of nodes whose targets are operations
 # Keys of a node's meta.

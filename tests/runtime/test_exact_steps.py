@@ -125,7 +125,9 @@ def test_the_minimum_leaves_out_directions_that_are_zero_or_parallel() -> None:
     assert not minimum([torch.zeros_like(g)] * 2).any()
 
 
-@pytest.mark.parametrize(("rho", "kept", "limited"), [(1.1, 1, 1), (1.1, 1, 0), (0.6, 1, 1), (0.1, 1, 1), (-2.0, 0, 0), (-2.0, 0, 1)])
+@pytest.mark.parametrize(
+    ("rho", "kept", "limited"), [(1.1, 1, 1), (1.1, 1, 0), (0.6, 1, 1), (0.1, 1, 1), (-2.0, 0, 0), (-2.0, 0, 1)]
+)
 def test_damping_and_radius_follow_the_quotient_of_changes(rho: float, kept: int, limited: int) -> None:
     tensors = {name: torch.tensor(value) for name, value in exact_steps.EXACT_SCALARS.items()}
     tensors |= {"multiplier": torch.tensor(3.0), "exact_damping": torch.tensor(2.0)}

@@ -436,6 +436,9 @@ REAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Real(lambda x, a, b: (x.mT.to(COMPLEX) @ torch.complex(a, b)).abs(), (IN, 2), (IN, 2)), "full",
     ),
     "scaled spectrum": (lambda: Real(spectrum(lambda f, w: f * w), (IN, 1)), "full"),
+    "phases": (lambda: Real(lambda x, p: (x.mT * torch.exp(1j * p)).real, (IN,)), "full"),
+    "imaginary": (lambda: Real(lambda x, p: (x.mT * (1j * p)).abs(), (IN,)), "full"),
+    "turned": (lambda: Real(lambda x, p: (x.mT * (torch.tensor(2j) * p)).imag, (IN,)), "full"),
     "mixed spectrum": (lambda: Real(spectrum(mixed), (OUT, IN)), "kron"),
     "convolved spectrum": (lambda: Real(spectrum(lambda f, w: F.conv1d(f, w.to(f.dtype))), (OUT, IN, 2)), "kron"),
 }  # fmt: skip
@@ -460,6 +463,25 @@ def test_full_blocks_are_the_fisher(name: str) -> None:
     jacobian = jacobian.flatten(-2).flatten(0, -2)
     (block,) = estimator.blocks.values()
     torch.testing.assert_close(block.full_fisher_block(), 2 * jacobian.T @ jacobian / CASES, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("example", [False, True], ids=["symbolic", "exported"])
+def test_real_parameters_of_complex_functions_train(example: bool) -> None:
+    """torch.autograd.grad refuses a complex derivative with a raw error, at the first recording."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(IN, OUT), Real(lambda x, p, c: (x * torch.exp(1j * p) * (1j * c)).imag, (OUT,), (OUT,))
+    )
+    x, losses = torch.randn(CASES, IN), list[float]()
+    net = kfac_fx.compile(model, (x,) if example else None, loss="mse")
+    optimizer = kfac_fx.KFAC(net)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), x[:, :1].sin().expand(-1, OUT))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
 
 
 class Read(nn.Module):
