@@ -1,6 +1,10 @@
 """Where the Fisher's outputs are: a loss that forward computes itself, or what the model returns.
 
 logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, inputs = logits, targets = y
+return (self.net(x) - y).square().mean()                       ->  normal, inputs = self.net(x) - y, targets = 0
+
+A squared error that is written by hand is found where the returned loss is a weighted sum of squares and of nothing
+else. Next to a loss of torch it may be a penalty, and stays one.
 
 **Returned losses**: from a loss that forward computes to the loss that forward returns: the operations between, and
 what else is in it.
@@ -29,6 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.func import grad
 
@@ -58,7 +63,7 @@ from .graphs.operations import (
     is_random,
     op_name,
 )
-from .graphs.spelling import order_operands
+from .graphs.spelling import order_operands, spell_out
 from .ir import LossSite, Note, Program, Way
 from .torch_losses import BY_NAME
 from .torch_private import pytree
@@ -137,7 +142,8 @@ def way_of(
     divisors = counts_among(divisor for node in list(inside)[1:] if (divisor := divisor_of(node, inside)) is not None)
     reached = tuple(end for end in ends if end in inside)
     way = Way(tuple(inside), reached, tuple(dropped), linear, elementwise, divisors=divisors)
-    if len(inside) > 1 and (not linear or read or shape_of(site)):
+    has_rows = bool(shape_of(site)) or ("val" not in site.meta and "none" in site.args)
+    if len(inside) > 1 and (not linear or read or has_rows):
         return way
     leaf = torch.ones((), dtype=torch.float64)
     return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
@@ -326,6 +332,9 @@ def find_losses(program: Program) -> Program:
     returned = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     named = None if program.named_loss is None else leaves[program.named_loss]
     sites = () if program.options.loss_given else loss_sites(program, returned)
+    if not sites and not program.options.loss_given and (squares := squares_behind(program, returned, named)):
+        name_squares(program.graph, squares)
+        sites = loss_sites(program, returned)
     ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
     behind = ancestors(ends)
     sites = tuple(site for site in sites if site.node in behind)
@@ -348,6 +357,57 @@ def find_losses(program: Program) -> Program:
         likelihood=not notes and not any(map(has_soft_targets, sites)),
         dropped=(*program.dropped, *notes),
     )
+
+
+def squares_behind(program: Program, returned: Sequence[fx.Node], named: fx.Node | None) -> list[fx.Node]:
+    """The squares of activations that the returned loss is a weighted sum of; none if another term is in it.
+
+    named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss. A
+    loss is a sum or a mean over everything, so that squares that the model returns as its outputs are none.
+    """
+    squares, learned = dict[fx.Node, None](), set[fx.Node]()
+    for node in program.graph.nodes:  # what a gradient goes through to a parameter
+        if (node.op == "get_attr" and node.target in program.parameters) or not learned.isdisjoint(
+            differentiated(node)
+        ):
+            learned.add(node)
+    label = labels(program.graph, program.parameters)
+    ends = [named] if named is not None else returned if len(returned) == 1 else []
+    stack = [(end, "val" in end.meta and not shape_of(end)) for end in ends]
+    while stack:
+        node, is_sum = stack.pop()
+        operands, name = [operand for operand in differentiated(node) if operand in learned], op_name(node)
+        is_sum = is_sum or (name in ("sum", "mean") and len(node.args) == 1 and not node.kwargs)
+        if node not in learned:
+            continue
+        if is_square(node) and is_sum and label[operands[0]] is Label.ACT:
+            squares[node] = None
+        elif name == "add" or (name == "mul" and len(operands) == 1):
+            stack += [(operand, is_sum) for operand in operands]
+        elif name in LINEAR | {"div", "sub"} and operands == [node.args[0]]:
+            stack.append((operands[0], is_sum))
+        else:
+            return []
+    return list(squares)
+
+
+def is_square(node: fx.Node) -> bool:
+    """Whether a node is `r.square()`, `r ** 2` or `r * r`."""
+    name, args = op_name(node), node.args
+    return name == "square" or (name == "pow" and args[1:] == (2,)) or (name == "mul" and args[0] is args[1])
+
+
+def name_squares(graph: fx.Graph, squares: Iterable[fx.Node]) -> None:
+    """`r.square()` -> `F.mse_loss(r, torch.zeros_like(r), reduction="none")`: the loss of a normal distribution."""
+    for node in squares:
+        residual = node.args[0]
+        assert isinstance(residual, fx.Node), "bug in kfac_fx: the square of a number"
+        with graph.inserting_before(node):
+            zeros = graph.call_function(torch.zeros_like, (residual,))
+            zeros.meta = dict(residual.meta)
+            node.op, node.target = "call_function", F.mse_loss
+            node.args, node.kwargs = (residual, zeros), {"reduction": "none"}
+        spell_out(node, "mse_loss")
 
 
 def has_soft_targets(site: LossSite) -> bool:
