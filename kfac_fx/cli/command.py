@@ -21,7 +21,7 @@ from kfac_fx.cli.bench import BENCH
 from kfac_fx.cli.demo import DEMO
 from kfac_fx.cli.explain import EXPLAIN, PASSES
 from kfac_fx.cli.problem import LOSS, PROBLEM, CommandError, Subcommand, argument, data_of, failure, load, read, seed
-from kfac_fx.estimator.batches import as_batch
+from kfac_fx.estimator.batches import batch_for
 from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.passes.errors import nearest
 
@@ -228,7 +228,7 @@ def write_factors(options: argparse.Namespace) -> None:
     if first is None:
         raise CommandError(f"{options.data} has no batches", status=1)
     try:
-        batch = as_batch(first)
+        batch = batch_for(model, first, "the first batch")
         net = kfac_fx.compile(model, batch.args, batch.kwargs, loss=options.loss)
         spectrum = kfac_fx.fit_spectrum(
             net,

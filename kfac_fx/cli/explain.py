@@ -37,6 +37,7 @@ from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import number_of_examples
 
 LINE_WIDTH = 100
+LISTED_NAMES = 12  # parameters in an error
 NEAR = 3  # the layers that nearly match at one place; others are further away
 
 
@@ -54,7 +55,7 @@ def explain(program: Program, name: str) -> str:
         if fitting:
             return "\n\n".join(explain(program, parameter) for parameter in fitting)
         inside = [other for other in program.aliases if other.startswith(f"{name}.")]
-        hint = f" {name} has the parameters {', '.join(inside)}." if inside else nearest(name, program.aliases)
+        hint = f" {name} has the parameters {', '.join(inside)}." if inside else others_than(name, program)
         raise CommandError(f"the model has no trainable parameter {name!r}.{hint}")
     parameter = program.aliases[name]
     registrations = [registration for registration in program.registrations if parameter in registration.owners]
@@ -67,6 +68,16 @@ def explain(program: Program, name: str) -> str:
     lines += [*place_lines(program, parameter, registrations)]
     lines += ["", *ways_to_change(program, parameter, registrations)]
     return "\n".join(wrapped for line in lines for wrapped in wrap_indented(line)).rstrip()
+
+
+def others_than(name: str, program: Program) -> str:
+    """The sentence that names the nearest parameter, or all of a model that has few, or the first of many."""
+    if near := nearest(name, program.aliases):
+        return near
+    names, more = list(program.parameters), len(program.parameters) - LISTED_NAMES
+    if not names:
+        return " It has none."
+    return f" It has {', '.join(names[:LISTED_NAMES])}{f' and {more:,} more, as kfac-fx report shows' * (more > 0)}."
 
 
 def wrap_indented(line: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -17,6 +17,9 @@ from torch.utils.data import (
 
 from kfac_fx.estimator.files import digest
 from kfac_fx.passes.errors import warn_user
+from kfac_fx.recording.model_checks import misfit_of_call, required_arguments
+
+A_BATCH = "the batch"
 
 
 class Batch:
@@ -61,6 +64,25 @@ def as_batch(batch: Any) -> Batch:
         f"a batch is a tensor, (inputs, targets), or a mapping of forward's arguments, and this is {what}.\n"
         "Name the parts: kfac_fx.Batch(tokens, mask, targets=labels)."
     )
+
+
+def batch_for(model: nn.Module, batch: Any, name: str = A_BATCH) -> Batch:
+    """The batch, read by `as_batch`. Raises TypeError if its arguments do not fit the model's forward, too."""
+    read = as_batch(batch)
+    wrong = misfit_of_call(model, read.args, read.kwargs)
+    if wrong is None:
+        return read
+    names, targets, item = required_arguments(model), [] if read.targets is None else ["targets=y"], "batch"
+    if isinstance(batch, Mapping):
+        others = [key for key in read.kwargs if key not in names]
+        targets = [f"targets=batch[{others[0]!r}]"] if len(others) == 1 else targets
+        parts = [f"batch[{argument!r}]" for argument in names]
+    else:
+        item, parts = f"({', '.join(names)}), {'y' * bool(targets)}".rstrip(), names
+    example = f"kfac_fx.Batch({', '.join([*parts, *targets])})"
+    if name != A_BATCH:
+        example = f"[{example} for {item} in loader]"
+    raise TypeError(f"{name} was read as {as_read(read)} and does not fit {wrong}.\nName its parts: write {example}.")
 
 
 def refuse_no_batches(function: str, batches: Any) -> None:

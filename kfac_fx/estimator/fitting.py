@@ -36,8 +36,8 @@ from kfac_fx.estimator.batches import (
     NO_DATA,
     Batch,
     NotFinite,
-    as_batch,
     as_read,
+    batch_for,
     digest_of,
     digest_of_data,
     refuse_no_batches,
@@ -558,7 +558,7 @@ def fit_spectrum(
             )
         )
     iterator = iter(batches)
-    batch = first_batch(iterator) if replicas is None else replicas.together(partial(first_batch, iterator))
+    batch = first_batch(net, iterator) if replicas is None else replicas.together(partial(first_batch, net, iterator))
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
@@ -613,12 +613,12 @@ def fit_spectrum(
     return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
 
 
-def first_batch(batches: Iterator[Any]) -> Batch:
-    """Raises ValueError if there is none."""
+def first_batch(net: CompiledModule, batches: Iterator[Any]) -> Batch:
+    """Raises ValueError if there is none, and TypeError if it does not fit forward."""
     first = next(batches, None)
     if first is None:
         raise ValueError("`batches` has no batches.")
-    return as_batch(first)
+    return batch_for(net.model, first, "batch 1 of `batches`")
 
 
 def refuse_frozen(net: CompiledModule, registrations: Iterable[Registration]) -> None:
@@ -699,7 +699,8 @@ def fit_part(
             estimator.update_covariances(*batch.args, targets=batch.targets, fold=False, **batch.kwargs)
             return estimator.kept_is_finite
 
-        over_data(batches, FACTORS, names, record, estimator.pending_state, estimator.load_pending, folder, not_finite)
+        pending = estimator.pending_state, estimator.load_pending
+        over_data(net, batches, FACTORS, names, record, *pending, folder, not_finite)
         not_finite.tell(refuse=options.alone)
         estimator.fold()
         spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
@@ -717,7 +718,8 @@ def fit_part(
         folder.keep_decomposed(names, spectrum.systems)
     generator = options.generator(of_parameters, 1)
     correction = Correction(spectrum, options.case, measurement=options.measurement, generator=generator)
-    over_data(batches, CORRECTION, names, correction.add, correction.state, correction.load_state, folder, not_finite)
+    of_sums = correction.state, correction.load_state
+    over_data(net, batches, CORRECTION, names, correction.add, *of_sums, folder, not_finite)
     not_finite.tell(refuse=options.alone)
     return correction.result()
 
@@ -740,6 +742,7 @@ def telling_how_read(batch: Batch, number: int) -> Iterator[None]:
 
 
 def over_data(
+    net: CompiledModule,
     batches: Iterable[Any],
     stage: str,
     names: Sequence[str],
@@ -764,7 +767,7 @@ def over_data(
     shown = tracked(((1, item) for item in batches), total, f"{stage} of {plural(len(names), 'parameter')}")
     if folder is None:
         for number, item in enumerate(shown, 1):
-            batch = as_batch(item)
+            batch = batch_for(net.model, item, f"batch {number} of `batches`")
             with telling_how_read(batch, number):
                 not_finite.add(number, take(batch))
         return
@@ -774,7 +777,7 @@ def over_data(
         load_state(progress.tensors)
     data, number = NO_DATA, 0
     for number, item in enumerate(shown, 1):
-        batch = as_batch(item)
+        batch = batch_for(net.model, item, f"batch {number} of `batches`")
         data = with_batch(data, batch)
         if number < done:
             continue

@@ -18,7 +18,7 @@ from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.estimator.batches import NotFinite, as_batch, refuse_no_batches
+from kfac_fx.estimator.batches import NotFinite, batch_for, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
@@ -436,7 +436,7 @@ class ModelSpectrum(Spectrum):
         weights = {key: self.shifted(system)[index].reciprocal() for key, (system, index) in places.items()}
         for system in self.used:
             self.root_of(system, -1)  # which refuses a derivative by several dampings
-        batch, graph = as_batch(batch), torch.is_grad_enabled()
+        batch, graph = batch_for(self.net.model, batch), torch.is_grad_enabled()
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
@@ -597,7 +597,7 @@ class Correction:
         The squares of one batch take the memory of `totals`.
         """
         self.spectrum.refuse_other_weights()
-        by_row, batch = self.case == "row", as_batch(batch)
+        by_row, batch = self.case == "row", batch_for(self.spectrum.net.model, batch)
         squares: dict[Key, Tensor] = {}
 
         @torch.no_grad()

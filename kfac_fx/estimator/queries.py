@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.estimator.batches import as_batch, digest_of, draws_order, refuse_no_batches, samplers_of
+from kfac_fx.estimator.batches import batch_for, digest_of, draws_order, refuse_no_batches, samplers_of
 from kfac_fx.estimator.files import (
     FORMAT,
     WITHOUT_DIGESTS,
@@ -172,7 +172,7 @@ def recording(net: CompiledModule, keys: Sequence[Key], weights: Weights | None 
     def record(batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
         if weights is not None:
             weights.refuse_others(net.model, "these queries were", OF_QUERIES)
-        batch, graph = as_batch(batch), torch.is_grad_enabled()
+        batch, graph = batch_for(net.model, batch), torch.is_grad_enabled()
 
         def consume_with_graph(key: Key, cases: Cases) -> None:
             with torch.set_grad_enabled(graph), full_precision(), without_autocast(cases.device):

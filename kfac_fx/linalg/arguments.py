@@ -74,6 +74,12 @@ a_decay = number_that("be from 0 and below 1", lambda value: 0 <= value < 1)
 a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
+def listed(names: Iterable[object]) -> str:
+    """`"a"`, `"a and b"`, `"a, b and c"`."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def choice(
     name: str,
     value: object,

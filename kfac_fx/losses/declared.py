@@ -804,6 +804,12 @@ def _pair(value: Any, name: str, outputs: Any) -> tuple[float, LossFunction]:
             f"{name} returned a {kind} whose targets are the number {loss.targets}. If it is a coefficient, write it "
             f"in front of the loss, as in ({loss.targets}, kfac_fx.losses.{kind}(outputs))"
         )
+    if coefficient == 0:
+        raise LossError(
+            f"{name} returned the coefficient 0; it must be positive. Leave the term out of the list while its "
+            "coefficient is 0, as in [first] + [(weight, second)] * (weight > 0): the function is called at every "
+            "recording, and the list may have another length each time"
+        )
     if not 0 < coefficient < math.inf:
         raise LossError(f"{name} returned the coefficient {coefficient:g}; it must be positive and finite")
     return coefficient, loss

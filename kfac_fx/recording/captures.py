@@ -84,9 +84,12 @@ from kfac_fx.recording.model_checks import (
     Structure,
     Trained,
     dtypes_noted,
+    misfit_of_call,
+    not_running,
     refuse_inference_mode,
     refuse_unfit,
     refuse_without_values,
+    required_arguments,
 )
 from kfac_fx.recording.output_losses import probably_mean
 from kfac_fx.recording.progress import LOG, phase, working
@@ -368,9 +371,14 @@ class Capturing:
             except Exception as failure:
                 if fatal(failure):
                     raise
+                if wrong := misfit_of_call(self.model, args, kwargs):
+                    names = ", ".join(required_arguments(self.model))
+                    raise UntraceableError(
+                        f"these inputs do not fit {wrong}.\n"
+                        f"Write net({names}) in a call, and ({names}{',' * (names.count(',') == 0)}) as example inputs."
+                    ) from failure
                 raise UntraceableError(
-                    f"{type(self.model).__name__} does not run on these inputs: "
-                    f"{type(failure).__name__}: {first_line(failure)}\n"
+                    f"{not_running(self.model, failure)}\n"
                     "Correct the inputs or the model. The error of torch.export is:\n"
                     + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
                 ) from failure
@@ -652,7 +660,7 @@ class CaptureCache:
             CAPTURING,
             self.trained.in_captures(),
             working(f"capturing {class_of(self.model).__name__}"),
-            dtypes_noted(self.structure.parameters, args, kwargs),
+            dtypes_noted(self.model, self.structure.parameters, args, kwargs, first=self.first is None),
         ):
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
                 args, kwargs, every_size=any(map(self.has_settings_of, cached)), first=self.first is None

@@ -74,6 +74,7 @@ from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, nam
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.passes.unroll import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
+from kfac_fx.recording.model_checks import DOES_NOT_RUN
 from kfac_fx.recording.recorder import Recorder
 
 GRADIENT_TOLERANCE = 1e-3  # relative
@@ -272,8 +273,8 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
         except Exception as error:
             if not fatal(error):
                 error.add_note(
-                    f"{class_of(model).__name__} itself does not run on these inputs: the error is of its own forward, "
-                    "which runs here to be compared with its graph."
+                    f"{class_of(model).__name__} {DOES_NOT_RUN}: the error is of its own forward, which runs here to "
+                    "be compared with its graph."
                 )
             raise
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}

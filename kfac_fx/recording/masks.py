@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.matrices import pulled, with_gradient
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.losses.declared import WeightedLosses
@@ -268,8 +269,10 @@ def refuse_unknown(name: str, model: nn.Module) -> None:
     arguments = inspect.signature(model.forward).parameters
     takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
     if name not in arguments and not takes_any:
+        are = "arguments are" if len(arguments) > 1 else "only argument is"
         raise RegistrationError(
-            f"padding_mask={name!r} is no argument of {class_of(model).__name__}.forward.{nearest(name, arguments)}"
+            f"padding_mask={name!r} is no argument of {class_of(model).__name__}.forward.{nearest(name, arguments)} "
+            f"Its {are} {listed(arguments or ['none'])}."
         )
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.processes import is_sharded
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, table
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, first_line, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.results import tree_leaves
-from kfac_fx.passes.torch_private import compiled_from, in_functional_call, parameters_of, submodules_of
+from kfac_fx.passes.torch_private import class_of, compiled_from, in_functional_call, parameters_of, submodules_of
 from kfac_fx.passes.tracing.effects import address
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
@@ -188,24 +190,79 @@ WITHOUT_VALUES: tuple[Culprits, str] = (
 )
 
 
+DOES_NOT_RUN = "itself does not run on these inputs"  # in the note of an error of the model's own forward
+
+
 @contextmanager
-def dtypes_noted(parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def dtypes_noted(
+    model: nn.Module, parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], first: bool
+) -> Iterator[None]:
     """Adds a note to the error of a forward whose inputs have other floating dtypes than the parameters, because
-    torch's words for that name two tensors inside the model."""
+    torch's words for that name two tensors inside the model.
+
+    first: no call was captured before, as with example inputs, so that the error of the model's own forward becomes an
+        UntraceableError, as it does for inputs of a wrong shape.
+    """
     try:
         yield
     except (RuntimeError, ValueError) as error:
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         of_inputs, of_parameters = (
-            sorted({str(tensor.dtype) for tensor in of if tensor.is_floating_point()}) for of in (tensors, parameters)
+            {tensor.dtype for tensor in of if tensor.is_floating_point()} for of in (tensors, parameters)
         )
         autocast = any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors)
         if not autocast and of_inputs and len(of_parameters) == 1 and of_inputs != of_parameters:
-            error.add_note(
-                f"The parameters have the dtype {of_parameters[0]}, and the inputs {', '.join(of_inputs)}. If that is "
-                f"not meant, write x.to({of_parameters[0]}) of the inputs, or convert the model before it is compiled."
+            (dtype,) = of_parameters
+            written = {torch.float32: "float()", torch.float64: "double()"}.get(dtype, f"to({dtype})")
+            words = (
+                f"The parameters have the dtype {dtype}, and the inputs {', '.join(sorted(map(str, of_inputs)))}. If "
+                f"that is not meant, write x.{written} of the inputs, or convert the model before it is compiled."
             )
+            if first and any(DOES_NOT_RUN in note for note in getattr(error, "__notes__", ())):
+                raise UntraceableError(f"{not_running(model, error)}\n{words}") from error
+            error.add_note(words)
         raise
+
+
+def not_running(model: nn.Module, error: Exception) -> str:
+    """The first line of the error for inputs on which the model's own forward fails."""
+    return f"{class_of(model).__name__} does not run on these inputs: {type(error).__name__}: {first_line(error)}"
+
+
+def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call does not fit the arguments of forward, with all culprits; None if it does."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of a callable of C
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        pass
+    else:
+        return None
+    arguments = signature.parameters.values()
+    kinds = {argument.kind for argument in arguments}
+    by_place = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    by_name = [a.name for a in arguments if a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)]
+    given = {*by_place[: len(args)], *(name for name in kwargs if name in by_name)}
+    culprits = []
+    if missing := [name for name in required_arguments(model) if name not in given]:
+        culprits.append(f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if inspect.Parameter.VAR_KEYWORD not in kinds and (unknown := [name for name in kwargs if name not in by_name]):
+        culprits.append(f"it has no argument {listed(unknown)}")
+    if twice := [name for name in by_place[: len(args)] if name in kwargs]:
+        culprits.append(f"{listed(twice)} {'is' if len(twice) == 1 else 'are'} given twice")
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > len(by_place):
+        culprits.append(f"it takes {len(by_place)} by their places, and got {len(args)}")
+    return f"{class_of(model).__name__}.forward({', '.join(signature.parameters)}): {', and '.join(culprits)}"
+
+
+def required_arguments(model: nn.Module) -> list[str]:
+    """The names of forward's arguments that have no default."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [a.name for a in arguments if a.default is inspect.Parameter.empty and a.kind not in optional]
 
 
 def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:

@@ -72,6 +72,18 @@ def test_the_name_of_a_module_is_answered_with_its_parameters(program: kfac_fx.p
         explain(program, "head")
 
 
+def test_a_name_that_is_near_to_none_is_answered_with_all_names(program: kfac_fx.passes.ir.Program) -> None:
+    names = ", ".join(program.parameters)
+    with pytest.raises(CommandError, match=f"has no trainable parameter 'q'. It has {names}.$"):
+        explain(program, "q")
+
+
+def test_a_name_that_is_near_to_none_of_many_is_answered_with_the_first() -> None:
+    deep = kfac_fx.compile(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10))), (torch.randn(3, 2),), loss="normal")
+    with pytest.raises(CommandError, match=r"It has 0.weight, .*, 5.bias and 8 more, as kfac-fx report shows.$"):
+        explain(deep.program, "q")
+
+
 def test_a_pattern_explains_every_parameter_once(program: kfac_fx.passes.ir.Program) -> None:
     assert explain(program, "head.*") == f"{explain(program, 'embedding.weight')}\n\n{explain(program, 'head.bias')}"
     assert explain(program, "*").count("float32") == len(program.parameters)

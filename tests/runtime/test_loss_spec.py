@@ -225,6 +225,13 @@ def test_a_coefficient_must_be_positive() -> None:
         loss_from(lambda outputs: [(-1, Normal(outputs))])(X)
 
 
+def test_a_coefficient_of_zero_says_to_leave_its_term_out() -> None:
+    with pytest.raises(
+        LossError, match=r"the coefficient 0; it must be positive. Leave the term out .* \(weight > 0\)"
+    ):
+        loss_from(lambda outputs: [Normal(outputs), (0.0, Normal(outputs))])(X)
+
+
 def test_a_coefficient_may_be_a_tensor_that_changes() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     spec = loss_from(lambda outputs: (weight, Normal(outputs)))

@@ -90,6 +90,34 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  factor_decay. Write cov_ema_decay=....",
         ],
     ),
+    "of kfac-jax": (
+        {"initial_damping": 1.0, "max_damping": 9.0, "curvature_ema": 0.95, "inverse_update_period": 5}
+        | {"damping_lower_threshold": 0.2, "learning_rate_schedule": len, "use_adaptive_momentum": True},
+        [
+            "  initial_damping. Write damping=....",
+            "  max_damping. Leave it out: the damping has no upper bound.",
+            "  curvature_ema. Write cov_ema_decay=....",
+            "  inverse_update_period. Write invert_every=....",
+            "  damping_lower_threshold. Write damping_increase_rho_threshold=....",
+            "  learning_rate_schedule. Leave it out: a scheduler of torch.optim.lr_scheduler sets lr.",
+            "  use_adaptive_momentum. Write momentum_type='qmodel', which finds both the length of a step and its "
+            "momentum.",
+        ],
+    ),
+    "of preconditioners in PyTorch": (
+        {"stat_decay": 0.95, "ema_decay": 0.95, "accumulation_steps": 2, "preconditioner_upd_interval": 10}
+        | {"shampoo_beta": 0.95, "use_decoupled_weight_decay": True, "lr_decay": 0.1, "momentun": 0.9},
+        [
+            "  stat_decay. Write cov_ema_decay=....",
+            "  ema_decay. Write cov_ema_decay=....",
+            "  accumulation_steps. Leave it out: the forwards between two steps are the micro-batches of a step.",
+            "  preconditioner_upd_interval. Write invert_every=....",
+            "  shampoo_beta. Write cov_ema_decay=....",
+            "  use_decoupled_weight_decay. Leave it out: weight_decay is decoupled.",
+            "  lr_decay. Leave it out: a scheduler of torch.optim.lr_scheduler sets lr.",
+            "  momentun. Did you mean 'momentum'?",
+        ],
+    ),
     "of no rule": (
         {"momentun": 0.9, "weight_decai": 0.1, "betas": (0.9, 0.99), "dampening": 0.5, "nesterov": True}
         | {"fused": True, "eps": 1e-8, "learning_rate": 1e-3, "max_iter": 20},
@@ -97,7 +125,7 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "  momentun. Did you mean 'momentum'?",
             "  weight_decai. Did you mean 'weight_decay'?",
             "  betas. Write momentum=... and second_moment_decay=... instead of betas.",
-            "  dampening. Did you mean 'damping'?",
+            "  dampening. Leave it out: momentum has none. If you mean the damping of the Fisher, write damping=....",
             "  nesterov. Leave it out.",
             "  fused. Leave it out.",
             "  eps. Leave it out; rules that need it take a damping instead.",

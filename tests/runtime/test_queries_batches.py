@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx import Batch
-from kfac_fx.estimator.batches import as_batch
+from kfac_fx.estimator.batches import as_batch, batch_for
 
 X, Y = torch.ones(2, 3), torch.zeros(2)
 
@@ -32,3 +37,53 @@ def test_other_batches_are_refused() -> None:
         as_batch((X, X, Y))
     with pytest.raises(TypeError, match=r"and this is a str\."):
         as_batch("x")
+
+
+class Two(nn.Module):
+    def forward(self, ids: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return ids * mask * scale
+
+
+NOT_OF_TWO: dict[str, tuple[Any, str, str]] = {
+    "a pair of a tuple and targets": (
+        ((X, X), Y),
+        r"read as net\(tuple\) with targets float32 \[2\] and does not fit Two.forward\(ids, mask, scale\): mask is ",
+        "kfac_fx.Batch(ids, mask, targets=y)",
+    ),
+    "a mapping with targets": (
+        {"ids": X, "mask": X, "labels": Y},
+        "it has no argument labels.$",
+        "kfac_fx.Batch(batch['ids'], batch['mask'], targets=batch['labels'])",
+    ),
+    "a tensor": (X, "mask is missing.$", "kfac_fx.Batch(ids, mask)"),
+    "several faults": (
+        Batch(X, ids=X, a=X, b=X),
+        "mask is missing, and it has no argument a and b, and ids is given twice.$",
+        "kfac_fx.Batch(ids, mask)",
+    ),
+    "too many": (Batch(X, X, 1.0, X), "it takes 3 by their places, and got 4.$", "kfac_fx.Batch(ids, mask)"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OF_TWO)
+def test_a_batch_that_does_not_fit_forward_says_what_to_write(case: str) -> None:
+    batch, fault, instead = NOT_OF_TWO[case]
+    with pytest.raises(TypeError) as error:
+        batch_for(Two(), batch)
+    first, last = str(error.value).splitlines()
+    assert first.startswith("the batch was read as net(") and re.search(fault, first)
+    assert last == f"Name its parts: write {instead}."
+
+
+def test_a_series_with_a_batch_that_does_not_fit_is_told_how_to_write_all_of_them() -> None:
+    net = kfac_fx.compile(nn.Bilinear(3, 3, 2), (X, X), loss="categorical")
+    with pytest.raises(TypeError, match="batch 1 of `batches` was read as .*: input2 is missing") as error:
+        kfac_fx.fit_spectrum(net, [((X, X), torch.zeros(2).long())])
+    last = "write [kfac_fx.Batch(input1, input2, targets=y) for (input1, input2), y in loader]."
+    assert str(error.value).endswith(last)
+
+
+def test_batches_that_fit_forward_are_read() -> None:
+    for batch in (Batch(X, X), {"ids": X, "mask": X}, Batch(X, mask=X, scale=2.0)):
+        assert len({**batch_for(Two(), batch).kwargs}) + len(batch_for(Two(), batch).args) >= 2
+    assert batch_for(nn.Linear(3, 2), (X, Y)).targets is Y

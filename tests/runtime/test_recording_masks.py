@@ -89,6 +89,7 @@ def test_steps_of_other_sequences_are_one_paragraph() -> None:
     ("declared", "reason"),
     [
         ("masks", r"padding_mask='masks' is no argument of Model\.forward\. Did you mean 'mask'\?"),
+        ("padding", r"padding_mask='padding' is no argument of Model\.forward\. Its arguments are x and mask\.$"),
         (lambda x, mask: x, r"padding_mask has shape \[.*\], wanted \[cases, positions\], nonzero where a position"),
     ],
 )

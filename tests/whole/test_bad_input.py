@@ -507,16 +507,36 @@ def test_an_error_of_the_models_own_forward_says_so() -> None:
     assert error.value.__notes__ == [OF_ITS_OWN_FORWARD]
 
 
-@pytest.mark.parametrize("example_inputs", [None, (X,)])
-def test_an_error_of_other_dtypes_says_which_they_are(example_inputs: object) -> None:
+OF_OTHER_DTYPES = (
+    "The parameters have the dtype torch.float64, and the inputs torch.float32. If that is not meant, write x.double() "
+    "of the inputs, or convert the model before it is compiled."
+)
+
+
+def test_an_error_of_other_dtypes_says_which_they_are() -> None:
     """torch names two tensors inside the model."""
     with pytest.raises(RuntimeError, match="must have the same dtype") as error:
-        kfac_fx.compile(mlp().double(), example_inputs, loss="categorical")(X)
-    assert error.value.__notes__ == [
-        OF_ITS_OWN_FORWARD,
-        "The parameters have the dtype torch.float64, and the inputs torch.float32. If that is not meant, write "
-        "x.to(torch.float64) of the inputs, or convert the model before it is compiled.",
-    ]
+        kfac_fx.compile(mlp().double(), loss="categorical")(X)
+    assert error.value.__notes__ == [OF_ITS_OWN_FORWARD, OF_OTHER_DTYPES]
     with pytest.raises(UntraceableError) as other:
         kfac_fx.compile(mlp(), (X[:, :3],), loss="categorical")
     assert not hasattr(other.value, "__notes__")
+
+
+def test_example_inputs_of_another_dtype_are_refused_as_those_of_another_shape() -> None:
+    with pytest.raises(UntraceableError) as error:
+        kfac_fx.compile(mlp().double(), (X,), loss="categorical")
+    first, last = str(error.value).splitlines()
+    assert first.startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 must have the same ")
+    assert last == OF_OTHER_DTYPES
+    with pytest.raises(UntraceableError, match=r"write x\.float\(\) of the inputs"):
+        kfac_fx.compile(mlp(), (X.double(),), loss="categorical")
+
+
+def test_example_inputs_that_do_not_fit_forward_are_told_with_its_arguments() -> None:
+    with pytest.raises(UntraceableError) as error:
+        kfac_fx.compile(nn.Bilinear(4, 4, 2), ((X, X),), {"mask": X}, loss="categorical")
+    assert str(error.value) == (
+        "these inputs do not fit Bilinear.forward(input1, input2): input2 is missing, and it has no argument mask.\n"
+        "Write net(input1, input2) in a call, and (input1, input2) as example inputs."
+    )
