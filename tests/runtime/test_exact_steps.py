@@ -516,13 +516,17 @@ def test_the_logarithm_of_the_loss_counts_and_steps_that_were_undone_count_as_no
     assert scalars["bounded"] == 0 and scalars["long"] == 1 and scalars["fallen"] == 0
 
 
-@pytest.mark.parametrize(("bounded", "same", "strict"), [(1, True, True), (1, False, False), (0, True, False)])
-def test_a_rise_of_the_repeated_batch_is_undone_in_a_phase_of_bounded_steps(
-    bounded: float, same: bool, strict: bool
+@pytest.mark.parametrize(
+    ("bounded", "lr", "same", "strict"),
+    [(1, 1.0, True, True), (1, 1.0, False, False), (0, 1.0, True, False), (0, 0.01, True, True)],
+)
+def test_a_rise_of_the_repeated_batch_is_undone_where_steps_are_bounded(
+    bounded: float, lr: float, same: bool, strict: bool
 ) -> None:
     was, usual = torch.tensor(2.0), torch.tensor(0.7)
-    scalars = phased(bounded=bounded, repeats=1.0)
-    tolerance = exact_steps.tolerated_in_phase(scalars, usual, was, torch.tensor(same))
+    flat = SimpleNamespace(largest_lr=torch.tensor(lr))
+    step: Any = SimpleNamespace(scalars=phased(bounded=bounded, repeats=1.0), flat=flat)
+    tolerance = exact_steps.tolerated_in_phase(step, usual, was, torch.tensor(same))
     assert float(tolerance) == pytest.approx(2e-3 if strict else 0.7)
 
 
@@ -688,8 +692,8 @@ def test_behind_steps_that_were_undone_the_next_step_has_a_check() -> None:
     assert exact_steps.exact_move(step, check, unused, unused) is None and step.check_next
 
 
-def losses_of_repeating(model: nn.Module, x: Tensor, y: Tensor, name: str, steps: int) -> Tensor:
-    """The losses of a training whose batch repeats, [steps], in float32."""
+def losses_of_repeating(model: nn.Module, x: Tensor, y: Tensor, name: str, steps: int, decays: bool = False) -> Tensor:
+    """The losses of a training whose batch repeats, [steps], in float32. decays: whether the lr decays to zero."""
     loss_of = F.cross_entropy if name == "cross_entropy" else F.mse_loss
     net = compile(model, loss=name)
     opt, values = KFAC(net), []
@@ -697,6 +701,8 @@ def losses_of_repeating(model: nn.Module, x: Tensor, y: Tensor, name: str, steps
         opt.zero_grad()
         loss = loss_of(net(x), y)
         loss.backward()
+        if decays:
+            opt.param_groups[0]["lr"] = 1 - len(values) / steps
         opt.step()
         values.append(loss.detach())
     return torch.stack(values)
@@ -712,6 +718,16 @@ def test_a_regression_in_float32_does_not_rise_where_its_loss_is_small(seed: int
     values = losses_of_repeating(model, x, (2 * x[:, :1]).sin() * x[:, 1:], "mse", 200)
     assert (values < 10 * values.cummin(0).values).all()
     assert values[-1] < 1e-6  # 3e-6 and 4e-6 before
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_loss_does_not_rise_where_a_schedule_ends(seed: int) -> None:
+    """With an lr below `LEAST_LR` there are no exact steps; the bounded ones were those of a batch with noise."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
+    x = torch.randn(80, 2)
+    values = losses_of_repeating(model, x, (2 * x[:, :1]).sin() * x[:, 1:], "mse", 400, decays=True)
+    assert values[-1] < 1.2 * values.min()
 
 
 def test_a_batch_that_a_classifier_has_fitted_stays_fitted() -> None:

@@ -504,7 +504,7 @@ class EigenMoments(CheckedRule):
         usual = super().tolerated_rise(step, was, same)
         if step.check is None or not self.may_be_exact(step, step.check):
             return usual
-        return exact_steps.tolerated_in_phase(step.scalars, usual, was, same)
+        return exact_steps.tolerated_in_phase(step, usual, was, same)
 
     def known_rise(self, step: BlockStep, check: Check) -> Tensor | None:
         return exact_steps.known_rise(step, check) if self.may_be_exact(step, check) else None

@@ -46,9 +46,11 @@ of the gradient along the bounded step is compared with that of the loss. A chec
 makes no exact step, and the next check undoes no more than in any training. A difference with which the quadratic model
 falls by less than `SAME` of the loss is left alone: near a minimum along the step, rounding is as large.
 
-There are no exact steps on accelerators, where checks take a part of the batch; with an lr below `LEAST_LR`, which goes
-too small a part of the way; with several learning rates or with a weight decay, where a step is no multiple of an
-update; and with losses without a name, which have no exact Fisher.
+With an lr below `LEAST_LR`, as at the end of a schedule, an exact step would go too small a part of the way, so steps
+are bounded ones.
+
+There are no exact steps on accelerators, where checks take a part of the batch; with several learning rates or with a
+weight decay, where a step is no multiple of an update; and with losses without a name, which have no exact Fisher.
 """
 
 from __future__ import annotations
@@ -131,7 +133,6 @@ def may_be_exact(step: BlockStep, check: Check) -> bool:
     return bool(
         step.g.device.type == "cpu"
         and step.flat.one_scale
-        and step.flat.largest_lr >= LEAST_LR
         and batch.share == 1.0
         and batch.observed
         and batch.has_names
@@ -144,6 +145,12 @@ def moves_without_curvature(step: BlockStep) -> bool:
     nothing in it bounds a step along them."""
     blocks = (block.registration for block in step.estimator.blocks.values())
     return any(not step.flat.gradients.keys().isdisjoint(r.owners) for r in blocks if r.reason == NO_LOSS)
+
+
+def are_bounded(step: BlockStep) -> bool:
+    """Whether the steps of a batch that repeats are bounded ones: in a phase of these, and with an lr so small that an
+    exact step is not worth its cost. Then none of them may make the loss rise."""
+    return bool((step.scalars["bounded"] > 0) | (step.flat.largest_lr < LEAST_LR))
 
 
 def longest_bounded(scalars: Mapping[str, Tensor], check: Check, longest: Tensor) -> Tensor:
@@ -250,12 +257,13 @@ def end_phase(scalars: Mapping[str, Tensor], value: Tensor) -> None:
     fallen.zero_()
 
 
-def tolerated_in_phase(scalars: Mapping[str, Tensor], tolerated: Tensor, was: Tensor, same: Tensor) -> Tensor:
-    """The rise of the loss since the last check that is left alone: none of the same batch in a phase of bounded steps.
+def tolerated_in_phase(step: BlockStep, tolerated: Tensor, was: Tensor, same: Tensor) -> Tensor:
+    """The rise of the loss since the last check that is left alone: none of the same batch where steps are bounded.
 
     tolerated: in other trainings. was: the loss at the last check. same: whether it had the same batch. All are 0-dim.
     """
-    strict = same & (scalars["bounded"] > 0) & (scalars["repeats"] > 0) & ~(scalars["others"] > 0)
+    repeats, others = step.scalars["repeats"] > 0, step.scalars["others"] > 0
+    strict = same & repeats & ~others & are_bounded(step)
     return torch.where(strict, LEAST_RISE * was.abs(), tolerated)
 
 
@@ -280,7 +288,7 @@ def exact_move(step: BlockStep, check: Check, bounded_move: MeasuredMove, longes
     scalars["others"].fill_(float(others))
     if others:
         return None
-    if scalars["bounded"] and scalars["repeats"] > 0:
+    if scalars["repeats"] > 0 and are_bounded(step):
         step.check_next = bool(scalars["taken"] == 0)  # whether the loss rises is seen after one step
         return None
     along_bounded = bounded_move.curvature / flat.inner(bounded_move.move, bounded_move.move)
