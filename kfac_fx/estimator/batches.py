@@ -74,15 +74,15 @@ def batch_for(model: nn.Module, batch: Any, name: str = A_BATCH) -> Batch:
         return read
     names, targets, item = required_arguments(model), [] if read.targets is None else ["targets=y"], "batch"
     if isinstance(batch, Mapping):
-        others = [key for key in read.kwargs if key not in names]
-        targets = [f"targets=batch[{others[0]!r}]"] if len(others) == 1 else targets
-        parts = [f"batch[{argument!r}]" for argument in names]
+        others = [f"batch[{key!r}]" for key in read.kwargs if key not in names]
+        parts = [f"batch[{of!r}]" if of in read.kwargs else others.pop(0) if others else of for of in names]
+        targets = [f"targets={others[0]}"] if len(others) == 1 else targets
     else:
         item, parts = f"({', '.join(names)}), {'y' * bool(targets)}".rstrip(), names
     example = f"kfac_fx.Batch({', '.join([*parts, *targets])})"
     if name != A_BATCH:
         example = f"[{example} for {item} in loader]"
-    raise TypeError(f"{name} was read as {as_read(read)} and does not fit {wrong}.\nName its parts: write {example}.")
+    raise TypeError(f"{name} was read as {as_read(read)} and does not fit {wrong}.\nName its parts, as in {example}.")
 
 
 def refuse_no_batches(function: str, batches: Any) -> None:

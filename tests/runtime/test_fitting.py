@@ -54,15 +54,12 @@ def same(left: kfac_fx.ModelSpectrum, right: kfac_fx.ModelSpectrum) -> bool:
 @pytest.mark.parametrize(
     ("batches", "read"),
     [
-        (
-            [{"image": torch.ones(2, 3), "label": torch.ones(2)}],
-            r"net\(image=float32 \[2, 3\], label=float32 \[2\]\)",
-        ),
+        ([(torch.ones(2, 4), torch.ones(2))], r"net\(float32 \[2, 4\]\) with targets float32 \[2\]"),
         ([torch.ones(2, 3, 4), torch.ones(2)], r"^Batch 1 .* net\(float32 \[2, 3, 4\]\) without targets\."),
         ([torch.ones(2, 3), torch.ones(2)], r"^Batch 2 .* net\(float32 \[2\]\) without targets\."),
     ],
 )
-def test_a_batch_that_does_not_fit_forward_says_how_it_was_read(batches: Any, read: str) -> None:
+def test_a_batch_on_which_forward_fails_says_how_it_was_read(batches: Any, read: str) -> None:
     net = kfac_fx.compile(nn.Linear(3, 2), loss="normal")
     with pytest.raises((ValueError, RuntimeError)) as error:
         fit_spectrum(net, batches)

@@ -55,6 +55,12 @@ NOT_OF_TWO: dict[str, tuple[Any, str, str]] = {
         "it has no argument labels.$",
         "kfac_fx.Batch(batch['ids'], batch['mask'], targets=batch['labels'])",
     ),
+    "a mapping with other names": (
+        {"image": X, "mask": X, "label": Y},
+        "ids is missing, and it has no argument image and label.$",
+        "kfac_fx.Batch(batch['image'], batch['mask'], targets=batch['label'])",
+    ),
+    "a mapping with too little": ({"mask": X}, "ids is missing.$", "kfac_fx.Batch(ids, batch['mask'])"),
     "a tensor": (X, "mask is missing.$", "kfac_fx.Batch(ids, mask)"),
     "several faults": (
         Batch(X, ids=X, a=X, b=X),
@@ -72,18 +78,19 @@ def test_a_batch_that_does_not_fit_forward_says_what_to_write(case: str) -> None
         batch_for(Two(), batch)
     first, last = str(error.value).splitlines()
     assert first.startswith("the batch was read as net(") and re.search(fault, first)
-    assert last == f"Name its parts: write {instead}."
+    assert last == f"Name its parts, as in {instead}."
 
 
 def test_a_series_with_a_batch_that_does_not_fit_is_told_how_to_write_all_of_them() -> None:
     net = kfac_fx.compile(nn.Bilinear(3, 3, 2), (X, X), loss="categorical")
     with pytest.raises(TypeError, match="batch 1 of `batches` was read as .*: input2 is missing") as error:
         kfac_fx.fit_spectrum(net, [((X, X), torch.zeros(2).long())])
-    last = "write [kfac_fx.Batch(input1, input2, targets=y) for (input1, input2), y in loader]."
+    last = "as in [kfac_fx.Batch(input1, input2, targets=y) for (input1, input2), y in loader]."
     assert str(error.value).endswith(last)
 
 
 def test_batches_that_fit_forward_are_read() -> None:
     for batch in (Batch(X, X), {"ids": X, "mask": X}, Batch(X, mask=X, scale=2.0)):
-        assert len({**batch_for(Two(), batch).kwargs}) + len(batch_for(Two(), batch).args) >= 2
+        read = batch_for(Two(), batch)
+        assert (*read.args, *read.kwargs.values())[:2] == (X, X)
     assert batch_for(nn.Linear(3, 2), (X, Y)).targets is Y
