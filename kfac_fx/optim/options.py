@@ -31,73 +31,6 @@ PLACEMENTS = ("replicated", "owners", "round_robin")
 STEPS = "steps"
 
 
-LEAVE_OUT = " Leave it out."
-SCHEDULED = " Leave it out: a scheduler of torch.optim.lr_scheduler sets lr."
-OF_COMPILE = " Leave it out: approximations= and layers= of kfac_fx.compile choose the blocks."
-MICRO_BATCHES = " Leave it out: the forwards between two steps are the micro-batches of a step."
-# Options of other optimizers, next to those in `kfac_fx.optim.rules`, and what to write instead. Each has a counterpart
-# of another name, or is near to the name of another option, which the error would suggest.
-OF_OTHERS: Mapping[str, str] = {
-    # kfac-jax
-    "initial_damping": " Write damping=....",
-    "max_damping": " Leave it out: the damping has no upper bound.",
-    "damping_lower_threshold": " Write damping_increase_rho_threshold=....",
-    "damping_upper_threshold": " Write damping_decrease_rho_threshold=....",
-    "reject_damping_increase_factor": LEAVE_OUT,
-    "damping_schedule": " Leave it out, and set optimizer.damping between steps.",
-    "momentum_schedule": " Leave it out, and set group['momentum'] of optimizer.param_groups between steps.",
-    "learning_rate_schedule": SCHEDULED,
-    "use_adaptive_damping": " Write adapt_damping=True, which the 'regular', 'adam' and 'qmodel' rules have.",
-    **dict.fromkeys(
-        ("use_adaptive_learning_rate", "use_adaptive_momentum"),
-        " Write momentum_type='qmodel', which finds both the length of a step and its momentum.",
-    ),
-    "norm_constraint_mode": LEAVE_OUT,
-    "inverse_update_period": " Write invert_every=....",
-    **dict.fromkeys(("use_exact_inverses", "num_estimator_samples"), LEAVE_OUT),
-    **dict.fromkeys(("distributed_precon_apply", "distributed_inverses"), " Write placement='owners'."),
-    **dict.fromkeys(
-        ("value_and_grad_func", "value_func_has_aux", "value_func_has_state", "value_func_has_rng"),
-        " Leave it out: KFAC gets the net, and you call loss.backward().",
-    ),
-    **dict.fromkeys(
-        ("register_only_generic", "patterns_to_skip", "auto_register_kwargs", "layer_tag_to_block_ctor"), OF_COMPILE
-    ),
-    # the K-FACs in PyTorch, asdl, and EKFAC
-    **dict.fromkeys(
-        ("curvature_ema", "stat_decay", "ema_decay", "cov_decay", "shampoo_beta"), " Write cov_ema_decay=...."
-    ),
-    "curvature_upd_interval": " Write cov_update_every=....",
-    "preconditioner_upd_interval": " Write invert_every=....",
-    "constraint_norm": " Write norm_constraint=....",
-    "batch_averaged": " Write reduction='mean' or reduction='sum'.",
-    "accumulation_steps": MICRO_BATCHES,
-    "accumulate_data": MICRO_BATCHES,
-    **dict.fromkeys(("assignment_strategy", "comm_method", "grad_worker_fraction"), " Write placement='owners'."),
-    **dict.fromkeys(
-        ("skip_layers", "ignore_modules", "precondition_modules"),
-        " Leave it out: kfac_fx.compile(..., approximations={name: 'generic'}) gives a parameter a diagonal block.",
-    ),
-    **dict.fromkeys(("norm_shrink", "steps", "num_total_steps", "warmup_steps", "params_group"), LEAVE_OUT),
-    # Shampoo, SOAP, and the optimizers of torch
-    **dict.fromkeys(("max_preconditioner_dim", "max_precond_dim"), OF_COMPILE),
-    "start_preconditioning_step": " Write num_burnin_steps=..., during which the parameters stand still.",
-    "epsilon": " Leave it out; rules that need it take a damping instead.",
-    **dict.fromkeys(("beta1", "momentum_beta"), " Write momentum=...."),
-    "beta2": " Write second_moment_decay=....",
-    **dict.fromkeys(
-        ("use_decoupled_weight_decay", "decoupled_weight_decay", "weight_decay_type"),
-        " Leave it out: weight_decay is decoupled.",
-    ),
-    "dampening": " Leave it out: momentum has none. If you mean the damping of the Fisher, write damping=....",
-    **dict.fromkeys(("lr_decay", "warmup"), SCHEDULED),
-    **dict.fromkeys(
-        ("use_nesterov", "grafting", "inv_root_override", "beta2_decay", "momentum_decay", "ns_steps", "grad_clip"),
-        LEAVE_OUT,
-    ),
-}
-
-
 def a_rate(name: str, value: Any) -> None:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
         raise ValueError(
@@ -178,10 +111,10 @@ class KFACOptions:
             refuse_with_rule(rule, momentum_type, of_rule)
         elif momentum_type is not None:
             in_any_case(tuple(RULES))("momentum_type", momentum_type)
-            rule = named(momentum_type.lower(), of_rule, others)
+            rule = rule_named(momentum_type.lower(), of_rule, others)
         else:
             name, because = default_rule(lr, of_rule, net.registrations)
-            rule = named(name, of_rule, others, by_default=True)
+            rule = rule_named(name, of_rule, others, by_default=True)
         return KFACOptions(net, lr, rule, because, **others)
 
     def __post_init__(self) -> None:
@@ -266,18 +199,6 @@ class KFACOptions:
     @functools.cached_property
     def first_order_rule(self) -> FirstOrder:
         return FirstOrder.read(self.first_order or {})
-
-
-def named(name: str, options: Mapping[str, Any], known: Mapping[str, Any], *, by_default: bool = False) -> Rule:
-    """The rule of this name, as `rule_named` makes it. The error for an option that another optimizer has under another
-    name says what to write instead."""
-    try:
-        return rule_named(name, options, known, by_default=by_default)
-    except TypeError as error:
-        lines = str(error).split("\n")
-        meant = {f"  {option}": instead for option, instead in OF_OTHERS.items() if option in options}
-        told = [f"{start}.{meant[start]}" if (start := line.partition(".")[0]) in meant else line for line in lines]
-        raise TypeError("\n".join(told)) from None
 
 
 def refuse_with_rule(rule: Any, momentum_type: str | None, of_rule: Mapping[str, Any]) -> None:

@@ -31,7 +31,10 @@ from .labels import Label, labels
 from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, matmul, op_name, overloads
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum"}
-ATTRIBUTES = {name: name for name in ("real", "imag", "mT", "mH")} | {"numpy_T": "T", "matrix_H": "H"}  # by ATen's name
+ATTRIBUTE_OF = {name: name for name in ("real", "imag", "mT", "mH")} | {
+    "numpy_T": "T",
+    "matrix_H": "H",
+}  # by ATen's name
 OF_TWO = {"max": torch.maximum, "min": torch.minimum}  # of two tensors, and not along a dimension
 # Keys of a node's meta, for `as_written`.
 SWAPPED = "swapped"  # whether the two operands of the node stand in another order than in the model
@@ -68,8 +71,8 @@ def respell(graph: fx.Graph) -> None:
             place_arguments(node, name)
             if node.target is torch.sub and isinstance(node.args[0], (int, float)):  # `1 - x`, which ATen calls rsub
                 node.target, node.args = torch.rsub, (*node.args[1::-1], *node.args[2:])
-        if name in ATTRIBUTES and node.target is not getattr and len(node.args) == 1 and not node.kwargs:
-            node.op, node.target, node.args = "call_function", getattr, (node.args[0], ATTRIBUTES[name])
+        if name in ATTRIBUTE_OF and node.target is not getattr and len(node.args) == 1 and not node.kwargs:
+            node.op, node.target, node.args = "call_function", getattr, (node.args[0], ATTRIBUTE_OF[name])
         if name in OF_TWO and len(node.args) == 2 and isinstance(node.args[1], fx.Node) and node.args[1] not in numbers:
             node.target = OF_TWO[name]
 
