@@ -469,8 +469,8 @@ def inner_product(targets: Tensor, logarithms: Tensor) -> Tensor:
 
 
 def sum_of_rows(gradient: Tensor) -> Tensor:
-    """The sum over classes of a gradient at logits, [...]. That of a cross-entropy is zero up to rounding. Other terms of
-    a loss, as the square of logsumexp, have another one."""
+    """The sum over classes of a gradient at logits, [...]. A cross-entropy has a sum of zero, up to rounding; other
+    terms of a loss, as the square of logsumexp, have another one."""
     total = gradient.sum(-1)
     return torch.where(total.abs() < ROUNDING, 0, total)
 
