@@ -360,27 +360,32 @@ def find_losses(program: Program) -> Program:
 
 
 def squares_behind(program: Program, returned: Sequence[fx.Node], named: fx.Node | None) -> list[fx.Node]:
-    """The squares of activations that the returned loss is a weighted sum of; none if another term is in it.
+    """The squares of activations that the returned loss is a weighted sum of; none if another term is in it, or the
+    square of a single number, such as a norm.
 
     named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss. A
     loss is a sum or a mean over everything, so that squares that the model returns as its outputs are none.
     """
-    squares, learned = dict[fx.Node, None](), set[fx.Node]()
-    for node in program.graph.nodes:  # what a gradient goes through to a parameter
+    ends = [named] if named is not None else returned if len(returned) == 1 else []
+    if not any(op_name(end) in LINEAR | ADDS | {"mul", "div"} for end in ends):
+        return []  # before labels, which take time
+    squares, learned, numbers = dict[fx.Node, None](), set[fx.Node](), set[fx.Node]()
+    for node in program.graph.nodes:
         if (node.op == "get_attr" and node.target in program.parameters) or not learned.isdisjoint(
             differentiated(node)
         ):
-            learned.add(node)
+            learned.add(node)  # what a gradient goes through to a parameter
+        if is_one_number(node, numbers):
+            numbers.add(node)
     label = labels(program.graph, program.parameters)
-    ends = [named] if named is not None else returned if len(returned) == 1 else []
-    stack = [(end, "val" in end.meta and not shape_of(end)) for end in ends]
+    stack = [(end, "val" in end.meta and end in numbers) for end in ends]
     while stack:
         node, is_sum = stack.pop()
         operands, name = [operand for operand in differentiated(node) if operand in learned], op_name(node)
-        is_sum = is_sum or (name in ("sum", "mean") and len(node.args) == 1 and not node.kwargs)
+        is_sum = is_sum or is_total(node)
         if node not in learned:
             continue
-        if is_square(node) and is_sum and label[operands[0]] is Label.ACT:
+        if is_square(node) and is_sum and label[operands[0]] is Label.ACT and operands[0] not in numbers:
             squares[node] = None
         elif name == "add" or (name == "mul" and len(operands) == 1):
             stack += [(operand, is_sum) for operand in operands]
@@ -389,6 +394,26 @@ def squares_behind(program: Program, returned: Sequence[fx.Node], named: fx.Node
         else:
             return []
     return list(squares)
+
+
+def is_total(node: fx.Node) -> bool:
+    """Whether a node is a sum, a mean or a norm over all elements."""
+    name, further = op_name(node), len(node.args) > 1 or bool(node.kwargs)
+    return (name in ("sum", "mean") and not further) or (
+        name in ("linalg_vector_norm", "dist") and len(node.args) < 3 and "dim" not in node.kwargs
+    )
+
+
+def is_one_number(node: fx.Node, numbers: Container[fx.Node]) -> bool:
+    """Whether a node is a single number, whose square is that of no case: a loss over cases has rows.
+
+    numbers: the nodes before it that are.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return not shape_of(node)
+    operands = node.all_input_nodes
+    return is_total(node) or (bool(operands) and all(operand in numbers for operand in operands))
 
 
 def is_square(node: fx.Node) -> bool:

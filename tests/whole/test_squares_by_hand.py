@@ -108,6 +108,9 @@ NO_LOSS: dict[str, Loss] = {
     "a difference": lambda z, b, y: (z - y).square().mean() - b.square().mean(),
     "a weight that is learned": lambda z, b, y: (z.exp().mean() * (z - y).square()).mean(),
     "two outputs": lambda z, b, y: ((z - y).square().mean(), b.square().mean()),
+    "a squared norm": lambda z, b, y: torch.linalg.vector_norm(z - y) ** 2,
+    "a norm times itself": lambda z, b, y: (lambda r: r * r)((z - y).norm()),
+    "moments": lambda z, b, y: (z.mean() - y.mean()) ** 2 + (b.sum() - 1).square(),
     "cubes": lambda z, b, y: ((z - y) ** 3).mean(),
 }
 
