@@ -171,14 +171,15 @@ def division_of(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """The sum of the absolute values of the gradient of the returned loss with respect to the inputs of the losses; NaN
-    if there are none."""
+    """The sum of the absolute values of the gradient of the returned loss with respect to the inputs of torch's losses,
+    or to the parameters if forward writes its squares by hand; NaN if there are none."""
     from kfac_fx.recording.equivalence import copies, model_kept
 
     copied_args, copied_kwargs = copies(args, kwargs)
     with model_kept(recorder), LossWatch() as watch:
         returned = recorder.model(*copied_args, **copied_kwargs)
         inputs = [loss.inputs for loss in watch.losses if loss.inputs.requires_grad]
+        inputs = inputs or [parameter for parameter in recorder.model.parameters() if parameter.requires_grad]
         if isinstance(recorder.emitted, EmittedGraph):
             leaves = results.tree_leaves(returned)
             losses = [leaves[place] for place in recorder.emitted.places_of_losses]

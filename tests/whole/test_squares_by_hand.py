@@ -115,6 +115,25 @@ NO_LOSS: dict[str, Loss] = {
 }
 
 
+WEIGHED = {
+    "mean": lambda r, b: (torch.exp(-r.detach().square()) * r**2).mean() + 10 * (b**2).mean(),
+    "sum over cases": lambda r, b: ((torch.exp(-r.detach().square()) * r**2).sum() + 10 * (b**2).sum()) / len(r),
+}
+
+
+@pytest.mark.filterwarnings("error::kfac_fx.LossScaleWarning")
+@pytest.mark.parametrize("loss", WEIGHED.values(), ids=WEIGHED)
+def test_weights_that_the_outputs_make_do_not_hide_a_mean(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Causal and residual-based weights of equations: whether the loss is a mean was asked of torch's losses alone, and
+    a false warning said that it is a sum."""
+    x, border, y = torch.randn(64, 2), torch.randn(64, 2), torch.randn(64, 2)
+    net = kfac_fx.compile(Trained(lambda z, b, y: loss(z[:, :1] - y[:, :1], b[:, :1])), (x, border, y))
+    assert net.recorder((x, border, y), {}).is_mean
+    optimizer = kfac_fx.KFAC(net)
+    net(x, border, y).backward()
+    optimizer.step()
+
+
 ROWS: dict[str, tuple[Loss, Loss]] = {
     "mean": (lambda z, b, y: F.mse_loss(z, y, reduction="none").mean(), SAME["square"][1]),
     "sums": (lambda z, b, y: F.mse_loss(z, y, reduction="none").sum(1).mean(), lambda z, b, y: 2 * F.mse_loss(z, y)),
