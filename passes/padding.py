@@ -9,6 +9,7 @@ that it is at (`Timeline`). All rows of other uses count, and `unmasked` says wh
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
@@ -307,7 +308,10 @@ class Places:
 
     def has_padding(self, use: Use, reason: str) -> bool:
         """Whether there may be padding in the rows of a use that the mask does not fit: not in one row for each case,
-        as behind a mean over positions."""
+        as behind a mean over positions, and as of learned positions, which every element of a case has its own of."""
+        of_case = math.prod(in_example(size) for size in shape_of(use.output)) // in_example(self.shape[0])
+        if use.parameters.keys() == {"bias"} and math.prod(use.parameters["bias"].canonical.result) >= of_case:
+            return False
         others = [size for size in self.order.sizes(use.output) if size != self.cases and not size.isdigit()]
         return bool(others) or not reason.startswith(NO_ROWS)
 

@@ -223,3 +223,29 @@ def test_spreading_a_mask() -> None:
     assert torch.equal(spread(mask, (1, 1), (4, 6)), mask.flatten().expand(4, 6))
     with pytest.raises(ModelChangedError, match=r"0 of an output \[8, 4\] counts the positions of all cases;"):
         spread(mask, (0, 0), (8, 4))
+
+
+class Positions(nn.Module):
+    """A table of learned positions, whose first ones are added to the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(7, 3), nn.Parameter(torch.randn(9, 3))
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.embedding(ids) + self.positions[: ids.shape[1]]))
+        return logits
+
+
+@pytest.mark.filterwarnings("error:padding_mask does not fit")
+def test_learned_positions_need_no_mask() -> None:
+    """Their row of a case has the gradients of all positions, and those of padding are zero."""
+    torch.manual_seed(0)
+    ids, mask = torch.randint(7, (6, 5)), (torch.arange(5) < 3).long().expand(6, 5).clone()
+    net = kfac_fx.compile(Positions(), (ids, mask), loss="categorical", padding_mask="mask")
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(ids, mask)
+    (block,) = (block for names, block in estimator.blocks.items() if names == ("positions",))
+    diagonal = block.full_fisher_block().diagonal().view(9, 3)
+    assert (diagonal[:3] > 0).all() and not diagonal[3:].any()
