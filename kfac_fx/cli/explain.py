@@ -270,7 +270,7 @@ WORDS = {
     Mismatch.LEARNED: "no trainable parameter fills one of its roles at {place}",
     Mismatch.WHERE: "its condition on shapes and settings fails at {place}",
     Mismatch.ITSELF: "a parameter is in two operands of {place}",
-    Mismatch.SHAPE: "a parameter has another shape than it takes at {place}",
+    Mismatch.SHAPE: "a parameter has another shape than its layouts= take at {place}",
     Mismatch.OUTPUTS: "its bias, as it is laid out, has not one number for each output of its weight at {place}",
 }
 

@@ -485,6 +485,7 @@ def conjugate_gradients(
             ConvergenceWarning(
                 f"{int((~converged).sum())} of {converged.numel()} right-hand sides have a residual of up to "
                 f"{float(residuals[-1].max()):.0e} after {iterations} iterations, and the tolerance is {tolerance:.0e}."
+                " Write more iterations= or a larger tolerance=; a larger damping converges in fewer iterations."
             )
         )
     return Solution(solution, torch.stack(residuals), converged)
