@@ -46,8 +46,8 @@ of the gradient along the bounded step is compared with that of the loss. A chec
 makes no exact step, and the next check undoes no more than in any training. A difference with which the quadratic model
 falls by less than `SAME` of the loss is left alone: near a minimum along the step, rounding is as large.
 
-With an lr below `LEAST_LR`, as at the end of a schedule, an exact step would go too small a part of the way, so steps
-are bounded ones.
+With an lr below `LEAST_LR` an exact step would go too small a part of the way, so steps are bounded ones. Behind exact
+steps, as at the end of a schedule, they are bounded by the loss and watched as they are in phases of such steps.
 
 There are no exact steps on accelerators, where checks take a part of the batch; with several learning rates or with a
 weight decay, where a step is no multiple of an update; and with losses without a name, which have no exact Fisher.
@@ -133,6 +133,7 @@ def may_be_exact(step: BlockStep, check: Check) -> bool:
     return bool(
         step.g.device.type == "cpu"
         and step.flat.one_scale
+        and (step.flat.largest_lr >= LEAST_LR or step.scalars["exact_steps"] > 0)
         and batch.share == 1.0
         and batch.observed
         and batch.has_names
