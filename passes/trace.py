@@ -105,6 +105,7 @@ from .tracing.signature import (
     refuse_hidden_tensors,
     refuse_nested,
     refuse_no_tensors,
+    signature_of,
     tensors_in,
     trained,
 )
@@ -550,7 +551,7 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
 
     Raises UntraceableError if torch.fx fails, or would capture something wrongly.
     """
-    signature = inspect.signature(model.forward)
+    signature = signature_of(model)
     defaults = {
         name: parameter.default
         for name, parameter in signature.parameters.items()

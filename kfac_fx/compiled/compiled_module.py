@@ -88,6 +88,7 @@ from kfac_fx.passes.torch_private import (
 )
 from kfac_fx.passes.trace import Capture, forward_mode, trace_model
 from kfac_fx.passes.tracing.effects import RandomState, accelerators, same_random
+from kfac_fx.passes.tracing.signature import signature_of
 from kfac_fx.recording.captures import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.recording.case_gradients import (
     CaseRecorder,
@@ -127,7 +128,7 @@ def at_least_one(cases: int | Tensor) -> int | Tensor:
 
 def refuse_batch(model: nn.Module, inputs: Sequence[Any]) -> None:
     """Raises TypeError for a batch in one object instead of the arguments of forward: a `Batch`, or a dict of them."""
-    names = inspect.signature(model.forward).parameters
+    names = signature_of(model).parameters
     for given in inputs:
         kind = type(given).__name__
         if kind == "Batch" and type(given).__module__.startswith("kfac_fx."):
@@ -1016,7 +1017,7 @@ def with_signature_of(model: nn.Module, forward: Callable[..., Any]) -> Callable
         return forward(self, *args, **kwargs)
 
     try:
-        signature = inspect.signature(model.forward)
+        signature = signature_of(model)
     except (TypeError, ValueError):  # of a forward that is no Python function
         return forward
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

@@ -18,7 +18,6 @@ sum is twice as large.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import sys
@@ -68,7 +67,7 @@ from kfac_fx.passes.torch_private import class_of, pytree, transforms
 from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
-from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides
+from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides, signature_of
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import (
@@ -685,7 +684,7 @@ class CaptureCache:
     def note_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the Python numbers among the arguments of a call that was captured; log those that change."""
         try:
-            call = inspect.signature(self.model.forward).bind(*args, **kwargs)
+            call = signature_of(self.model).bind(*args, **kwargs)
         except TypeError:  # a signature that is not that of the call
             return
         for name, value in [*call.arguments.items()]:

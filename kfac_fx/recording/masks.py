@@ -56,6 +56,7 @@ from kfac_fx.passes.padding import OTHER_SEQUENCES, padding
 from kfac_fx.passes.parametrization import with_nodes
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.tracing.signature import signature_of
 from kfac_fx.passes.tracing.substitutes import lengths_in
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.meeting_cases import collected, collecting_taps, revealing, row_probes
@@ -253,7 +254,7 @@ def mask_of_call(
     """
     if isinstance(declared, str):
         refuse_unknown(declared, model)
-        value = inspect.signature(model.forward).bind(*args, **kwargs).arguments.get(declared, kwargs.get(declared))
+        value = signature_of(model).bind(*args, **kwargs).arguments.get(declared, kwargs.get(declared))
         if value is None:
             return None
     else:
@@ -266,7 +267,7 @@ def mask_of_call(
 
 def refuse_unknown(name: str, model: nn.Module) -> None:
     """Raises RegistrationError if forward has no argument of this name."""
-    arguments = inspect.signature(model.forward).parameters
+    arguments = signature_of(model).parameters
     takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
     if name not in arguments and not takes_any:
         are = "arguments are" if len(arguments) > 1 else "only argument is"

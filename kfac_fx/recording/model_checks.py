@@ -27,6 +27,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.results import tree_leaves
 from kfac_fx.passes.torch_private import class_of, compiled_from, in_functional_call, parameters_of, submodules_of
 from kfac_fx.passes.tracing.effects import address
+from kfac_fx.passes.tracing.signature import signature_of
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ def not_running(model: nn.Module, error: Exception) -> str:
 def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call does not fit the arguments of forward, with all culprits; None if it does."""
     try:
-        signature = inspect.signature(model.forward)
+        signature = signature_of(model)
     except (TypeError, ValueError):  # of a callable of C
         return None
     try:
@@ -260,7 +261,7 @@ def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 def required_arguments(model: nn.Module) -> list[str]:
     """The names of forward's arguments that have no default."""
-    arguments = inspect.signature(model.forward).parameters.values()
+    arguments = signature_of(model).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [a.name for a in arguments if a.default is inspect.Parameter.empty and a.kind not in optional]
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,6 +29,20 @@ from .settings import SYMBOLS, Observer, Walk
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 ARGUMENT_DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
+SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()  # of functions that are methods
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """The signature of the model's forward. To read one takes as long as some ten operations of torch, so it is kept.
+
+    Raises TypeError or ValueError if forward is a callable of C.
+    """
+    function = getattr(model.forward, "__func__", None)
+    if function is None:
+        return inspect.signature(model.forward)
+    if function not in SIGNATURES:
+        SIGNATURES[function] = inspect.signature(model.forward)
+    return SIGNATURES[function]
 
 
 class LeftOut:
@@ -396,7 +411,7 @@ def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.M
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The arguments of a call with their names. Raises UntraceableError if they do not fit forward."""
-    signature = inspect.signature(model.forward)
+    signature = signature_of(model)
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
