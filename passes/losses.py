@@ -332,7 +332,7 @@ def find_losses(program: Program) -> Program:
     returned = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     named = None if program.named_loss is None else leaves[program.named_loss]
     sites = () if program.options.loss_given else loss_sites(program, returned)
-    if not sites and not program.options.loss_given and (squares := squares_behind(program, returned, named)):
+    if not program.options.loss_given and (squares := squares_behind(program, returned, named, sites)):
         name_squares(program.graph, squares)
         sites = loss_sites(program, returned)
     ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
@@ -359,16 +359,24 @@ def find_losses(program: Program) -> Program:
     )
 
 
-def squares_behind(program: Program, returned: Sequence[fx.Node], named: fx.Node | None) -> list[fx.Node]:
-    """The squares of activations that the returned loss is a weighted sum of; none if another term is in it, or the
-    square of a single number, such as a norm.
+def squares_behind(
+    program: Program, returned: Sequence[fx.Node], named: fx.Node | None, sites: Sequence[LossSite]
+) -> list[fx.Node]:
+    """The squares of activations that the returned loss is a weighted sum of. If no loss of torch is in this sum, there
+    are none where it has another term, or the square of what has no cases, such as a norm or a mean over the batch.
 
-    named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss. A
-    loss is a sum or a mean over everything, so that squares that the model returns as its outputs are none.
+    named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss, or
+    those behind which a loss of torch is. A loss is a sum or a mean over everything, so that squares that the model
+    returns as its outputs are none. sites: the losses of torch.
     """
-    ends = [named] if named is not None else returned if len(returned) == 1 else []
+    losses = {site.node for site in sites}
+    alone = [named] if named is not None else returned if len(returned) == 1 else []
+    ends = returned_losses(returned, losses, named) if sites else alone
     if not any(op_name(end) in LINEAR | ADDS | {"mul", "div"} for end in ends):
         return []  # before labels, which take time
+    sized = any("val" in node.meta for node in program.inputs)
+    if not any(is_square(node) for node in program.graph.nodes) or (sites and not sized):
+        return []
     squares, learned, numbers = dict[fx.Node, None](), set[fx.Node](), set[fx.Node]()
     for node in program.graph.nodes:
         if (node.op == "get_attr" and node.target in program.parameters) or not learned.isdisjoint(
@@ -378,22 +386,34 @@ def squares_behind(program: Program, returned: Sequence[fx.Node], named: fx.Node
         if is_one_number(node, numbers):
             numbers.add(node)
     label = labels(program.graph, program.parameters)
-    stack = [(end, "val" in end.meta and end in numbers) for end in ends]
+    stack = [(end, "val" in end.meta and end in numbers, 1) for end in ends]
     while stack:
-        node, is_sum = stack.pop()
+        node, is_sum, sign = stack.pop()
         operands, name = [operand for operand in differentiated(node) if operand in learned], op_name(node)
         is_sum = is_sum or is_total(node)
-        if node not in learned:
+        if node not in learned or node in losses:
             continue
-        if is_square(node) and is_sum and label[operands[0]] is Label.ACT and operands[0] not in numbers:
+        of_cases = is_square(node) and label[operands[0]] is Label.ACT and operands[0] not in numbers
+        if of_cases and is_sum and sign > 0 and losses.isdisjoint(ancestors([node])) and has_size(program, operands[0]):
             squares[node] = None
-        elif name == "add" or (name == "mul" and len(operands) == 1):
-            stack += [(operand, is_sum) for operand in operands]
-        elif name in LINEAR | {"div", "sub"} and operands == [node.args[0]]:
-            stack.append((operands[0], is_sum))
-        else:
+        elif (name in ("add", *JOINS) and "alpha" not in node.kwargs and (sized or name == "add")) or (
+            name in LINEAR | {"mul", "div"} and is_linear(node, learned)
+        ):
+            factors = [arg for arg in node.args if isinstance(arg, (int, float)) and name in ("mul", "div")]
+            negative = name == "neg" or any(factor < 0 for factor in factors)
+            stack += [(operand, is_sum, -sign if negative else sign) for operand in operands]
+        elif name == "sub":
+            stack += [(operand, is_sum, sign if operand is node.args[0] else -sign) for operand in operands]
+        elif not sites:
             return []
     return list(squares)
+
+
+def has_size(program: Program, node: fx.Node) -> bool:
+    """Whether a tensor has the size of an input, which a mean over the batch has not; or does not depend on inputs; or
+    no input has a free size."""
+    free = any(size for of in program.inputs for size in symbolic_sizes(of))
+    return not free or any(symbolic_sizes(node)) or not any(of.op == "placeholder" for of in ancestors([node]))
 
 
 def is_total(node: fx.Node) -> bool:

@@ -514,7 +514,7 @@ class LayerCollection(RegisterMethods):
         values = captured.capture.flatten(args or (), kwargs or captured.kwargs)
         _, fisher = recorder.outputs(recorder.live_parameters(), values)
         if target_mode == "data" and targets is None:
-            targets = recorder.losses.targets_in_graph(values)
+            targets = recorder.losses.targets_in_graph(values, fisher)
         return evaluated(self.registered_losses.on(fisher, targets), target_mode, coeff_mode)
 
     def eval_losses_on_samples(self, *inputs: Any, coeff_mode: str = "regular", **kwargs: Any) -> list[Tensor]:

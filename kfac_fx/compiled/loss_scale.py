@@ -51,7 +51,6 @@ from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunctio
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
-from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Dims
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.padding import spread
@@ -99,10 +98,6 @@ AROUND = (
     "{:.0%} of the gradient of the trained loss comes from terms that are no log-likelihood ({}), and the factors have "
     "no curvature of them. Nothing is wrong if they are a small part of the loss; else lower lr, or write "
     'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
-)
-BY_HAND = (
-    ' A squared error that is written by hand is found as F.mse_loss(outputs, y, reduction="none"), as in '
-    '(F.mse_loss(outputs, y, reduction="none") * mask).sum() / mask.sum().'
 )
 
 OTHER = (
@@ -319,14 +314,7 @@ def part_around(
     part = float(rest / size) if float(size) > 0 else 0.0
     if part <= SMALL:
         return None
-    text = AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut))
-    return f"{text}{BY_HAND if any(map(is_square_of_difference, ancestors(program.cut))) else ''}"
-
-
-def is_square_of_difference(node: fx.Node) -> bool:
-    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]
-    is_square = op_name(node) in ("square", "pow") or (op_name(node) == "mul" and len({*operands}) < len(operands))
-    return is_square and bool(operands) and op_name(operands[0]) in ("sub", "rsub")
+    return AROUND.format(min(part, 1.0), ", ".join(where(node) for node in program.cut))
 
 
 EXACT = 1e-4  # relative error of a factor that is a number that people write

@@ -401,8 +401,11 @@ class EmittedModel(ABC):
         """The padding mask [cases, positions], and where its two dimensions are in each of the Fisher's outputs. None
         if nothing is padding."""
 
-    def target_values(self, targets: Any, values: Any) -> Any:
-        """The targets of a loss site on these inputs. Raises LossError if they are computed from parameters."""
+    def target_values(self, targets: Any, values: Any, known: Mapping[Any, Tensor] | None = None) -> Any:
+        """The targets of a loss site on these inputs. Raises LossError if they are computed from parameters.
+
+        known: values of nodes in a run on these inputs, such as that of which `torch.zeros_like` takes the shape.
+        """
         return targets
 
     def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
@@ -582,8 +585,8 @@ class EmittedGraph(EmittedModel):
             return None
         return self.value(self.program.mask, values), self.program.mask_dims
 
-    def target_values(self, targets: Any, values: Any) -> Any:
-        return self.value(targets, values) if isinstance(targets, fx.Node) else targets
+    def target_values(self, targets: Any, values: Any, known: Mapping[Any, Tensor] | None = None) -> Any:
+        return self.value(targets, values, known) if isinstance(targets, fx.Node) else targets
 
     def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
         known = dict(zip(self.placeholders, values, strict=True))
@@ -613,8 +616,8 @@ class EmittedGraph(EmittedModel):
             return None
         return numbers if isinstance(numbers, Tensor) else None
 
-    def value(self, node: fx.Node, values: Any) -> Any:
-        return value_of(node, dict(zip(self.placeholders, values, strict=True)), self.constant)
+    def value(self, node: fx.Node, values: Any, known: Mapping[Any, Tensor] | None = None) -> Any:
+        return value_of(node, dict(zip(self.placeholders, values, strict=True)) | dict(known or {}), self.constant)
 
     def constant(self, name: str) -> Any:
         """A buffer, or another object that the graph reads and that is no parameter. Raises LookupError for one."""

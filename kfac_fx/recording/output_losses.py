@@ -46,7 +46,8 @@ from kfac_fx.losses.declared import (
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
-from kfac_fx.passes.graphs.operations import PARTS, VIEWS, op_name
+from kfac_fx.passes.graphs.labels import shape_of
+from kfac_fx.passes.graphs.operations import PARTS, SHAPE_ONLY, VIEWS, op_name
 from kfac_fx.passes.ir import Dims, LossSite
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
@@ -561,13 +562,31 @@ class OutputLosses:
         """The Fisher's outputs as leaves of a graph of their own, and the losses on these."""
         leaves = [value.detach().requires_grad_(is_differentiable(value)) for value in fisher]
         if mode == "empirical" and targets is None and not self.declared.of_outputs:
-            targets = self.targets_in_graph(values)
+            targets = self.targets_in_graph(values, leaves)
         return leaves, self.real(lambda outputs: self.rebuilt(output, fisher, outputs), leaves, values, targets)
 
-    def targets_in_graph(self, values: Any) -> list[Any]:
+    def targets_in_graph(self, values: Any, fisher: Sequence[Tensor] = ()) -> list[Any]:
         """The targets of registered losses, or of those that forward computes. Raises LossError unless they are
-        computed from inputs alone."""
-        return [self.emitted.target_values(site.targets, values) for site in self.declared.sites]
+        computed from inputs and the Fisher's outputs alone.
+
+        fisher: these outputs in a run on these inputs.
+        """
+        sites = self.declared.sites
+        if not self.emitted.whole:
+            return [self.emitted.target_values(site.targets, values) for site in sites]
+        outputs = self.emitted.program.outputs[: len(fisher)]  # the rest are those of other terms
+        known = {node: output.detach() for node, output in zip(outputs, fisher, strict=True)}
+        each = ((site.targets, known | shaped_as(site.targets, known)) for site in sites)
+        return [self.emitted.target_values(targets, values, of_run) for targets, of_run in each]
+
+
+def shaped_as(targets: Any, known: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """For targets such as `torch.zeros_like(u)` a value that stands for u, of which they have the shape alone."""
+    if not isinstance(targets, fx.Node) or op_name(targets) not in SHAPE_ONLY or targets.args[0] in known:
+        return {}
+    shape = str(shape_of(targets.all_input_nodes[0]))
+    same = [value for node, value in known.items() if shape_of(node) and str(shape_of(node)) == shape]
+    return {targets.args[0]: same[0]} if same else {}
 
 
 def probably_mean(sites: Sequence[FoundLoss]) -> bool:
