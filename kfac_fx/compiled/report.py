@@ -48,6 +48,7 @@ from kfac_fx.passes.errors import plural, source_line, where
 from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
+from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.recording.captures import CompileArguments, without_loss
 from kfac_fx.recording.case_gradients import CaseRecorder
 from kfac_fx.recording.proof import NO_LOSS
@@ -409,6 +410,13 @@ class Report:
         return []
 
     @property
+    def losses(self) -> list[tuple[str, str]]:
+        """The losses that forward computes and returns, and the distributions of the Fisher behind them; of a loss over
+        chunks of the rows the first one."""
+        sites = [s for path in self.paths for number, s in enumerate(path.losses) if s.chunk_of == number]
+        return list(dict.fromkeys((where(site.node), BY_NAME[site.loss].distribution) for site in sites))
+
+    @property
     def other_paths(self) -> list[str]:
         """The blocks that came with other kinds of calls than the first."""
         names = [", ".join(fold(registration.parameters) for registration in path.registrations) for path in self.paths]
@@ -429,6 +437,7 @@ class Report:
         unused, no_loss = [name for name in self.unused if name not in self.behind_no_loss], fold(self.behind_no_loss)
         sections = {
             "cases": self.cases,
+            "losses": with_reasons(self.losses, expand),
             "generic": with_reasons(generic, expand) or ["none"],
             "reasons": with_reasons(reasons, expand),
             "dropped": with_reasons([(note.subject, note.reason) for note in self.dropped], expand) or ["none"],
@@ -520,8 +529,9 @@ class Report:
             "parameters": the numbers of `elements`, and the names of the unused ones, of those behind no loss, and of
             those frozen since.
             "registrations": `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason.
-            "submodules": those that were captured, with their numbers of calls. "cases", "paths", "sampling", "casts",
-            "fallbacks": lines of text. "passes": name, nodes, seconds.
+            "submodules": those that were captured, with their numbers of calls. "losses": those that forward
+            returns, with their distributions. "cases", "paths", "sampling", "casts", "fallbacks": lines of text.
+            "passes": name, nodes, seconds.
         """
         return {
             "parameters": {
@@ -534,6 +544,7 @@ class Report:
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
             "submodules": [{"module": s.path, "calls": s.calls} for path in self.paths for s in path.submodules],
             "cases": self.cases,
+            "losses": [{"loss": loss, "distribution": distribution} for loss, distribution in self.losses],
             "python": [{"module": n.subject, "reason": n.reason} for path in self.paths for n in path.left],
             "paths": self.other_paths,
             "sampling": [line for path in self.paths for line in described(path)],

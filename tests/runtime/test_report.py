@@ -68,6 +68,7 @@ def test_the_data_has_the_promised_keys(program: Program) -> None:
         "dropped",
         "submodules",
         "cases",
+        "losses",
         "python",
         "paths",
         "sampling",

@@ -479,3 +479,6 @@ def test_squares_by_hand_next_to_a_loss_of_torch_are_a_loss(by_hand: bool, expor
     net(*batch).backward()
     optimizer.step()
     assert len(net.program.losses) == len(net.registrations) == 2
+    first, second = net.report.sections()[0][1]
+    assert first.startswith(("square (", "mse_loss (")) and first.endswith("): normal")
+    assert second.startswith("cross_entropy") and second.endswith("): categorical")
