@@ -287,6 +287,7 @@ class Way:
     constant: the weight of the loss where it is the same for all inputs; None: it depends on the inputs.
     divisors: the single numbers that the loss is divided by, nodes or constants, each with the exponent 1; or with -1
         if the loss is multiplied with the inverse.
+    of_outputs: whether the weight depends on the inputs of losses, without a gradient, as that of a causal loss.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -296,6 +297,7 @@ class Way:
     elementwise: bool = True
     constant: float | None = None
     divisors: tuple[tuple[Any, int], ...] = ()
+    of_outputs: bool = False
 
 
 @dataclass(frozen=True)

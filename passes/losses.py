@@ -39,10 +39,10 @@ from torch.func import grad
 
 from .cases import size_of_cases
 from .errors import where
+from .graphs.edit import attribute
 from .graphs.labels import (
     Label,
     ancestors,
-    computed_from_parameters,
     differentiated,
     has_gradient,
     in_example,
@@ -61,6 +61,7 @@ from .graphs.operations import (
     changes_memory,
     computed,
     is_random,
+    no_grad_region,
     op_name,
 )
 from .graphs.spelling import order_operands, spell_out
@@ -115,12 +116,15 @@ def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], nam
 
 
 def way_of(
-    site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], unknown: Container[fx.Node]
+    site: fx.Node,
+    ends: Sequence[fx.Node],
+    behind: Container[fx.Node],
+    unknown: Container[fx.Node],
 ) -> Way | None:
-    """The way from a loss to the returned ones; None if an operation on it cannot be repeated from inputs and this loss
-    alone.
+    """The way from a loss to the returned ones; None if an operation on it cannot be repeated from the inputs of the
+    model and of its losses, and from this loss alone.
 
-    ends: the returned losses; behind: all nodes that a gradient of them reaches. unknown: see `unknowable`.
+    ends: the returned losses; behind: all nodes that a gradient of them reaches. unknown: that depend on anything else.
     """
     inside = {site: None}
     for node in site.graph.nodes:
@@ -221,15 +225,53 @@ def has_fixed_shape(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
-def unknowable(program: Program) -> set[fx.Node]:
-    """The nodes whose values are not known from the inputs: they depend on parameters, or on random numbers."""
-    unknown = set(computed_from_parameters(program))
+def unknowable(program: Program, known: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes whose values are not known from the inputs: they depend on parameters, or on random numbers.
+
+    known: nodes whose values a run tells.
+    """
+    unknown = set[fx.Node]()
     for node in program.graph.nodes:
-        learned = node.op == "get_attr" and node.target in program.parameters
         follows = op_name(node) not in SHAPE_ONLY and not unknown.isdisjoint(node.all_input_nodes)
-        if learned or follows or (node.op in ("call_function", "call_method") and is_random(node)):
+        if node not in known and (is_parameter(program, node) or follows or draws(program, node)):
             unknown.add(node)
     return unknown
+
+
+def draws(program: Program, node: fx.Node) -> bool:
+    """Whether a node may draw random numbers; a region without gradients, whether an operation in it may."""
+    if node.op not in ("call_function", "call_method") or not is_random(node):
+        return False
+    region = attribute(program.root, str(node.all_input_nodes[0].target)) if no_grad_region(node) else None
+    return not isinstance(region, fx.GraphModule) or any(draws(program, inner) for inner in region.graph.nodes)
+
+
+def with_the_value_of(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The nodes that have the value of one of `nodes`, and this one: forward may compute it twice, once without a
+    gradient."""
+    if any(changes_memory(node) for node in program.graph.nodes):
+        return {node: node for node in nodes}
+    first, same = dict[Any, fx.Node](), dict[fx.Node, fx.Node]()
+    for node in program.graph.nodes:
+        names: Any = fx.map_arg((node.args, node.kwargs), lambda operand: same[operand].name)
+        calls = node.op in ("call_function", "call_method") and not draws(program, node)
+        key = (node.op, node.target, str(names)) if calls or node.op == "get_attr" else node
+        same[node] = first.setdefault(key, node)
+    by_first = {same[node]: node for node in nodes}
+    return {node: by_first[of] for node, of in same.items() if of in by_first}
+
+
+def is_parameter(program: Program, node: fx.Node) -> bool:
+    return node.op == "get_attr" and node.target in program.parameters
+
+
+def with_gradient(program: Program) -> set[fx.Node]:
+    """The nodes that a gradient goes through to a parameter."""
+    learned = set[fx.Node]()
+    for node in program.graph.nodes:
+        if is_parameter(program, node) or not learned.isdisjoint(differentiated(node)):
+            learned.add(node)
+    return learned
 
 
 def weights_on(way: Way, leaf: Tensor, value_of: ValueOf) -> Tensor:
@@ -345,7 +387,13 @@ def find_losses(program: Program) -> Program:
     if not sites:
         return program
     unknown = unknowable(program)
-    sites = in_chunks(program, [replace(site, way=way_of(site.node, ends, behind, unknown)) for site in sites])
+    ways = [way_of(site.node, ends, behind, unknown) for site in sites]
+    if None in ways:
+        # A run tells what has no gradient and depends on the inputs of the losses alone, such as causal weights.
+        beyond = unknowable(program, with_the_value_of(program, outputs)) | (unknown & with_gradient(program))
+        again = [way_of(site.node, ends, behind, beyond) for site in sites]
+        ways = [way or (other and replace(other, of_outputs=True)) for way, other in zip(ways, again, strict=True)]
+    sites = in_chunks(program, [replace(site, way=way) for site, way in zip(sites, ways, strict=True)])
     cut, _, unsized = other_terms(program, ends, set(outputs), behind)
     around, alone, of_unknown_size = other_terms(program, ends, {site.node for site in sites}, behind)
     notes = left_out(sites, (*around, *of_unknown_size), alone)
@@ -377,12 +425,8 @@ def squares_behind(
     sized = any("val" in node.meta for node in program.inputs)
     if not any(is_square(node) for node in program.graph.nodes) or (sites and not sized):
         return []
-    squares, learned, numbers = dict[fx.Node, None](), set[fx.Node](), set[fx.Node]()
+    squares, learned, numbers = dict[fx.Node, None](), with_gradient(program), set[fx.Node]()
     for node in program.graph.nodes:
-        if (node.op == "get_attr" and node.target in program.parameters) or not learned.isdisjoint(
-            differentiated(node)
-        ):
-            learned.add(node)  # what a gradient goes through to a parameter
         if is_one_number(node, numbers):
             numbers.add(node)
     label = labels(program.graph, program.parameters)
@@ -412,8 +456,12 @@ def squares_behind(
 def has_size(program: Program, node: fx.Node) -> bool:
     """Whether a tensor has the size of an input, which a mean over the batch has not; or does not depend on inputs; or
     no input has a free size."""
-    free = any(size for of in program.inputs for size in symbolic_sizes(of))
-    return not free or any(symbolic_sizes(node)) or not any(of.op == "placeholder" for of in ancestors([node]))
+
+    def is_free(of: fx.Node) -> bool:
+        return any(size and not size.isdigit() for size in symbolic_sizes(of))
+
+    free = any(map(is_free, program.inputs))
+    return not free or is_free(node) or not any(of.op == "placeholder" for of in ancestors([node]))
 
 
 def is_total(node: fx.Node) -> bool:

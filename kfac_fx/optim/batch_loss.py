@@ -230,6 +230,7 @@ class Values:
 
     losses: LossTerms  # with the weights of their means over cases
     leaves: list[Tensor]
+    fisher: tuple[Tensor, ...] = ()  # the Fisher's outputs, where forward returns the loss
 
     @property
     def cases(self) -> int | Tensor:
@@ -367,7 +368,7 @@ class BatchLoss:
         # Not `net.losses`, which looks for a capture of the call: a part may have a single example.
         of = forward.recorder.losses
         pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, forward.inputs)
-        return Values(of.averaged(pairs), leaves)
+        return Values(of.averaged(pairs), leaves, () if forward.at_outputs else fisher)
 
     def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
         """The loss without a name on every output that a gradient has arrived at; or on the first, without any."""
@@ -393,7 +394,7 @@ class BatchLoss:
         total = self.cases(values.cases for values in before)
         change = self.zero(before)
         for forward, old, new in zip(self.forwards, before, after, strict=True):
-            moved = differences(old.leaves, new.leaves)
+            moved = differences(old.leaves, self.reweighted(forward, old, new))
             if forward.at_outputs or not forward.leaves:
                 for (_, was), (weight, loss) in zip(old.losses, new.losses, strict=True):
                     share = weight / at_least_one(loss.cases) * old.cases / at_least_one(total)
@@ -406,6 +407,19 @@ class BatchLoss:
                         moved[number] = torch.zeros_like(moved[number])  # no part of the slope
             change = change + self.slope(forward, moved)
         return self.replicas.mean(change)
+
+    @OWN_PRECISION.entered()
+    def drift(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
+        """By how much more than `change` the returned loss changes, []. It is zero unless forward weighs its cases by
+        its own outputs, without a gradient, as causal losses do: a step lowers the loss with the weights of before."""
+        drift = self.zero(before)
+        if not any(forward.recorder.losses.weigh_by_outputs for forward in self.forwards):
+            return drift  # without a message between processes
+        for forward, old, new in zip(self.forwards, before, after, strict=True):
+            leaves = self.reweighted(forward, old, new)
+            if leaves is not new.leaves:
+                drift = drift + self.slope(forward, differences(leaves, new.leaves))
+        return self.replicas.mean(drift)
 
     @OWN_PRECISION.entered()
     def value(self, at: Sequence[Values]) -> Tensor:
@@ -469,12 +483,13 @@ class BatchLoss:
                 ) -> tuple[Tensor, ...]:
                     here = {n: in_place_of(parameters[n], value) for n, value in zip(names, values, strict=True)}
                     found[:] = [self.values(forward, {**others, **here})]
-                    return (*(loss.inputs for _, loss in found[0].losses), *found[0].leaves)
+                    return (*(loss.inputs for _, loss in found[0].losses), *found[0].leaves, *found[0].fisher)
 
                 primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)
-                results.append(self.products(forward, found[0], primals, [product[0] for product in pushed]))
+                number = len(found[0].losses) + len(found[0].leaves)
+                results.append(self.products(forward, found[0], primals, [product[0] for product in pushed[:number]]))
                 losses = [(weight, loss.at(at)) for (weight, loss), at in zip(found[0].losses, primals, strict=False)]
-                here.append(Values(losses, list(primals[len(losses) :])))
+                here.append(Values(losses, list(primals[len(losses) : number]), tuple(primals[number:])))
         return (*self.mean_products(results), here)
 
     def inner_products(self, parameters: NamedTensors, directions: Sequence[NamedTensors]) -> Tensor:
@@ -520,7 +535,7 @@ class BatchLoss:
         """
         results = []
         for forward, old, new in zip(self.forwards, before, after, strict=True):
-            primals, pushed = quotients(old, new, step)
+            primals, pushed = quotients(old, replace(new, leaves=self.reweighted(forward, old, new)), step)
             results.append(self.products(forward, old, primals, pushed))
         return self.mean_products(results)
 
@@ -579,6 +594,14 @@ class BatchLoss:
         return self.replicas.mean(
             torch.as_tensor(total, dtype=torch.float32, device=next(self.net.parameters()).device)
         )
+
+    def reweighted(self, forward: ObservedForward, before: Values, after: Values) -> list[Tensor]:
+        """The leaves after a step. A returned loss has the weights of before, of which its gradient is."""
+        losses, numbers = forward.recorder.losses, [leaf for leaf in after.leaves if leaf.numel() == 1]
+        if not after.fisher or not losses.weigh_by_outputs or len(numbers) != 1:
+            return after.leaves
+        change = losses.reweighted(before.fisher, after.fisher, forward.inputs)
+        return [leaf + change.view_as(leaf) if leaf.numel() == 1 else leaf for leaf in after.leaves]
 
     def zero(self, values: Sequence[Values]) -> Tensor:
         return torch.zeros((), device=values[0].losses[0][1].inputs.device)

@@ -420,7 +420,7 @@ def has_risen(
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
-    same = (was - size.value).abs() <= SAME * was.abs()
+    same = (was + check.batch.drift(check.before, there) - size.value).abs() <= SAME * was.abs()
     return (rise > rise_tolerated(was, same)) | (lost & check.batch.finite(there)), same
 
 
@@ -466,17 +466,18 @@ def take(
     linear: Tensor,
     rise: Tensor,
     ok: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Commit a move and the new state where `ok` is true, and go back where the loss rises by more than `rise`.
 
     before: at the parameters before the step. linear: the change by the slope, for a batch that does not know it.
-    Returns (whether the move was kept, the change of the loss), 0-dim.
+    Returns (whether the move was kept, the change of the loss, its drift), 0-dim; see `BatchLoss.drift`.
     """
     flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
     here = {name: copy.clone() for name, copy in flat.copies.items()}
     flat.commit(move, state, ok)
-    change = check.batch.change(before, check.values_at(flat.copies))
+    after = check.values_at(flat.copies)
+    change, drift = check.batch.change(before, after), check.batch.drift(before, after)
     change = change if check.batch.observed else change + linear
     kept = ok & ~(change > rise) & change.isfinite()
     go_back(flat, here, ok & ~kept)
-    return kept, change
+    return kept, change, drift

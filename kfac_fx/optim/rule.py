@@ -200,12 +200,14 @@ class Outcome:
     Attributes:
         tried, kept: whether the move was made, and whether it stayed.
         change, predicted: the change of the loss of the check's batch, and the one that the quadratic model predicted.
+        drift: see `BatchLoss.drift`.
     """
 
     tried: Tensor
     kept: Tensor
     change: Tensor
     predicted: Tensor
+    drift: Tensor | float = 0.0
 
     @property
     def rho(self) -> Tensor:

@@ -436,11 +436,11 @@ def guarded_move(state: StepState, step: BlockStep, update: Update, check: Check
     tried = ok & flat.may_be_added(measured.move) & measured.finite
     slope = measured.slope if check.batch.observed else flat.inner(flat.g, measured.move)
     predicted = slope + 0.5 * measured.curvature
-    kept, change = take(flat, measured.move, update.state, check, measured.before, slope, measured.rise, tried)
+    kept, change, drift = take(flat, measured.move, update.state, check, measured.before, slope, measured.rise, tried)
     ratio = torch.where(kept, measured.ratio, 2 * measured.ratio).clamp(max=MOST_SHORTENED)
     value = torch.where(check.value.isfinite(), check.value, torch.inf)
     size.store(tried, ratio=ratio, value=value, **update.scalars, **measured.scalars)
-    outcome = Outcome(tried, kept, change, predicted)
+    outcome = Outcome(tried, kept, change, predicted, drift)
     rule.checked_move(step, check, measured, outcome)
     step.undone = tried & ~kept if step.risen is None else (tried & ~kept) | step.risen
     state.scalars["predicted_change"].copy_(predicted)

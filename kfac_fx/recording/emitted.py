@@ -408,9 +408,9 @@ class EmittedModel(ABC):
         """
         return targets
 
-    def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
+    def weights(self, way: Way, leaf: Tensor, values: Any, known: Mapping[Any, Tensor]) -> Tensor:
         """The gradient of the returned loss with respect to a loss with the value `leaf`. Raises LossError if other
-        values on the way are computed from parameters."""
+        values on the way are computed from parameters. known: see `target_values`."""
         raise AssertionError("bug in kfac_fx: a loss that is followed outside of a graph")
 
 
@@ -588,8 +588,8 @@ class EmittedGraph(EmittedModel):
     def target_values(self, targets: Any, values: Any, known: Mapping[Any, Tensor] | None = None) -> Any:
         return self.value(targets, values, known) if isinstance(targets, fx.Node) else targets
 
-    def weights(self, way: Way, leaf: Tensor, values: Any) -> Tensor:
-        known = dict(zip(self.placeholders, values, strict=True))
+    def weights(self, way: Way, leaf: Tensor, values: Any, known: Mapping[Any, Tensor]) -> Tensor:
+        known = dict(zip(self.placeholders, values, strict=True)) | dict(known)
         return weights_on(way, leaf, lambda node: value_of(node, known, self.constant))
 
     def places(self, node: Any, values: Any, examples: int) -> Tensor | None:

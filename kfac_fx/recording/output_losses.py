@@ -46,9 +46,10 @@ from kfac_fx.losses.declared import (
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
-from kfac_fx.passes.graphs.labels import shape_of
+from kfac_fx.passes.graphs.labels import once, shape_of
 from kfac_fx.passes.graphs.operations import PARTS, SHAPE_ONLY, VIEWS, op_name
-from kfac_fx.passes.ir import Dims, LossSite
+from kfac_fx.passes.ir import Dims, LossSite, Way
+from kfac_fx.passes.losses import with_the_value_of
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
@@ -399,7 +400,7 @@ class OutputLosses:
             return []
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites)
         return [
-            self.rows_of(site, inputs, values, target)
+            self.rows_of(site, inputs, values, target, self.of_run(fisher))
             for site, inputs, target in zip(sites, fisher, by_site, strict=True)
         ]
 
@@ -408,9 +409,11 @@ class OutputLosses:
         pairs = zip(self.rows(fisher, values), self.emitted.loss_sites, strict=True) if self.given is None else ()
         return [rows.first(cases, part, self.is_mean and site.reduction != "mean") for rows, site in pairs]
 
-    def rows_of(self, site: FoundLoss, inputs: Tensor, values: Any, target: Any) -> RowsOfLoss:
+    def rows_of(
+        self, site: FoundLoss, inputs: Tensor, values: Any, target: Any, known: Mapping[Any, Tensor]
+    ) -> RowsOfLoss:
         kept = self.not_ignored(site, values, target)
-        weights = self.weights(site, inputs, values)
+        weights = self.weights(site, inputs, values, known)
         way = site if isinstance(site, ObservedLoss) else site.way
         told = way is not None and way.elementwise and BY_NAME[site.loss].classes_second
         if told and isinstance(weights, Tensor) and weights.dim():
@@ -428,8 +431,11 @@ class OutputLosses:
             divisor = (1.0 if divisor is None else divisor) * (given if exponent == 1 else 1.0 / given)
         return divisor
 
-    def weights(self, site: FoundLoss, inputs: Tensor, values: Any) -> Tensor | float | None:
-        """The gradient of the returned loss with respect to a loss of forward; None if the inputs do not tell it."""
+    def weights(
+        self, site: FoundLoss, inputs: Tensor, values: Any, known: Mapping[Any, Tensor]
+    ) -> Tensor | float | None:
+        """The gradient of the returned loss with respect to a loss of forward; None if the inputs and the Fisher's
+        outputs do not tell it. known: see `of_run`."""
         if isinstance(site, ObservedLoss):
             return site.weights
         if site.way is None or site.way.constant is not None:
@@ -437,7 +443,7 @@ class OutputLosses:
         shape = unreduced(inputs.shape, BY_NAME[site.loss]) if site.reduction == "none" else ()
         leaf = inputs.new_full(shape, TYPICAL, dtype=torch.promote_types(inputs.dtype, torch.float32))
         try:
-            return self.emitted.weights(site.way, leaf, values)
+            return self.emitted.weights(site.way, leaf, values, known)
         except LossError:
             return None
 
@@ -572,12 +578,44 @@ class OutputLosses:
         fisher: these outputs in a run on these inputs.
         """
         sites = self.declared.sites
-        if not self.emitted.whole:
-            return [self.emitted.target_values(site.targets, values) for site in sites]
-        outputs = self.emitted.program.outputs[: len(fisher)]  # the rest are those of other terms
-        known = {node: output.detach() for node, output in zip(outputs, fisher, strict=True)}
+        known = self.of_run(fisher)
         each = ((site.targets, known | shaped_as(site.targets, known)) for site in sites)
         return [self.emitted.target_values(targets, values, of_run) for targets, of_run in each]
+
+    def of_run(self, fisher: Sequence[Tensor]) -> dict[Any, Tensor]:
+        """The values of nodes that a run tells: the Fisher's outputs."""
+        if not self.emitted.whole:
+            return {}
+        outputs = self.emitted.program.outputs[: len(fisher)]  # the rest are those of other terms
+        known = {node: output.detach() for node, output in zip(outputs, fisher, strict=True)}
+        if not known or not self.weigh_by_outputs:
+            return known
+        program = self.emitted.program
+        same = once(with_the_value_of, program, lambda: with_the_value_of(program, outputs))
+        return {node: known[of] for node, of in same.items()}
+
+    @property
+    def sites_weighed_by_outputs(self) -> list[tuple[LossSite, Way]]:
+        """The losses that forward weighs by its own outputs, without a gradient, as causal ones; with their ways."""
+        sites = [site for site in self.emitted.loss_sites if isinstance(site, LossSite)] if self.emitted.whole else []
+        return [(site, way) for site in sites if (way := site.way) is not None and way.linear and way.of_outputs]
+
+    @property
+    def weigh_by_outputs(self) -> bool:
+        return bool(self.sites_weighed_by_outputs)
+
+    def reweighted(self, before: Sequence[Tensor], after: Sequence[Tensor], values: Any) -> Tensor:
+        """Σ <w(before) - w(after), loss(after)> over the losses. If it is added to the returned loss after a step, this
+        has the weights of before.
+
+        before, after: the Fisher's outputs on these inputs.
+        """
+        old, new, total = self.of_run(before), self.of_run(after), torch.zeros((), device=after[0].device)
+        for site, way in self.sites_weighed_by_outputs:
+            loss = self.emitted.target_values(site.node, values, new)
+            was, now = (self.emitted.weights(way, loss, values, known) for known in (old, new))
+            total = total + ((was - now) * loss).sum()
+        return total
 
 
 def shaped_as(targets: Any, known: Mapping[Any, Tensor]) -> dict[Any, Tensor]:

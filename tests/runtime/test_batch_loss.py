@@ -197,6 +197,54 @@ def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
         torch.testing.assert_close(batch.value(values), value.detach())
 
 
+class Weighed(nn.Module):
+    """Weighs its squares by its own residuals, without a gradient: the weights, and a term without them."""
+
+    def __init__(self, no_grad: bool) -> None:
+        super().__init__()
+        self.inner, self.no_grad = network(), no_grad
+
+    def residuals(self, x: Tensor) -> Tensor:
+        z: Tensor = self.inner(x)
+        return z - VALUES
+
+    def weights(self, x: Tensor) -> Tensor:
+        r = self.residuals(x)
+        if not self.no_grad:
+            return torch.exp(-torch.cumsum(r.detach().square(), 0))
+        with torch.no_grad():
+            return torch.exp(-torch.cumsum(r.square(), 0))
+
+    def loss(self, x: Tensor, weights: Tensor) -> Tensor:
+        r = self.residuals(x)
+        return (weights * r.square()).mean() + 0.3 * F.mse_loss(self.inner(2 * x), VALUES) + 0.1 * r.sin().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(x, self.weights(x))
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_a_change_has_the_weights_that_forward_computed_before_the_step(no_grad: bool) -> None:
+    """A step lowers the loss with these weights. With those of after it a causal loss rises while it is solved."""
+    model = Weighed(no_grad)
+    net = compile(model, (X,))
+    batch, here, there = observed(net, ((X,), lambda loss: loss)), parameters_of(net), parameters_of(net, 0.5)
+    before, after, weights = batch.at(here), batch.at(there), model.weights(X)
+    moved = Weighed(no_grad)
+    moved.load_state_dict(there)
+    expected = moved.loss(X, weights) - model(X)
+    torch.testing.assert_close(batch.change(before, after), expected.detach())
+    drift = moved(X) - moved.loss(X, weights)
+    torch.testing.assert_close(batch.drift(before, after), drift.detach())
+    d = {name: value - here[name] for name, value in there.items()}
+    step = torch.tensor(1e-6, dtype=torch.float64)
+    _, slope = batch.between(before, batch.at({name: value + step * d[name] for name, value in here.items()}), step)
+    expected = sum((p.grad * d[name]).sum() for name, p in net.named_parameters() if p.grad is not None)
+    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=0.0)
+    if not no_grad:  # torch's products with a Jacobian go through torch.no_grad()
+        torch.testing.assert_close(batch.along(here, d)[1], expected)
+
+
 def test_a_loss_whose_terms_have_a_backward_each_is_their_sum() -> None:
     net = compile(network(), (X,), loss="categorical")
     outputs = net(X)

@@ -181,7 +181,7 @@ def note_outcome(step: BlockStep, check: Check, outcome: Outcome) -> None:
     that made the loss rise has a check behind it; if it was bounded and undone, the phase of such steps ends."""
     scalars = step.scalars
     change = torch.where(outcome.kept, outcome.change, 0.0)
-    after = check.value + change
+    after = check.value + change + torch.where(outcome.kept, outcome.drift, 0.0)
     known = outcome.tried & after.isfinite()
     scalars["followed"].copy_(known)
     scalars["after"].copy_(torch.where(known, after, 0.0))
