@@ -233,17 +233,17 @@ def unknowable(program: Program, known: Container[fx.Node] = ()) -> set[fx.Node]
     unknown = set[fx.Node]()
     for node in program.graph.nodes:
         follows = op_name(node) not in SHAPE_ONLY and not unknown.isdisjoint(node.all_input_nodes)
-        if node not in known and (is_parameter(program, node) or follows or draws(program, node)):
+        if node not in known and (is_parameter(program, node) or follows or may_draw(program, node)):
             unknown.add(node)
     return unknown
 
 
-def draws(program: Program, node: fx.Node) -> bool:
+def may_draw(program: Program, node: fx.Node) -> bool:
     """Whether a node may draw random numbers; a region without gradients, whether an operation in it may."""
     if node.op not in ("call_function", "call_method") or not is_random(node):
         return False
     region = attribute(program.root, str(node.all_input_nodes[0].target)) if no_grad_region(node) else None
-    return not isinstance(region, fx.GraphModule) or any(draws(program, inner) for inner in region.graph.nodes)
+    return not isinstance(region, fx.GraphModule) or any(may_draw(program, inner) for inner in region.graph.nodes)
 
 
 def with_the_value_of(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -254,7 +254,7 @@ def with_the_value_of(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Nod
     first, same = dict[Any, fx.Node](), dict[fx.Node, fx.Node]()
     for node in program.graph.nodes:
         names: Any = fx.map_arg((node.args, node.kwargs), lambda operand: same[operand].name)
-        calls = node.op in ("call_function", "call_method") and not draws(program, node)
+        calls = node.op in ("call_function", "call_method") and not may_draw(program, node)
         key = (node.op, node.target, str(names)) if calls or node.op == "get_attr" else node
         same[node] = first.setdefault(key, node)
     by_first = {same[node]: node for node in nodes}
@@ -516,10 +516,11 @@ def left_out(sites: Sequence[LossSite], around: Sequence[fx.Node], beside: Seque
     """
     notes = []
     for site in sites:
-        loss = BY_NAME[op_name(site.node)]
-        name, values = f"{loss.name} at {where(site.node)}", dict(zip(loss.arguments, site.node.args, strict=False))
-        if any(values.get(argument) not in (None, 0.0) for argument in loss.outside):
-            reason = "its weights and label smoothing are no part of the Fisher, which is that of its distribution"
+        loss, values = BY_NAME[op_name(site.node)], loss_arguments(site.node)
+        name = f"{loss.name} at {where(site.node)}"
+        if outside := loss.changed(loss.outside, values):
+            are = f"its {' and '.join(outside)} {'is' if len(outside) == 1 else 'are'}"
+            reason = f"{are} no part of the Fisher, which is that of its distribution"
             notes.append(Note(name, reason))
         if site.way is None or not site.way.linear:
             step = "" if site.way is None else " with other weights than those of its cases"
@@ -543,6 +544,7 @@ def loss_sites(program: Program, returned: list[fx.Node]) -> tuple[LossSite, ...
         for node in program.graph.nodes
         if node in behind
         and op_name(node) in BY_NAME
+        and not BY_NAME[op_name(node)].changed(BY_NAME[op_name(node)].by_default, loss_arguments(node))
         and label[node] is Label.ACT
         and of_parameters(node.args[0], label)
     )
@@ -605,11 +607,17 @@ def of_parameters(inputs: Any, label: Mapping[fx.Node, Label]) -> bool:
 def loss_site(node: fx.Node) -> LossSite:
     inputs, targets = (before_broadcast(arg) for arg in node.args[:2])
     reduction = next(arg for arg in node.args if arg in ("mean", "sum", "none"))
-    loss = BY_NAME[op_name(node)]
-    arguments = dict(zip(loss.arguments, node.args, strict=False))
+    loss, arguments = BY_NAME[op_name(node)], loss_arguments(node)
     ignored, weights = arguments.get("ignore_index"), arguments.get("weight")
-    by_class = weights if loss.classes_second else None  # else they are weights of elements
+    # Others are weights of elements. A smoothed target has a part of all classes, so that its case always counts.
+    smoothed = bool(loss.changed(["label_smoothing"], arguments))
+    by_class = weights if loss.classes_second and not smoothed else None
     return LossSite(loss.name, inputs, targets, str(reduction), node, ignored, by_class)
+
+
+def loss_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a loss of torch, by name."""
+    return dict(zip(BY_NAME[op_name(node)].arguments, node.args, strict=False))
 
 
 def before_broadcast(node: Any) -> fx.Node:

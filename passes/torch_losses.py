@@ -9,9 +9,10 @@ its row here, and the class of its distribution there, if it is a new one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +29,9 @@ class TorchLoss:
         short: the name of this loss with its reduction, as in `compile(..., loss="mse")`; so is `name`.
         aten: the name of ATen's operation, before `normalize`.
         synonyms: names that users try in place of `short`, in small letters and without "loss" at their end.
-        outside: arguments that change the loss and do not belong to the distribution.
+        outside: arguments that change the loss and do not belong to the distribution, which stays the Fisher's.
+        by_default: arguments with another value than the default of which it is the loss of another distribution. Such
+            a loss is not found.
         classes_second: the inputs have the classes on dimension 1, and not on the last.
         averages_elements: the reduction "mean" also averages over the elements of a case.
     """
@@ -40,6 +43,7 @@ class TorchLoss:
     aten: str
     synonyms: tuple[str, ...] = ()
     outside: tuple[str, ...] = ("weight",)
+    by_default: tuple[str, ...] = ()
     classes_second: bool = False
     averages_elements: bool = True
 
@@ -51,6 +55,17 @@ class TorchLoss:
     def arguments(self) -> tuple[str, ...]:
         """The names of the arguments, in the order in which `normalize` writes them."""
         return tuple(inspect.signature(self.function).parameters)
+
+    def changed(self, arguments: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+        """Those of the arguments that have another value than the default. values: by argument; others have it."""
+        parameters = inspect.signature(self.function).parameters
+        given = [argument for argument in arguments if argument in values]
+        # Not `!=`, which compares the elements of a tensor.
+        return [name for name in given if not same_default(values[name], parameters[name].default)]
+
+
+def same_default(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
 TORCH_LOSSES = (

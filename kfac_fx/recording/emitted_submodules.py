@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -74,7 +73,7 @@ from kfac_fx.recording.masks import (
 )
 from kfac_fx.recording.taps import is_tapped
 
-LOSS_NAMES = {loss.function: loss.name for loss in TORCH_LOSSES}
+LOSSES = {loss.function: loss for loss in TORCH_LOSSES}
 
 
 class UncapturedCall(BaseException):
@@ -103,15 +102,17 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and func in LOSS_NAMES and torch.is_grad_enabled():
-            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+        if not self.paused and func in LOSSES and torch.is_grad_enabled():
+            bound, loss = inspect.signature(func).bind(*args, **(kwargs or {})), LOSSES[func]
             bound.apply_defaults()
+            if loss.changed(loss.by_default, bound.arguments):
+                return result
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
             ignored = bound.arguments.get("ignore_index")
-            number, by_class = len(self.losses), bound.arguments.get("weight") if func is F.cross_entropy else None
-            self.losses.append(
-                ObservedLoss(LOSS_NAMES[func], reduction, inputs, targets, result, ignored, by_class, number)
-            )
+            smoothed = bool(loss.changed(["label_smoothing"], bound.arguments))
+            by_class = bound.arguments.get("weight") if loss.classes_second and not smoothed else None
+            number = len(self.losses)
+            self.losses.append(ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number))
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.torch_losses import BY_NAME
+from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before
 
@@ -82,6 +83,25 @@ def test_without_a_loss_the_outputs_are_what_the_model_returns(function: Callabl
     assert found.losses == () and len(found.outputs) == 1
 
 
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+def test_a_loss_of_another_distribution_by_an_argument_is_not_found(
+    exported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `log_input=False` makes another loss of F.poisson_nll_loss, whose Fisher was that of the declared one."""
+    loss = replace(BY_NAME["cross_entropy"], outside=(), by_default=("label_smoothing",))
+    monkeypatch.setitem(BY_NAME, loss.name, loss)  # type: ignore[arg-type]  # a Mapping for all others
+    (_,) = program(lambda out, y: F.cross_entropy(out, y), X, CLASSES, exported=exported).losses
+    found = program(lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), X, CLASSES, exported=exported)
+    assert not found.losses
+
+
+def test_an_argument_is_changed_if_it_is_not_the_default() -> None:
+    loss = TorchLoss(F.poisson_nll_loss, nn.PoissonNLLLoss, "poisson", "poisson", "poisson", by_default=("log_input",))
+    names = ("log_input", "full", "eps")
+    assert loss.changed(names, {"log_input": True, "full": False, "eps": 1e-8, "reduction": "sum"}) == []
+    assert loss.changed(names, {"log_input": False, "full": True, "eps": torch.ones(2)}) == [*names]
+
+
 def test_two_losses_are_two_outputs() -> None:
     found = program(lambda out, y: F.cross_entropy(out, y) + 0.1 * F.cross_entropy(out.exp(), y), X, CLASSES)
     assert [node.name for node in found.outputs] == ["matmul", "exp"]
@@ -90,21 +110,30 @@ def test_two_losses_are_two_outputs() -> None:
 @pytest.mark.parametrize(
     ("function", "y", "noted"),
     [
-        (lambda out, y: F.cross_entropy(out, y), CLASSES, False),
-        (lambda out, y: F.cross_entropy(out, y, weight=torch.ones(4)), CLASSES, True),
-        (lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), CLASSES, True),
-        (lambda out, y: F.mse_loss(out, y), torch.randn(5, 4), False),
-        (lambda out, y: F.binary_cross_entropy_with_logits(out, y), torch.rand(5, 4), False),
-        (lambda out, y: F.binary_cross_entropy_with_logits(out, y, pos_weight=torch.ones(4)), torch.rand(5, 4), True),
+        (lambda out, y: F.cross_entropy(out, y), CLASSES, ""),
+        (lambda out, y: F.cross_entropy(out, y, weight=torch.ones(4)), CLASSES, "its weight is"),
+        (
+            lambda out, y: F.cross_entropy(out, y, weight=torch.ones(4), label_smoothing=0.1),
+            CLASSES,
+            "its weight and label_smoothing are",
+        ),
+        (lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), CLASSES, "its label_smoothing is"),
+        (lambda out, y: F.mse_loss(out, y), torch.randn(5, 4), ""),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out, y), torch.rand(5, 4), ""),
+        (
+            lambda out, y: F.binary_cross_entropy_with_logits(out, y, pos_weight=torch.ones(4)),
+            torch.rand(5, 4),
+            "its pos_weight is",
+        ),
     ],
 )
 @pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
 def test_what_a_loss_has_beside_its_distribution_is_noted(
-    function: Callable[..., Any], y: Tensor, noted: bool, exported: bool
+    function: Callable[..., Any], y: Tensor, noted: str, exported: bool
 ) -> None:
     notes = program(function, X, y, exported=exported).dropped
-    assert [note.reason for note in notes] == noted * [
-        "its weights and label smoothing are no part of the Fisher, which is that of its distribution"
+    assert [note.reason for note in notes] == bool(noted) * [
+        f"{noted} no part of the Fisher, which is that of its distribution"
     ]
     assert all("_losses.py:" in note.subject for note in notes)
 

@@ -482,3 +482,34 @@ def test_squares_by_hand_next_to_a_loss_of_torch_are_a_loss(by_hand: bool, expor
     first, second = net.report.sections()[0][1]
     assert first.startswith(("square (", "mse_loss (")) and first.endswith("): normal")
     assert second.startswith("cross_entropy") and second.endswith("): categorical")
+
+
+class Weighed(nn.Module):
+    """Weighs classes, one of them with zero, and smooths labels; in one graph, or with a loss that Python computes."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.head, self.divided = nn.Linear(4, 3), divided
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.head(x)
+        if self.divided:
+            out = out if float(x.sum()) < 1e9 else -out
+        return F.cross_entropy(out, y, weight=torch.tensor([1.0, 0.0, 3.0]), label_smoothing=0.1)
+
+
+@pytest.mark.filterwarnings("error:.*have no target:UserWarning")
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_smoothed_target_of_a_class_without_weight_is_a_target(divided: bool) -> None:
+    """It has a part of the other classes. It was taken for an ignored one: its score was zero, and others too small."""
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 1, 0, 2])
+    model = Weighed(divided).eval()
+    net = kfac_fx.compile(model, (x, y))
+    spectrum = kfac_fx.fit_spectrum(net, [Batch(x, y)], mode="empirical")
+    weight = torch.tensor([1.0, 0.0, 3.0])
+    each = 6 * F.cross_entropy(model.head(x), y, weight, label_smoothing=0.1, reduction="none") / weight[y].sum()
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad(value, parameters, retain_graph=True) for value in each]
+    g = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in gradients])
+    scores = spectrum.at(scale=0.0, damping=1.0).self_scores(Batch(x, y))
+    torch.testing.assert_close(scores, g.square().sum(1))
