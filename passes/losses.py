@@ -116,10 +116,7 @@ def returned_losses(returned: Iterable[fx.Node], sites: Collection[fx.Node], nam
 
 
 def way_of(
-    site: fx.Node,
-    ends: Sequence[fx.Node],
-    behind: Container[fx.Node],
-    unknown: Container[fx.Node],
+    site: fx.Node, ends: Sequence[fx.Node], behind: Container[fx.Node], unknown: Container[fx.Node]
 ) -> Way | None:
     """The way from a loss to the returned ones; None if an operation on it cannot be repeated from the inputs of the
     model and of its losses, and from this loss alone.

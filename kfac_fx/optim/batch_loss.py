@@ -230,7 +230,7 @@ class Values:
 
     losses: LossTerms  # with the weights of their means over cases
     leaves: list[Tensor]
-    fisher: tuple[Tensor, ...] = ()  # the Fisher's outputs, where forward returns the loss
+    fisher: tuple[Tensor, ...] = ()  # the Fisher's outputs, where forward returns a loss that is weighed by them
 
     @property
     def cases(self) -> int | Tensor:
@@ -368,7 +368,7 @@ class BatchLoss:
         # Not `net.losses`, which looks for a capture of the call: a part may have a single example.
         of = forward.recorder.losses
         pairs = of.real(lambda new: replaced(outputs, fisher, new), fisher, forward.inputs)
-        return Values(of.averaged(pairs), leaves, () if forward.at_outputs else fisher)
+        return Values(of.averaged(pairs), leaves, fisher if of.weigh_by_outputs and not forward.at_outputs else ())
 
     def unnamed(self, forward: ObservedForward, leaves: Sequence[Tensor]) -> LossTerms:
         """The loss without a name on every output that a gradient has arrived at; or on the first, without any."""
@@ -597,10 +597,9 @@ class BatchLoss:
 
     def reweighted(self, forward: ObservedForward, before: Values, after: Values) -> list[Tensor]:
         """The leaves after a step. A returned loss has the weights of before, of which its gradient is."""
-        losses, numbers = forward.recorder.losses, [leaf for leaf in after.leaves if leaf.numel() == 1]
-        if not after.fisher or not losses.weigh_by_outputs or len(numbers) != 1:
+        if not after.fisher or sum(leaf.numel() == 1 for leaf in after.leaves) != 1:
             return after.leaves
-        change = losses.reweighted(before.fisher, after.fisher, forward.inputs)
+        change = forward.recorder.losses.reweighted(before.fisher, after.fisher, forward.inputs)
         return [leaf + change.view_as(leaf) if leaf.numel() == 1 else leaf for leaf in after.leaves]
 
     def zero(self, values: Sequence[Values]) -> Tensor:

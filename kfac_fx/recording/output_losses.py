@@ -398,9 +398,9 @@ class OutputLosses:
         sites = self.emitted.loss_sites
         if self.given is not None or not sites:
             return []
-        by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites)
+        by_site, known = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites), self.of_run(fisher)
         return [
-            self.rows_of(site, inputs, values, target, self.of_run(fisher))
+            self.rows_of(site, inputs, values, target, known)
             for site, inputs, target in zip(sites, fisher, by_site, strict=True)
         ]
 
