@@ -72,7 +72,15 @@ from kfac_fx.estimator.queries import OF_QUERIES, Queries, Weights, recording
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup, System
 from kfac_fx.fisher.spectrum import Damping
-from kfac_fx.linalg.arguments import a_process_group, a_seed, optional, whole_number
+from kfac_fx.linalg.arguments import (
+    a_flag,
+    a_precision,
+    a_process_group,
+    a_seed,
+    optional,
+    whole_number,
+    wrong_kind,
+)
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.distributions import Measurement, check_mode
@@ -280,8 +288,11 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     writes.
 
     Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one; and
-    if the weights have changed since the spectrum was made.
+    if the weights have changed since the spectrum was made. TypeError for what is no ModelSpectrum.
     """
+    if not isinstance(spectrum, ModelSpectrum):
+        makes = "spectrum = fit_spectrum(net, batches), or estimator.spectrum(),"
+        raise wrong_kind("save_spectrum", "a ModelSpectrum", spectrum, f"{makes} and save_spectrum(spectrum, folder)")
     folder, net = path_of(folder), spectrum.net
     spectrum.refuse_other_weights()
     registrations = sorted(spectrum.registrations, key=lambda block: list(net.registrations).index(block))
@@ -331,8 +342,12 @@ def load_spectrum(
     Raises ValueError with all that differs between the folder and the module, for `batches` of a folder that has no
     digest of its data, and for a file that is not whole; FileNotFoundError for missing files.
     """
+    refuse_no_net("load_spectrum(net, folder)", net)
     folder = path_of(folder)
+    a_flag("any_weights", any_weights)
     optional(a_process_group, "process_group", process_group)
+    if batches is not None:
+        refuse_no_batches("load_spectrum", batches)
     parameters = real_parameters(net.model.named_parameters())
     data = None if batches is None else cache(partial(digest_of_data, batches))
     manifest, registrations, systems = settled(
@@ -401,8 +416,11 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
 
     Queries that are there are replaced, and a process that is killed meanwhile leaves the old ones.
 
-    Raises ValueError if the folder holds something else than queries, or the queries are of no compiled module.
+    Raises ValueError if the folder holds something else than queries, or the queries are of no compiled module;
+    TypeError for what are no Queries.
     """
+    if not isinstance(queries, Queries):
+        raise wrong_kind("save_queries", "Queries", queries, "save_queries(spectrum.precondition(batch), folder)")
     folder, net = path_of(folder), queries.net
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
@@ -441,6 +459,8 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
     Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
     FileNotFoundError for missing files.
     """
+    refuse_no_net("load_queries(net, folder)", net)
+    a_flag("any_weights", any_weights)
     folder = path_of(folder)
     return settled(folder, lambda: read_queries(net, folder, any_weights))
 
@@ -540,17 +560,13 @@ def fit_spectrum(
 
     Raises:
         FactorNotReady: parameters were frozen after the model was compiled.
-        RegistrationError: the variables or parts do not fit the registrations, a block is larger than `memory`, or no parameter is
-            trained.
+        RegistrationError: the variables or parts do not fit the registrations, a block is larger than `memory`, or no
+            parameter is trained.
         TypeError: the module is not compiled, or an argument is of another kind than above.
         ValueError: there are no batches, or none that is finite, they are an iterator and several passes are needed,
             the folder holds another spectrum, or there is a measurement and no case.
     """
-    if not isinstance(net, CompiledModule):
-        raise TypeError(
-            f"fit_spectrum takes a compiled module, and got a {type(net).__name__}: write "
-            "net = kfac_fx.compile(model, ...) and fit_spectrum(net, ...)"
-        )
+    refuse_no_net("fit_spectrum(net, ...)", net)
     if measurement is not None and case is None:
         raise ValueError(
             'a measurement is of the corrected eigenvalues, and case=None corrects none: pass case="sequence", or '
@@ -559,6 +575,8 @@ def fit_spectrum(
     refuse_no_batches("fit_spectrum", batches)
     check_mode(mode)
     refuse_other_parts(parts)
+    optional(whole_number(1, "bytes"), "memory", memory)
+    optional(a_precision, "factor_dtype", factor_dtype)
     if variables is not None and not (variables := refuse_other_variables(variables, net)):
         raise RegistrationError("variables is empty: name parameters of the net, or leave it out for all.")
     a_seed("seed", seed)
@@ -639,6 +657,13 @@ def fit_spectrum(
     shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
     data = None if kept is None else kept.data
     return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
+
+
+def refuse_no_net(call: str, net: object) -> None:
+    """Raises TypeError for what is no compiled module. call: of the function, as in "load_spectrum(net, folder)"."""
+    if not isinstance(net, CompiledModule):
+        function, _, _ = call.partition("(")
+        raise wrong_kind(function, "a compiled module", net, f"net = kfac_fx.compile(model, ...) and {call}")
 
 
 def first_batch(net: CompiledModule, batches: Iterator[Any]) -> Batch:
@@ -1033,9 +1058,9 @@ def refuse_other_parts(parts: object) -> None:
     """Raises TypeError for what is neither a number nor names of several parts."""
     if isinstance(parts, int) and not isinstance(parts, bool):
         return
-    if isinstance(parts, Sequence) and not isinstance(parts, str):
-        if all(isinstance(of, Iterable) and not isinstance(of, (str, Tensor)) for of in parts):
-            return
+    several = parts if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
+    if all(isinstance(names, Iterable) and not isinstance(names, (str, Tensor)) for names in several):
+        return
     raise TypeError(
         f"parts is {parts!r}; it must be a number of parts, or a list of the names of every part, as in "
         "parts=[['fc.weight', 'fc.bias'], ['head.weight']]"

@@ -49,7 +49,7 @@ from kfac_fx.estimator.files import (
     write_tensors,
 )
 from kfac_fx.fisher.block import key_text
-from kfac_fx.linalg.arguments import a_process_group, choice, optional
+from kfac_fx.linalg.arguments import a_function, a_process_group, choice, optional, wrong_kind
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import Replicas, shard
 from kfac_fx.losses.distributions import Measurement
@@ -206,6 +206,13 @@ class Queries:
     record: Record
     net: CompiledModule | None = field(default=None, kw_only=True)
     weights: Weights | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for what are no matrices by block, and ValueError for a `record` that is no function."""
+        if not isinstance(self.matrices, Mapping):
+            written = "spectrum.precondition(batch), or spectrum.queries(vector)"
+            raise wrong_kind("Queries", "matrices by block", self.matrices, written)
+        a_function("record", self.record)
 
     def __len__(self) -> int:
         return len(next(iter(self.matrices.values())))
