@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.linalg.arguments import A_COUNT, NOT_NEGATIVE, not_negative, number, number_that, one_element, optional
+from kfac_fx.linalg.arguments import (
+    A_COUNT,
+    NOT_NEGATIVE,
+    a_decay,
+    not_negative,
+    number,
+    number_that,
+    one_element,
+    optional,
+)
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
@@ -146,7 +155,7 @@ def split_group(
     refuse_options_of_all(group, of_groups, of_all)
     for name in of_groups:
         if name in group:
-            not_negative(name, group[name])
+            OF_A_NEW_GROUP[name](name, group[name])
     foreign = [list(parameter.shape) for parameter in members if parameter not in names]
     if foreign:
         raise ValueError(
@@ -370,9 +379,10 @@ not_below_rounding = number_that("not be negative", lambda value: -ROUNDING <= v
 OF_A_GROUP: Mapping[str, Callable[[str, Any], None]] = {
     "lr": not_below_rounding,
     FIRST_LR: not_below_rounding,
-    "momentum": not_negative,
+    "momentum": a_decay,
     "weight_decay": not_negative,
 }
+OF_A_NEW_GROUP = {**OF_A_GROUP, "lr": not_negative, FIRST_LR: not_negative}
 
 
 @dataclass

@@ -53,7 +53,11 @@ def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
     other = {} if "damping" in options else {"damping": 7.0}
     resumed, again = made(**{**options, **other, "seed": 6})
     resumed.load_state_dict(loaded["net"])
-    given = contextlib.nullcontext() if not other else pytest.warns(UserWarning, match="damping was 0.1 and is 7 here")
+    given = (
+        contextlib.nullcontext()
+        if not other
+        else pytest.warns(UserWarning, match="damping was 0.1 there, and 7 is given here")
+    )
     with given:
         again.load_state_dict(loaded["opt"])
     train(resumed, again, range(5, 10))
@@ -150,7 +154,8 @@ def test_distributed_checkpoints_carry_the_state(flat: bool, tmp_path: Path) -> 
     loaded = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     with pytest.warns(
-        UserWarning, match=r"saved by a KFAC with other options: damping was 0.1 and is 0.3 here\. The lr"
+        UserWarning,
+        match=r"go on from the state: damping was 0.1 there, and 0.3 is given here\. To have .* optimizer\.damping",
     ):
         set_state_dict(
             other, loading, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
