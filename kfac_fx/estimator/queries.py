@@ -348,8 +348,7 @@ class Queries:
             rows = "\n".join(f"  {size:5}  {', '.join(dict.fromkeys(names))}" for size, names in sorted(sizes.items()))
             raise ValueError(
                 f"the blocks have different numbers of positions, so their scores have no sum by position:\n{rows}\n"
-                'Pass by="block", or make the spectrum of the blocks with the same positions: '
-                "FisherEstimator(net, variables=...)."
+                'Pass by="block", or make the queries by spectrum.part([...]) of the blocks with the same positions.'
             )
         return torch.stack([product for products in parts.values() for product in products]).sum(0)
 

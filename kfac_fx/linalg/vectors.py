@@ -243,7 +243,8 @@ def check_fits(
         lines.append("Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2].")
     if unknown:  # frozen parameters, or those that `variables` leaves out
         lines.append(
-            "Pass only the parameters that are estimated: estimator.parameters, or the names in spectrum.shapes."
+            "Pass only the parameters that are estimated: those in estimator.parameters or spectrum.shapes, or for "
+            "net.fisher_product those of net.named_parameters()."
         )
     raise NotRegisteredError("\n".join(lines))
 

@@ -333,6 +333,14 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
         )
     entries, saved_groups = Entries.of(state_dict), with_empty_groups(groups, state_dict["param_groups"])
     if not entries.whole:
+        if entries.names or entries.blocks:
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            absent = [repr(key) for key in keys if key not in state_dict["state"]] or [repr(key) for key in keys[:1]]
+            raise ValueError(
+                f"the state is not whole: it has no entries of {listed(absent)} of the parameters, and those of the "
+                f"first one have what is of the whole optimizer, such as '{WHOLE}counter'. Load all that "
+                "optimizer.state_dict() returned"
+            )
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     if OUTDATED in entries.whole:
         raise ValueError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import reprlib
@@ -153,6 +154,7 @@ def split_group(
     """
     members = members_of(group)
     refuse_options_of_all(group, of_groups, of_all)
+    refuse_misspelled(group, (*of_groups, *of_all))
     for name in of_groups:
         if name in group:
             OF_A_NEW_GROUP[name](name, group[name])
@@ -187,6 +189,24 @@ def refuse_options_of_all(group: Mapping[str, Any], of_groups: Iterable[str], of
             f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "
             f"KFAC(..., {written}), and not {', '.join(common)} in a group"
         )
+
+
+def refuse_misspelled(group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError for entries of a group whose names are nearly those of options, as "Lr" and "weigth_decay" are.
+
+    Schedulers and users add entries of their own to groups, such as "max_momentum", so these are none."""
+    by_letters = {letters_of(name): name for name in known}
+    wrong = []
+    for key in (key for key in group if isinstance(key, str) and key not in known):
+        near = difflib.get_close_matches(letters_of(key), by_letters, n=1, cutoff=0.85)
+        if near and not ("_" in key and any(part in by_letters for part in key.split("_"))):
+            wrong.append(f"{key!r}, which is none. Did you mean {by_letters[near[0]]!r}?")
+    if wrong:
+        raise ValueError(f"a parameter group has an option {' And '.join(wrong)}")
+
+
+def letters_of(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
 
 
 def members_of(group: Any) -> list[Any]:

@@ -222,6 +222,22 @@ def test_a_loaded_state_shares_nothing_with_its_source_and_keeps_its_precision()
     assert velocity.any()
 
 
+def test_a_state_without_its_first_parameter_says_what_is_missing() -> None:
+    net, opt = made()
+    train(net, opt, range(2))
+    state = opt.state_dict()
+    first, second, *_ = state["state"]
+    del state["state"][first]
+    text = rf"it has no entries of {first} of the parameters, and those of the first one have .* such as 'kfac/counter'"
+    with pytest.raises(ValueError, match=text):
+        opt.load_state_dict(state)
+    del state["state"][second]
+    with pytest.raises(
+        ValueError, match=rf"the state is not whole: it has no entries of {first} and {second} of the p"
+    ):
+        opt.load_state_dict(state)
+
+
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     net, opt = made()
     with pytest.raises(ValueError, match="the state has no 'kfac/' entries: it is that of another kind of optimizer"):
