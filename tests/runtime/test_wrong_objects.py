@@ -91,3 +91,12 @@ def test_other_kinds_of_arguments_are_refused_in_words(fitted: Fitted, tmp_path:
         estimator.update_covariances(batch[0])
         estimator.update_inverses()
         estimator.multiply_inverse(3)  # type: ignore[arg-type]
+
+
+def test_variances_that_are_not_positive_are_among_the_causes_of_sums_that_are_not_finite() -> None:
+    x = torch.randn(6, 3)
+    model = nn.Linear(3, 4)
+    nn.init.constant_(model.bias, -9.0)
+    net = kfac_fx.compile(model, (x,), loss=lambda out: kfac_fx.losses.NormalMeanVariance(out[:, :2], out[:, 2:]))
+    with pytest.raises(ValueError, match=r"is finite.*and for variances of a NormalMeanVariance that are not positive"):
+        kfac_fx.fit_spectrum(net, [(x, torch.randn(6, 2))])
