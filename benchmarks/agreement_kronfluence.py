@@ -98,7 +98,7 @@ def ours(problem: Problem, model: nn.Module, x: Tensor, y: Tensor) -> Result:
         name for path, module in model.named_modules() if isinstance(module, nn.Linear)
         for name in (f"{path}.weight", f"{path}.bias")
     ]  # fmt: skip
-    spectrum = kfac_fx.fit_spectrum(net, batches, mode="empirical", case="sequence", parts=[linear])
+    spectrum = kfac_fx.fit_spectrum(net, batches, mode="empirical", case="sequence", variables=linear)
     damped = spectrum.at(damping=kfac_fx.Relative(0.1))
     queries = damped.precondition((x[:QUERIES], y[:QUERIES]))
     eigenvalues = {key[0].removesuffix(".weight"): values for key, values in spectrum.eigenvalues().items()}

@@ -38,7 +38,7 @@ from .graphs.operations import (
 from .graphs.spelling import in_pairs, order_operands, respell, subtract_by_adding
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
 from .layers import Form, Layer
-from .layers.declaration import ROLES
+from .layers.declaration import ROLES, unknown_attribute
 from .matrix import Layout, Shape
 from .parametrization import Complex, ComplexOutputs, ParameterExpr, nodes_of
 from .parametrizations.functions import in_pieces, small_functions, static_shape
@@ -223,7 +223,11 @@ def lay_over(
         binding.refuse(Mismatch.LEARNED, root)
         return []
     attrs_of_form = attrs if not pattern.adds else {name: value for name, value in attrs.items() if name != "bias"}
-    if not form.where(attrs_of_form):
+    try:
+        fits = form.where(attrs_of_form)
+    except KeyError as error:
+        raise LayerError(f"{pattern.layer.name}: where= reads {unknown_attribute(error, attrs_of_form)}") from error
+    if not fits:
         binding.refuse(Mismatch.WHERE, root)
         return []
     if binding.reads_itself():
@@ -247,6 +251,8 @@ def lay_over(
     except LayerError:  # such as a 3-D weight in a matmul, which is no linear layer
         binding.refuse(Mismatch.SHAPE, root)
         return []
+    except KeyError as error:
+        raise LayerError(f"{pattern.layer.name}: its layout reads {unknown_attribute(error, attrs)}") from error
     if len(bound) == 2 and not pattern.layer.parts:
         (groups, outputs, *_), of_bias = bound["weight"].canonical.result, bound["bias"].canonical.result
         if of_bias != (groups, outputs):  # such as two matrices, which are no single matrix

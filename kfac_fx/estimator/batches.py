@@ -222,6 +222,6 @@ class NotFinite:
 
 
 LOOK = (
-    "Look for NaN and infinity in inputs, targets, parameters and what forward returns. In float16, squares of "
-    "gradients overflow: use bfloat16 or float32."
+    "Look for NaN and infinity in inputs, targets, parameters and what forward returns, and for variances of a "
+    "NormalMeanVariance that are not positive. In float16, squares of gradients overflow: use bfloat16 or float32."
 )

@@ -33,6 +33,7 @@ from kfac_fx.fisher.placement import BlockOwners, DividedGroup
 from kfac_fx.fisher.spectrum import Damping
 from kfac_fx.linalg.arguments import (
     a_flag,
+    a_precision,
     a_process_group,
     a_seed,
     a_share,
@@ -43,6 +44,7 @@ from kfac_fx.linalg.arguments import (
     optional,
     positive,
     whole_number,
+    wrong_kind,
     wrong_value,
 )
 from kfac_fx.linalg.matrices import (
@@ -226,11 +228,9 @@ class FisherEstimator(BlockDiagonalFisher):
         refuse_wrapped(net, "FisherEstimator")
         refuse_inference_mode("a FisherEstimator is created")
         collection = net if isinstance(net, LayerCollection) else None
-        if collection is None and not hasattr(net, "record"):
-            raise TypeError(
-                f"FisherEstimator takes a compiled module, and got a {type(net).__name__}: write "
-                "net = kfac_fx.compile(model, ...) and FisherEstimator(net)"
-            )
+        if collection is None and not (hasattr(net, "record") and hasattr(net, "named_parameters")):
+            written = "net = kfac_fx.compile(model, ...) and FisherEstimator(net)"
+            raise wrong_kind("FisherEstimator", "a compiled module", net, written)
         named = dict((net.model if isinstance(net, LayerCollection) else net).named_parameters())
         if variables is not None and collection is None:
             variables = refuse_other_variables(variables, net)
@@ -251,8 +251,7 @@ class FisherEstimator(BlockDiagonalFisher):
         example = next(
             (parameter for parameter in named.values() if parameter.requires_grad), next(iter(named.values()))
         )
-        if factor_dtype is not None and factor_dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}.")
+        optional(a_precision, "factor_dtype", factor_dtype)
         if not isinstance(damping, Tensor):
             precision = factor_dtype or at_least_float32(example.dtype)
             damping = torch.full((), float(damping), dtype=precision, device=example.device)

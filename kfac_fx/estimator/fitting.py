@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.compiled.names import check_variables
+from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.compiled.report import factor_dtype
 from kfac_fx.estimator.batches import (
     NO_DATA,
@@ -72,7 +72,15 @@ from kfac_fx.estimator.queries import OF_QUERIES, Queries, Weights, recording
 from kfac_fx.fisher.block import key_text, make_groups
 from kfac_fx.fisher.groups import BlockGroup, System
 from kfac_fx.fisher.spectrum import Damping
-from kfac_fx.linalg.arguments import a_process_group, a_seed, optional, whole_number
+from kfac_fx.linalg.arguments import (
+    a_flag,
+    a_precision,
+    a_process_group,
+    a_seed,
+    optional,
+    whole_number,
+    wrong_kind,
+)
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.distributions import Measurement, check_mode
@@ -280,8 +288,11 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     writes.
 
     Raises ValueError if the folder holds another kind of spectrum: of another model, mode or case, or a fitted one; and
-    if the weights have changed since the spectrum was made.
+    if the weights have changed since the spectrum was made. TypeError for what is no ModelSpectrum.
     """
+    if not isinstance(spectrum, ModelSpectrum):
+        makes = "spectrum = fit_spectrum(net, batches), or estimator.spectrum(),"
+        raise wrong_kind("save_spectrum", "a ModelSpectrum", spectrum, f"{makes} and save_spectrum(spectrum, folder)")
     folder, net = path_of(folder), spectrum.net
     spectrum.refuse_other_weights()
     registrations = sorted(spectrum.registrations, key=lambda block: list(net.registrations).index(block))
@@ -319,7 +330,8 @@ def load_spectrum(
         net: the compiled module. Its parameters and the approximations of its blocks must be those of the folder, and
             so must its weights and its loss.
         scale, damping: as of `FisherEstimator.spectrum`.
-        batches: the data that the folder must be of, if `fit_spectrum` wrote it; None: any.
+        batches: the data that the folder must be of. It has a digest of them if one process wrote it by
+            `fit_spectrum(..., folder=)`, or if `save_spectrum` wrote a spectrum of such a folder. None: any data.
         any_weights: take a folder of other weights, another loss or other data, with a warning that says so.
         process_group: of torch.distributed, over which `correct` sums; each process loads the folder. None: this one.
 
@@ -327,11 +339,15 @@ def load_spectrum(
 
     A folder that another process replaces meanwhile is read as it was before, or as it is then.
 
-    Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
-    FileNotFoundError for missing files.
+    Raises ValueError with all that differs between the folder and the module, for `batches` of a folder that has no
+    digest of its data, and for a file that is not whole; FileNotFoundError for missing files.
     """
+    refuse_no_net("load_spectrum(net, folder)", net)
     folder = path_of(folder)
+    a_flag("any_weights", any_weights)
     optional(a_process_group, "process_group", process_group)
+    if batches is not None:
+        refuse_no_batches("load_spectrum", batches)
     parameters = real_parameters(net.model.named_parameters())
     data = None if batches is None else cache(partial(digest_of_data, batches))
     manifest, registrations, systems = settled(
@@ -367,12 +383,27 @@ def read_spectrum(
     here = manifest_of(net, registrations, manifest["mode"])
     settings = {name: value for name, value in manifest.items() if name not in here}
     refuse_other(folder, compared(manifest), compared(here | settings))
+    origin = manifest.get("made of", {})
+    unknown = origin.get("data") is None
+    if data is not None and unknown:
+        tell_unknown_data(folder, any_weights)
     if manifest["format"] == FORMAT:
-        here_made_of = made_of(net) | ({} if data is None else {"data": data()})
-        refuse_other_making(net, folder, manifest.get("made of", {}), here_made_of, any_weights, "a spectrum")
+        here_made_of = made_of(net) | ({} if data is None or unknown else {"data": data()})
+        refuse_other_making(net, folder, origin, here_made_of, any_weights, "a spectrum")
     else:
         warn_of_no_digests(folder)
     return manifest, registrations, read_systems(folder, manifest["blocks"], registrations, parameters)
+
+
+def tell_unknown_data(folder: Path, allowed: bool) -> None:
+    """Raises ValueError for `batches` that a folder cannot be compared with; or warns, if that is allowed."""
+    text = (
+        f"{str(folder)!r} has no digest of the data that it was made of, so `batches` cannot be compared with them. "
+        "fit_spectrum(net, batches, folder=...) writes one, in one process and if all passes have the same batches."
+    )
+    if not allowed:
+        raise ValueError(f"{text} Leave batches out, which takes a folder of any data, or fit it anew in this way.")
+    warn_user(UserWarning(f"{text} It is taken as it is, because any_weights=True."))
 
 
 def without_factors(systems: Sequence[System]) -> list[System]:
@@ -385,8 +416,11 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
 
     Queries that are there are replaced, and a process that is killed meanwhile leaves the old ones.
 
-    Raises ValueError if the folder holds something else than queries, or the queries are of no compiled module.
+    Raises ValueError if the folder holds something else than queries, or the queries are of no compiled module;
+    TypeError for what are no Queries.
     """
+    if not isinstance(queries, Queries):
+        raise wrong_kind("save_queries", "Queries", queries, "save_queries(spectrum.precondition(batch), folder)")
     folder, net = path_of(folder), queries.net
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
@@ -425,6 +459,8 @@ def load_queries(net: CompiledModule, folder: str | Path, *, any_weights: bool =
     Raises ValueError with all that differs between the folder and the module, and for a file that is not whole;
     FileNotFoundError for missing files.
     """
+    refuse_no_net("load_queries(net, folder)", net)
+    a_flag("any_weights", any_weights)
     folder = path_of(folder)
     return settled(folder, lambda: read_queries(net, folder, any_weights))
 
@@ -475,6 +511,7 @@ def fit_spectrum(
     mode: str = "gradients",
     case: str | None = None,
     measurement: Measurement | None = None,
+    variables: Iterable[str] | None = None,
     parts: Parts = 1,
     memory: int | None = None,
     folder: str | Path | None = None,
@@ -504,7 +541,10 @@ def fit_spectrum(
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
         measurement: whose gradient the correction squares instead of the loss's, such as a loss outside of forward; see
             `ModelSpectrum.correct`. The factors, and so the eigenvectors, are those of the model's distribution.
-        parts: how many parts of about equal memory, or the names of the parameters of every part.
+        variables: the names of the parameters to fit, None for all. Parameters that share a block must be named
+            together.
+        parts: how many parts of about equal memory, or the names of the parameters of every part, which are all that
+            are fitted.
         memory: bytes that the factors of a part and their eigenvectors may take, in place of `parts`.
         folder: where the blocks are written as they are made, see `save_spectrum`. If it holds some of them, they
             are not computed again; the loss, the weights, the first batch and the number of batches must be those of
@@ -520,17 +560,13 @@ def fit_spectrum(
 
     Raises:
         FactorNotReady: parameters were frozen after the model was compiled.
-        RegistrationError: the parts do not fit the registrations, a block is larger than `memory`, or no parameter is
-            trained.
-        TypeError: the module is not compiled.
+        RegistrationError: the variables or parts do not fit the registrations, a block is larger than `memory`, or no
+            parameter is trained.
+        TypeError: the module is not compiled, or an argument is of another kind than above.
         ValueError: there are no batches, or none that is finite, they are an iterator and several passes are needed,
             the folder holds another spectrum, or there is a measurement and no case.
     """
-    if not isinstance(net, CompiledModule):
-        raise TypeError(
-            f"fit_spectrum takes a compiled module, and got a {type(net).__name__}: write "
-            "net = kfac_fx.compile(model, ...) and fit_spectrum(net, ...)"
-        )
+    refuse_no_net("fit_spectrum(net, ...)", net)
     if measurement is not None and case is None:
         raise ValueError(
             'a measurement is of the corrected eigenvalues, and case=None corrects none: pass case="sequence", or '
@@ -538,6 +574,11 @@ def fit_spectrum(
         )
     refuse_no_batches("fit_spectrum", batches)
     check_mode(mode)
+    refuse_other_parts(parts)
+    optional(whole_number(1, "bytes"), "memory", memory)
+    optional(a_precision, "factor_dtype", factor_dtype)
+    if variables is not None and not (variables := refuse_other_variables(variables, net)):
+        raise RegistrationError("variables is empty: name parameters of the net, or leave it out for all.")
     a_seed("seed", seed)
     optional(whole_number(1, "batches"), "save_every", save_every)
     if save_every is not None and folder is None:
@@ -568,7 +609,12 @@ def fit_spectrum(
     if case is None:  # a correction has a warning of its own
         warn_of_noise(net.model, "the factors of a fit")
     parameters = real_parameters(net.model.named_parameters())
-    chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
+    fitted = net.registrations
+    if variables is not None:
+        wanted = frozenset(variables)
+        check_variables(wanted, fitted)
+        fitted = tuple(block for block in fitted if block.owners[0] in wanted)
+    chosen = chosen_parts(fitted, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)
     once = iterator is batches
     if once and passes > 1:
@@ -611,6 +657,13 @@ def fit_spectrum(
     shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
     data = None if kept is None else kept.data
     return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
+
+
+def refuse_no_net(call: str, net: object) -> None:
+    """Raises TypeError for what is no compiled module. call: of the function, as in "load_spectrum(net, folder)"."""
+    if not isinstance(net, CompiledModule):
+        function, _, _ = call.partition("(")
+        raise wrong_kind(function, "a compiled module", net, f"net = kfac_fx.compile(model, ...) and {call}")
 
 
 def first_batch(net: CompiledModule, batches: Iterator[Any]) -> Batch:
@@ -968,8 +1021,8 @@ def chosen_parts(
 ) -> list[frozenset[str]]:
     """The names of the parameters of every part.
 
-    Raises RegistrationError if named parts do not fit the registrations or overlap, or a block exceeds `memory`;
-    ValueError for a number of parts below 1.
+    Raises RegistrationError if named parts do not fit the registrations, overlap or leave some out, or a block exceeds
+    `memory`; ValueError for a number of parts below 1.
     """
     if not isinstance(parts, int):
         named = [frozenset(names) for names in parts]
@@ -977,6 +1030,13 @@ def chosen_parts(
             check_variables(names, registrations, "parts")
         if twice := sorted(name for name in frozenset().union(*named) if sum(name in names for names in named) > 1):
             raise RegistrationError(f"parameters are in several parts: {', '.join(twice)}")
+        owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
+        if absent := [name for name in owners if not any(name in names for names in named)]:
+            raise RegistrationError(
+                f"parameters are in no part: {', '.join(absent)}. Parts divide the parameters that are fitted, so name "
+                "each of them in one. To fit some parameters alone, name these in variables=[...], too; "
+                "spectrum.part([...]) is the spectrum of some."
+            )
         return named
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}.")
@@ -992,6 +1052,19 @@ def chosen_parts(
         )
     bound = memory if memory is not None else smallest_bound([size for _, size in units], parts)
     return pack_units(units, bound)
+
+
+def refuse_other_parts(parts: object) -> None:
+    """Raises TypeError for what is neither a number nor names of several parts."""
+    if isinstance(parts, int) and not isinstance(parts, bool):
+        return
+    several = parts if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
+    if all(isinstance(names, Iterable) and not isinstance(names, (str, Tensor)) for names in several):
+        return
+    raise TypeError(
+        f"parts is {parts!r}; it must be a number of parts, or a list of the names of every part, as in "
+        "parts=[['fc.weight', 'fc.bias'], ['head.weight']]"
+    )
 
 
 def joint(registrations: Sequence[Registration]) -> list[tuple[frozenset[str], list[Registration]]]:

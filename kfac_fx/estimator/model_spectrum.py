@@ -23,7 +23,17 @@ from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, war
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
-from kfac_fx.linalg.arguments import choice, finite, not_negative, whole_number, wrong_value
+from kfac_fx.linalg.arguments import (
+    a_flag,
+    a_function,
+    a_generator,
+    choice,
+    finite,
+    not_negative,
+    optional,
+    whole_number,
+    wrong_value,
+)
 from kfac_fx.linalg.matrices import are_finite
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.linalg.vectors import (
@@ -108,6 +118,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError if the weights have changed already, for any_weights=False.
         """
+        optional(a_flag, "any_weights", any_weights)
         moved = super().at(scale=scale, damping=damping)
         if any_weights is None or any_weights == self.any_weights:
             return moved
@@ -227,6 +238,7 @@ class ModelSpectrum(Spectrum):
         Raises NotRegisteredError if a vector does not fit, ValueError for numbers out of range, if H + δ I is not
         positive definite, or if δ or s requires a gradient, which the solution has not.
         """
+        a_function("product", product)
         not_negative("tolerance", tolerance)
         whole_number(1, "iterations")("iterations", iterations)
         finite("exponent", exponent)
@@ -430,6 +442,7 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError if the outputs are something else, or if an eigenvalue of s F + δ I is zero.
         """
+        optional(a_function, "outputs", outputs)
         self.refuse_other_weights()
         self.refuse_singular()
         places = self.places()
@@ -580,6 +593,7 @@ class Correction:
         measurement: Measurement | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        optional(a_generator, "generator", generator)
         if measurement is not None and mode not in (None, "empirical"):
             raise ValueError(
                 f"mode={mode!r} is of the distributions of a loss, and a measurement has none: leave mode out."

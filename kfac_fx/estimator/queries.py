@@ -49,7 +49,7 @@ from kfac_fx.estimator.files import (
     write_tensors,
 )
 from kfac_fx.fisher.block import key_text
-from kfac_fx.linalg.arguments import a_process_group, choice, optional
+from kfac_fx.linalg.arguments import a_function, a_process_group, choice, optional, wrong_kind
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import Replicas, shard
 from kfac_fx.losses.distributions import Measurement
@@ -207,6 +207,13 @@ class Queries:
     net: CompiledModule | None = field(default=None, kw_only=True)
     weights: Weights | None = field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for what are no matrices by block, and ValueError for a `record` that is no function."""
+        if not isinstance(self.matrices, Mapping):
+            written = "spectrum.precondition(batch), or spectrum.queries(vector)"
+            raise wrong_kind("Queries", "matrices by block", self.matrices, written)
+        a_function("record", self.record)
+
     def __len__(self) -> int:
         return len(next(iter(self.matrices.values())))
 
@@ -341,8 +348,7 @@ class Queries:
             rows = "\n".join(f"  {size:5}  {', '.join(dict.fromkeys(names))}" for size, names in sorted(sizes.items()))
             raise ValueError(
                 f"the blocks have different numbers of positions, so their scores have no sum by position:\n{rows}\n"
-                'Pass by="block", or make the spectrum of the blocks with the same positions: '
-                "FisherEstimator(net, variables=...)."
+                'Pass by="block", or make the queries by spectrum.part([...]) of the blocks with the same positions.'
             )
         return torch.stack([product for products in parts.values() for product in products]).sum(0)
 

@@ -25,6 +25,7 @@ from kfac_fx.linalg.arguments import (
     NOT_NEGATIVE,
     Values,
     a_device,
+    a_precision,
     faults,
     not_negative,
     number,
@@ -32,7 +33,6 @@ from kfac_fx.linalg.arguments import (
     optional,
     refuse,
     values_of,
-    wrong_value,
 )
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.processes import Shards, shard, unsharded
@@ -549,8 +549,7 @@ class BlockDiagonalFisher(Operator):
     @torch.no_grad()
     def _systems(self, dtype: torch.dtype | None, device: torch.device | str | None) -> list[System]:
         """The eigensystems of the present factors, group by group; see `FisherEstimator.spectrum`."""
-        if dtype not in (None, torch.float32, torch.float64):
-            raise wrong_value("dtype", dtype, "be torch.float32 or torch.float64")
+        optional(a_precision, "dtype", dtype)
         optional(a_device, "device", device)
         return [System.of(group, dtype, device) for group in self.groups]
 

@@ -36,6 +36,11 @@ def wrong_value(name: str, value: Any, wanted: str) -> ValueError:
     return ValueError(f"{name} is {shown}; it must {wanted}")
 
 
+def wrong_kind(function: str, takes: str, value: object, write: str) -> TypeError:
+    """The error of a function whose argument is of another kind. write: how to call it."""
+    return TypeError(f"{function} takes {takes}, and got a {type(value).__name__}: write {write}")
+
+
 def number(name: str, value: Any) -> float:
     """The value of a number or of a tensor with one element. Raises ValueError for anything else."""
     given = value
@@ -118,6 +123,22 @@ def whole_number(least: int, of: str) -> Callable[[str, Any], None]:
 def a_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise wrong_value(name, value, "be True or False")
+
+
+def a_function(name: str, value: Any) -> None:
+    if not callable(value):
+        raise wrong_value(name, value, "be a function")
+
+
+def a_generator(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Generator):
+        raise wrong_value(name, value, "be a torch.Generator, as torch.Generator().manual_seed(0) is")
+
+
+def a_precision(name: str, value: Any) -> None:
+    """A check of the dtype of factors and of their decompositions."""
+    if not isinstance(value, torch.dtype) or value not in (torch.float32, torch.float64):
+        raise wrong_value(name, value, "be torch.float32 or torch.float64")
 
 
 def a_seed(name: str, value: Any) -> None:

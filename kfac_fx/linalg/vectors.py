@@ -225,8 +225,7 @@ def check_fits(
 ) -> None:
     """Raises NotRegisteredError with all names that are missing, of another shape or, if the vector is of these
     parameters alone, unknown; TypeError if the vector is not a mapping. lead: the additional dimensions in front."""
-    if not isinstance(vector, Mapping):
-        raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
+    refuse_no_mapping(vector)
     missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
     misshapen = [name for name in shapes if name in vector and tuple(vector[name].shape) != (*lead, *shapes[name])]
     if not (missing or unknown or misshapen):
@@ -244,18 +243,24 @@ def check_fits(
         lines.append("Of a complex parameter, pass complex numbers, or their real and imaginary parts, [..., 2].")
     if unknown:  # frozen parameters, or those that `variables` leaves out
         lines.append(
-            "Pass only the parameters that are estimated: estimator.parameters, or the names in spectrum.shapes."
+            "Pass only the parameters that are estimated: those in estimator.parameters or spectrum.shapes, or for "
+            "net.fisher_product those of net.named_parameters()."
         )
     raise NotRegisteredError("\n".join(lines))
 
 
+def refuse_no_mapping(vector: object) -> None:
+    if not isinstance(vector, Mapping):
+        raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
+
+
 def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises TypeError with all entries of a vector that are no numbers of floating point on a device."""
+    refuse_no_mapping(vector)
     lines = []
-    if isinstance(vector, Mapping) and (others := [type(key).__name__ for key in vector if not isinstance(key, str)]):
+    if others := [type(key).__name__ for key in vector if not isinstance(key, str)]:
         raise TypeError(f"a vector is a dict of tensors by parameter name, and has a key that is a {others[0]}")
-    present = [name for name in shapes if name in vector] if isinstance(vector, Mapping) else []
-    for name in present:
+    for name in (name for name in shapes if name in vector):
         entry: Any = vector[name]
         if entry is None:
             lines.append(f"  {name} is None: write zeros for a parameter without a gradient")

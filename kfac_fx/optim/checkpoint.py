@@ -47,6 +47,7 @@ from kfac_fx.linalg.arguments import (
     fault,
     faults,
     generator_fault,
+    listed,
     not_negative,
     refuse,
     values_of,
@@ -55,7 +56,7 @@ from kfac_fx.linalg.processes import shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.distributions import MODES
 from kfac_fx.optim.checks import Newcomers, Place, StepSize
-from kfac_fx.optim.groups import ADAM_VALUES, FIRST_LR, OF_GROUPS, Group, new_adam_state, rule_state
+from kfac_fx.optim.groups import ADAM_VALUES, FIRST_LR, OF_A_NEW_GROUP, OF_GROUPS, Group, new_adam_state, rule_state
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rule import StepIntervals
 from kfac_fx.optim.rules import RULES, exact_steps
@@ -332,6 +333,14 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
         )
     entries, saved_groups = Entries.of(state_dict), with_empty_groups(groups, state_dict["param_groups"])
     if not entries.whole:
+        if entries.names or entries.blocks:
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            absent = [repr(key) for key in keys if key not in state_dict["state"]] or [repr(key) for key in keys[:1]]
+            raise ValueError(
+                f"the state is not whole: it has no entries of {listed(absent)} of the parameters, and those of the "
+                f"first one have what is of the whole optimizer, such as '{WHOLE}counter'. Load all that "
+                "optimizer.state_dict() returned"
+            )
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     if OUTDATED in entries.whole:
         raise ValueError(
@@ -590,7 +599,7 @@ def group_faults(groups: Sequence[Group], saved: Sequence[Mapping[str, Any]]) ->
         rows += [(f"{start}[{key!r}]", "is unknown here") for key in OF_GROUPS if key in there and key not in here]
         for key in (*OF_GROUPS, FIRST_LR, "initial_lr"):
             try:
-                not_negative("", there.get(key, 0))
+                OF_A_NEW_GROUP.get(key, not_negative)("", there.get(key, 0))
             except ValueError as error:
                 rows.append((f"{start}[{key!r}]", str(error).strip()))
         of_rule = there.get("first_order", here["first_order"])
@@ -656,21 +665,35 @@ def saved_options(state: StepState, entries: Entries) -> dict[str, float]:
     return dict(zip(state.options.told, cast(Tensor, saved)[1:].tolist(), strict=True))
 
 
-def changed_options(options: KFACOptions, saved: Mapping[str, float]) -> list[str]:
-    """Each option that was another one when the state was saved."""
+def words_of_options(options: KFACOptions, saved: Mapping[str, float]) -> str:
+    """Which options were others when the state was saved: those of parameter groups and the damping, which go on from
+    the state, and those that are as given here; empty if there are none."""
     here = option_numbers(options)[1:].tolist()
-    changed = []
+    of_state: dict[str, str] = {}
+    given = []
     for (name, value), number in zip(options.told.items(), here, strict=True):
         there = saved.get(name, number)
         if there == number or (math.isnan(there) and math.isnan(number)):
             continue
         if isinstance(value, str):
-            changed.append(f"{name} is {value} here")
+            given.append(f"{name} is {value} here")
+            continue
+        was = None if math.isnan(there) else bool(there) if isinstance(value, bool) else f"{there:g}"
+        now = value if math.isnan(number) or isinstance(value, bool) else f"{number:g}"
+        if name in (*options.of_groups, "damping") and None not in (was, now):
+            of_state[name] = f"{name} was {was} there, and {now} is given here"
         else:
-            was = None if math.isnan(there) else bool(there) if isinstance(value, bool) else f"{there:g}"
-            now = value if math.isnan(number) or isinstance(value, bool) else f"{number:g}"
-            changed.append(f"{name} was {was} and is {now} here")
-    return changed
+            given.append(f"{name} was {was} and is {now} here")
+    places = [
+        f"optimizer.{name}" if name == "damping" else f"optimizer.param_groups[...][{name!r}]" for name in of_state
+    ]
+    texts = ["the state was saved by a KFAC with other options"]
+    if of_state:
+        texts.append(f"These go on from the state: {', '.join(of_state.values())}")
+        texts.append(f"To have those of here, write {listed(places)} after loading")
+    if given:
+        texts.append(f"These are as given here: {', '.join(given)}")
+    return ". ".join(texts) if of_state or given else ""
 
 
 # --- what is loaded, and what the user should know of it --------------------------------------------------------------
@@ -703,11 +726,8 @@ def told(
     added: names of `follow_versions`. coarse: the entries with a lower precision than they are kept in.
     """
     texts = []
-    if changed := changed_options(state.options, saved_options(state, entries)):
-        texts.append(
-            f"the state was saved by a KFAC with other options: {', '.join(changed)}. The lr, momentum and "
-            "weight_decay of groups and the damping go on from the state, all other options are as given here"
-        )
+    if changed := words_of_options(state.options, saved_options(state, entries)):
+        texts.append(changed)
     if added:
         texts.append(f"the state is of an earlier version, and these begin anew: {', '.join(added)}")
     without = [n for n, group in enumerate(groups) if FIRST_LR in group and FIRST_LR not in saved[n]]

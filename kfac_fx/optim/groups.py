@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import reprlib
@@ -19,7 +20,16 @@ from torch import Tensor, nn
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.groups import BlockGroup
 from kfac_fx.fisher.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
-from kfac_fx.linalg.arguments import A_COUNT, NOT_NEGATIVE, not_negative, number, number_that, one_element, optional
+from kfac_fx.linalg.arguments import (
+    A_COUNT,
+    NOT_NEGATIVE,
+    a_decay,
+    not_negative,
+    number,
+    number_that,
+    one_element,
+    optional,
+)
 from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
@@ -144,9 +154,10 @@ def split_group(
     """
     members = members_of(group)
     refuse_options_of_all(group, of_groups, of_all)
+    refuse_misspelled(group, (*of_groups, *of_all))
     for name in of_groups:
         if name in group:
-            not_negative(name, group[name])
+            OF_A_NEW_GROUP[name](name, group[name])
     foreign = [list(parameter.shape) for parameter in members if parameter not in names]
     if foreign:
         raise ValueError(
@@ -178,6 +189,24 @@ def refuse_options_of_all(group: Mapping[str, Any], of_groups: Iterable[str], of
             f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "
             f"KFAC(..., {written}), and not {', '.join(common)} in a group"
         )
+
+
+def refuse_misspelled(group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError for entries of a group whose names are nearly those of options, as "Lr" and "weigth_decay" are.
+
+    Schedulers and users add entries of their own to groups, such as "max_momentum", so these are none."""
+    by_letters = {letters_of(name): name for name in known}
+    wrong = []
+    for key in (key for key in group if isinstance(key, str) and key not in known):
+        near = difflib.get_close_matches(letters_of(key), by_letters, n=1, cutoff=0.85)
+        if near and not ("_" in key and any(part in by_letters for part in key.split("_"))):
+            wrong.append(f"{key!r}, which is none. Did you mean {by_letters[near[0]]!r}?")
+    if wrong:
+        raise ValueError(f"a parameter group has an option {' And '.join(wrong)}")
+
+
+def letters_of(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
 
 
 def members_of(group: Any) -> list[Any]:
@@ -370,9 +399,10 @@ not_below_rounding = number_that("not be negative", lambda value: -ROUNDING <= v
 OF_A_GROUP: Mapping[str, Callable[[str, Any], None]] = {
     "lr": not_below_rounding,
     FIRST_LR: not_below_rounding,
-    "momentum": not_negative,
+    "momentum": a_decay,
     "weight_decay": not_negative,
 }
+OF_A_NEW_GROUP = {**OF_A_GROUP, "lr": not_negative, FIRST_LR: not_negative}
 
 
 @dataclass

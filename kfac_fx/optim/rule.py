@@ -369,6 +369,7 @@ class BlockStep:
         return self.product(lambda by_name: self.estimator.of_groups(with_factors, of_all, by_name, kept=True))(vector)
 
 
+WRITTEN_IN_PLACE = ("checkpoint", "last_update")  # of the state, by the library's own steps
 BY_DEFAULT = "the default rule"  # in messages, for a rule that the user did not name
 
 
@@ -557,8 +558,8 @@ class Rule:
         return made
 
     def update(self, step: BlockStep) -> Update:
-        """The update of `direction`. Raises TypeError if it is none, and ValueError for names that nothing keeps, and
-        for other shapes than those of `step.g` and `step.state`."""
+        """The update of `direction`. Raises TypeError if it is none, and ValueError for names that nothing keeps, for
+        those of an own `new_state` that are left out, and for other shapes than those of `step.g` and `step.state`."""
         name = type(self).__name__
         if not type(self).__module__.startswith("kfac_fx."):
             step.own, step.scalars = name, Known(step.scalars, f"{name}.scalars")
@@ -594,6 +595,13 @@ class Rule:
             raise ValueError(
                 f"direction of {name} returns other shapes than those of step.g, step.state and numbers:\n"
                 f"{table(wrong)}"
+            )
+        names = () if type(self).new_state.__module__.startswith("kfac_fx.") else state
+        if left_out := [key for key in names if key not in update.state and key not in WRITTEN_IN_PLACE]:
+            stays = f"{left_out[0]!r}: step.state[{left_out[0]!r}]"
+            raise ValueError(
+                f"direction of {name} returns a state without {', '.join(map(repr, left_out))}, which {name}.new_state "
+                f"has, so it would never change: name the same vectors in both, and write {stays} for one that stays"
             )
         return update
 

@@ -60,6 +60,7 @@ from kfac_fx.passes.tracing.signature import signature_of
 from kfac_fx.passes.tracing.substitutes import lengths_in
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.meeting_cases import collected, collecting_taps, revealing, row_probes
+from kfac_fx.recording.model_checks import refuse_misfit_of_function
 from kfac_fx.recording.statistics import Key, Rows
 from kfac_fx.recording.taps import CollectingTap
 
@@ -296,6 +297,7 @@ def traced_mask(
         its_args, its_kwargs = pytree.tree_unflatten(replaced, spec)
         return function(*its_args, **its_kwargs)
 
+    refuse_misfit_of_function("padding_mask", function, args, kwargs)
     shapes = [node.meta["val"] for node in inputs]
     try:
         with getattr(shapes[0], "fake_mode", nullcontext()), lengths_in([function]):

@@ -259,6 +259,27 @@ def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     return f"{class_of(model).__name__}.forward({', '.join(signature.parameters)}): {', and '.join(culprits)}"
 
 
+def refuse_misfit_of_function(
+    option: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises RegistrationError for a user's function of forward's arguments that does not take those of a call.
+
+    option: the argument of `compile` that the function is.
+    """
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        names = [name for name, of in inspect.signature(function).parameters.items() if of.kind not in kinds]
+        raise RegistrationError(
+            f"{option} is called with all arguments that forward gets, and does not take those of this call: {error}. "
+            f"Write {option}=lambda {', '.join([*names, '*args', '**kwargs'])}: ..., with a default for an argument "
+            "that a call leaves out."
+        ) from error
+    except ValueError:  # a function without a signature
+        pass
+
+
 def required_arguments(model: nn.Module) -> list[str]:
     """The names of forward's arguments that have no default."""
     arguments = signature_of(model).parameters.values()

@@ -31,8 +31,9 @@ from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIE
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
-from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import Program, Registration, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.layers.declaration import unknown_attribute
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.resolve import requested
 from kfac_fx.passes.torch_private import class_of
@@ -103,10 +104,12 @@ class ProofTap(Tap):
                     by_rows = sum_of(A.name, precise(rows), grad_rows, bias, self.matrix, None)
                     self.failure = self.failure or moments_apart(by_rows, moment(output_grad, input)[0])
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
                 if fatal(error):
                     raise
-                self.failure = f"its rows could not be made: {first_line(error)}"
+                known = (*literal_attrs(use), *names)
+                missing = f"they read {unknown_attribute(error, known)}" if isinstance(error, KeyError) else ""
+                self.failure = f"its rows could not be made: {missing or first_line(error)}"
                 return output_grad.new_zeros(1, 1, g, inputs), output_grad.new_zeros(1, 1, g, o)
             return rows, grad_rows
 

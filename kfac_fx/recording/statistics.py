@@ -43,6 +43,7 @@ from kfac_fx.passes.approximations import PER_CASE, SQUARE, Approximation, Matri
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import HALVES, block_width, without_autocast
+from kfac_fx.recording.model_checks import refuse_misfit_of_function
 
 ExamplesOf = Callable[..., Tensor]
 WANTED = "whole numbers, [rows] or [rows, positions], counted from 0; -1 where a row is of no example"
@@ -62,7 +63,9 @@ class Examples:
 
     @staticmethod
     def of_call(function: ExamplesOf, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Examples:
-        """Raises RegistrationError if the function returns something else than numbers of examples."""
+        """Raises RegistrationError if the function does not take the call, or returns something else than numbers of
+        examples."""
+        refuse_misfit_of_function("examples", function, args, kwargs)
         numbers = function(*args, **kwargs)
         whole = isinstance(numbers, Tensor) and not numbers.is_floating_point() and not numbers.is_complex()
         if not whole or numbers.dim() not in (1, 2):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
 from ..errors import LayerError, nearest
 from ..graphs.operations import Spelling, spell
-from ..ir import ADDED, Attrs
+from ..ir import ADDED, CASES, ROW_MASK, Attrs
 from ..matrix import Layout, Shape, named_axes
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
@@ -33,6 +33,7 @@ LayoutSpec = str | Callable[[Layout, Attrs], Layout]
 BiasShape = Callable[[Attrs, int | None], Shape | None]
 Example = Callable[[], tuple[nn.Module, Tensor]]
 ROLES = ("weight", "bias")
+INNER = (ADDED, CASES, ROW_MASK, "other")  # attributes that are for the compiler, as are "_..." and "0.index"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,18 @@ class Form:
             return laid_out
         layout = start.rearrange(spec, **self.sizes(attrs))
         return layout if len(layout.result) == AXES_OF[role][-1] else layout.reshape((1, *layout.result))
+
+
+def unknown_attribute(error: KeyError, attrs: Iterable[str]) -> str:
+    """The text of an attribute that a function of a declaration reads, and that its form has not.
+
+    attrs: the names that the function could read; those of the compiler are not shown.
+    """
+    key = error.args[0] if error.args else None
+    if key in (attrs := list(attrs)):
+        return f"a mapping without {key!r}"
+    names = [name for name in attrs if name not in INNER and not name.startswith("_") and "." not in name]
+    return f"an attribute {key!r} that the form has not: it has {', '.join(names) or 'none'}.{nearest(key, names)}"
 
 
 def with_dims(shape: Shape, dims: int) -> Shape:

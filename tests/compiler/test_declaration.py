@@ -14,6 +14,8 @@ from kfac_fx.passes.errors import LayerError
 from kfac_fx.passes.layers import LAYERS, as_rows, collect, composite, layer
 from kfac_fx.passes.layers.declaration import Example, Layer
 from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.pipeline import PIPELINE, run
+from kfac_fx.passes.trace import trace_model
 
 
 def example() -> tuple[nn.Module, Tensor]:
@@ -235,3 +237,26 @@ def test_a_declaration_without_brackets_names_its_form() -> None:
         @layer
         def mine(x: Tensor, *, weight: Tensor) -> Tensor:
             return x @ weight
+
+
+@pytest.mark.parametrize(
+    ("options", "reader"),
+    [({"where": lambda attrs: attrs["scal"]}, "where="), ({"sizes": lambda attrs: {"k": attrs["scal"]}}, "its layout")],
+)
+def test_an_attribute_that_the_form_has_not_is_named(options: dict[str, Any], reader: str) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x * 2.0, self.weight)
+
+    @layer(rows=as_rows, grad_rows=as_rows, example=lambda: (Scaled(5, 3, bias=False), torch.randn(4, 5)), **options)
+    def scaled(x: Tensor, scale: float, *, weight: Tensor) -> Tensor:
+        return F.linear(x * scale, weight)
+
+    has = r"that the form has not: it has scale, weight\. Did you mean 'scale'\?"
+    with pytest.raises(LayerError, match=rf"scaled: {reader} reads an attribute 'scal' {has}"):
+        trace_and_match(Scaled(5, 3, bias=False), scaled)
+
+
+def trace_and_match(model: nn.Module, declared: Layer) -> None:
+    traced = trace_model(model, (torch.randn(4, 5),), layers=collect(*LAYERS.values(), declared))
+    run(traced.program, PIPELINE)

@@ -136,7 +136,8 @@ def test_a_vector_with_parameters_that_are_not_estimated_is_refused() -> None:
         est.multiply({**noise(est), "frozen": torch.zeros(1)})
     assert str(failure.value).splitlines()[1:] == [
         "  unknown  frozen",
-        "Pass only the parameters that are estimated: estimator.parameters, or the names in spectrum.shapes.",
+        "Pass only the parameters that are estimated: those in estimator.parameters or spectrum.shapes, or for "
+        "net.fisher_product those of net.named_parameters().",
     ]
 
 

@@ -188,6 +188,12 @@ def test_pairs_of_two_halves_are_examples() -> None:
 
 
 WRONG: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (
+        lambda ids: PLACE,
+        RegistrationError,
+        "examples is called with all arguments that forward gets, and does not take those of this call: too many pos"
+        r".*Write examples=lambda ids, \*args, \*\*kwargs: \.\.\.",
+    ),
     (lambda *args: PLACE.double(), RegistrationError, r"examples= returned a torch.float64 \[2, 6\], wanted whole"),
     (lambda *args: [0, 1], RegistrationError, r"examples= returned a list, wanted whole numbers, \[rows\] or"),
     (lambda *args: torch.arange(7), LossError, r"numbers of \[7\] rows and 7 examples, and the loss has inputs of"),

@@ -119,8 +119,26 @@ def test_probes_exist_for_the_part_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         return probes
 
     monkeypatch.setattr(Recorder, "make_probes", watched)
-    spectrum = fit_spectrum(net, batches, parts=[["up.weight", "up.bias"]])
+    spectrum = fit_spectrum(net, batches, variables=["up.weight", "up.bias"])
     assert spectrum.keys == [("up.weight", "up.bias")] and seen == [{"up.weight"}] * len(batches)
+
+
+def test_some_parameters_have_the_numbers_of_a_fit_of_all(tmp_path: Path) -> None:
+    net, batches = net_and_data()
+    some = ["up.weight", "up.bias", "places"]
+    whole = fit_spectrum(net, batches, case="row")
+    for parts in (1, 2, [["places"], ["up.weight", "up.bias"]]):
+        assert same(fit_spectrum(net, batches, case="row", variables=some, parts=parts), whole.part(some))
+    folder = fit_spectrum(net, batches, case="row", variables=some, folder=tmp_path)
+    assert same(folder, whole.part(some)) and same(kfac_fx.load_spectrum(net, tmp_path, batches=batches), folder)
+    with pytest.raises(
+        RegistrationError, match=r"(?s)`variables` does not fit.*up\.weight.*shares a block with up\.bias"
+    ):
+        fit_spectrum(net, batches, variables=["up.weight"])
+    with pytest.raises(RegistrationError, match=r"variables is empty: name parameters of the net, or leave it out"):
+        fit_spectrum(net, batches, variables=[])
+    with pytest.raises(RegistrationError, match=r"variables is 'places'; it takes names of parameters"):
+        fit_spectrum(net, batches, variables="places")
 
 
 def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +289,13 @@ def test_wrong_parts_and_batches_are_refused() -> None:
         fit_spectrum(net, batches, parts=[["up.weight"]])
     with pytest.raises(RegistrationError, match=r"parameters are in several parts: places"):
         fit_spectrum(net, batches, parts=[["places"], ["places"]])
+    of_up, of_down = ["up.weight", "up.bias"], ["down.weight", "down.bias"]
+    others = "words.weight, places, norm.weight, norm.bias"
+    with pytest.raises(RegistrationError, match=rf"are in no part: {others}\. Parts divide .*variables=\[\.\.\.\]"):
+        fit_spectrum(net, batches, parts=[of_up, of_down])
+    for wrong in (of_up, "up.weight", 2.0, True, None):
+        with pytest.raises(TypeError, match=r"parts is .*; it must be a number of parts, or a list of the names of ev"):
+            fit_spectrum(net, batches, parts=wrong)  # type: ignore[arg-type]
     for options, passes in (({"case": "row"}, 2), ({"parts": 2}, 2), ({"parts": 2, "case": "row"}, 4)):
         with pytest.raises(ValueError, match=f"`batches` is an iterator, which ends after one pass, and {passes} are"):
             fit_spectrum(net, iter(batches), **options)

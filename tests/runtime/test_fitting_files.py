@@ -165,6 +165,18 @@ def test_other_weights_and_losses_are_refused_and_allowed_in_words(tmp_path: Pat
     assert same(load_spectrum(net, tmp_path), spectrum)  # type: ignore[arg-type]
 
 
+def test_batches_for_a_folder_without_a_digest_of_its_data_are_refused(tmp_path: Path) -> None:
+    spectrum, _ = saved(tmp_path)
+    net, batches = spectrum.net, [torch.randint(V, (3, T))]
+    with pytest.raises(ValueError, match=r"has no digest of the data that it was made of, so `batches` cannot be comp"):
+        load_spectrum(net, tmp_path, batches=batches)
+    with pytest.raises(ValueError, match=r"Leave batches out, which takes a folder of any data, or fit it anew in"):
+        load_spectrum(net, tmp_path, batches=batches)
+    with pytest.warns(UserWarning, match=r"has no digest of the data .* It is taken as it is, because any_weights=Tr"):
+        assert same(load_spectrum(net, tmp_path, batches=batches, any_weights=True), spectrum)
+    assert same(load_spectrum(net, tmp_path), spectrum)
+
+
 def test_a_spectrum_that_is_saved_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     first, model = saved(tmp_path)
     files = {path.name for path in tmp_path.iterdir()}

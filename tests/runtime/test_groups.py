@@ -137,12 +137,20 @@ def test_the_first_lr_of_a_group_stays_when_its_lr_changes_in_place() -> None:
     assert older[FIRST_LR] == 0.3
 
 
-@pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay"])
-def test_the_numbers_of_a_group_must_not_be_negative(option: str) -> None:
+OUT_OF_RANGE = [
+    ("lr", -0.1, "not be negative"),
+    ("momentum", -0.1, "be from 0 and below 1"),
+    ("momentum", 1.0, "be from 0 and below 1"),
+    ("weight_decay", -0.1, "not be negative"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "wanted"), OUT_OF_RANGE)
+def test_the_numbers_of_a_group_are_in_range(option: str, value: float, wanted: str) -> None:
     weight = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=f"{option} is -0.1; it must not be negative"):
+    with pytest.raises(ValueError, match=f"{option} is {value}; it must {wanted}"):
         split_group(
-            {"params": [weight], option: -0.1}, {weight: "w"}, (), FirstOrder(), dict.fromkeys(OF_GROUPS, 0.1), ()
+            {"params": [weight], option: value}, {weight: "w"}, (), FirstOrder(), dict.fromkeys(OF_GROUPS, 0.1), ()
         )
 
 
@@ -152,7 +160,8 @@ def test_the_numbers_of_a_group_must_not_be_negative(option: str) -> None:
         ("lr", math.nan, "lr of a parameter group is nan; it must not be negative"),
         ("lr", math.inf, "lr of a parameter group is inf; it must be finite"),
         ("lr", -0.1, "lr of a parameter group is -0.1; it must not be negative"),
-        ("momentum", -0.1, "momentum of a parameter group is -0.1; it must not be negative"),
+        ("momentum", -0.1, "momentum of a parameter group is -0.1; it must be from 0 and below 1"),
+        ("momentum", 3.0, "momentum of a parameter group is 3.0; it must be from 0 and below 1"),
         ("weight_decay", math.nan, "weight_decay of a parameter group is nan; it must not be negative"),
         ("damping", 0.3, "shares all other options with the rest: KFAC(..., damping=0.3), and not damping in a group"),
     ],

@@ -285,7 +285,7 @@ def test_its_state_is_in_the_checkpoint_and_a_training_goes_on_bit_for_bit() -> 
     assert first["last_update"].any()
     other, resumed = made(lr=0.1)
     other.load_state_dict(stored[0])
-    with pytest.warns(UserWarning, match="saved by a KFAC with other options: lr was 0.5 and is 0.1 here"):
+    with pytest.warns(UserWarning, match="These go on from the state: lr was 0.5 there, and 0.1 is given here"):
         resumed.load_state_dict(stored[1])
     for number in range(7, 12):
         step(net, opt, number)

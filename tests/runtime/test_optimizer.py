@@ -253,7 +253,7 @@ def test_the_initial_learning_rate_of_the_norm_constraint_is_in_the_state(schedu
     steps_of(net, opt, range(3))
     other, resumed = optimizer(0.7)
     other.load_state_dict(net.state_dict())
-    with pytest.warns(UserWarning, match="saved by a KFAC with other options: lr was 0.3 and is 0.7 here"):
+    with pytest.warns(UserWarning, match="These go on from the state: lr was 0.3 there, and 0.7 is given here"):
         resumed.load_state_dict(opt.state_dict())
     assert resumed.param_groups[0]["first_lr"] == 0.3
     for move, same in zip(steps_of(net, opt, range(3, 6)), steps_of(other, resumed, range(3, 6)), strict=True):
@@ -270,7 +270,10 @@ def test_a_state_without_an_initial_learning_rate_gets_that_of_its_scheduler() -
     without = (
         "the state was saved without norm_constraint, so parameter groups 0 have no 'first_lr' in it: the 'initial_lr'"
     )
-    with pytest.warns(UserWarning, match=without), pytest.warns(UserWarning, match="lr was 0.3 and is 0.7 here"):
+    with (
+        pytest.warns(UserWarning, match=without),
+        pytest.warns(UserWarning, match="lr was 0.3 there, and 0.7 is given here"),
+    ):
         resumed.load_state_dict(state)
     assert resumed.param_groups[0]["first_lr"] == 0.3
 

@@ -190,8 +190,28 @@ def test_an_option_of_the_whole_optimizer_is_none_of_a_group() -> None:
 @pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay"])
 def test_an_option_of_a_group_is_not_negative(option: str) -> None:
     net = compile(mlp(), loss="categorical")
-    with pytest.raises(ValueError, match=f"{option} is -0.1; it must not be negative"):
+    with pytest.raises(ValueError, match=f"{option} is -0.1; it must "):
         KFAC(net, lr=0.1, damping=0.1, params=[{"params": list(net.parameters()), option: -0.1}])
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("Lr", "lr"), ("weigth_decay", "weight_decay"), ("weightdecay", "weight_decay"), ("Damping", "damping")],
+)
+def test_a_misspelled_option_of_a_group_is_refused(key: str, meant: str) -> None:
+    net = compile(mlp(), loss="categorical")
+    text = f"a parameter group has an option {key!r}, which is none. Did you mean {meant!r}\\?"
+    with pytest.raises(ValueError, match=text):
+        KFAC(net, lr=0.1, damping=0.1, params=[{"params": list(net.parameters()), key: 0.3}])
+
+
+def test_a_group_may_have_entries_of_schedulers_and_of_the_user() -> None:
+    net = compile(mlp(), loss="categorical")
+    others = dict.fromkeys(
+        ("name", "initial_lr", "max_lr", "base_momentum", "max_momentum", "lr_scale", "wd_mult"), 1.0
+    )
+    opt = KFAC(net, lr=0.1, damping=0.1, params=[{"params": list(net.parameters()), **others}])
+    assert others.items() <= opt.param_groups[0].items()
 
 
 def test_a_parameter_group_may_come_later() -> None:

@@ -193,8 +193,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             {"momentum_type": kind, "momentum": 1.0, "damping": None if kind == "eigen_moments" else 0.1},
             r"momentum is 1\.0; it must be from 0 and below 1",
         )
-        for kind in ("adaptive", "eigen_moments")
+        for kind in ("adaptive", "eigen_moments", "regular", "adam")
     },
+    "a momentum of 1 with qmodel_fixedmu": (
+        {"lr": None, "momentum_type": "qmodel_fixedmu", "momentum": 1.0, "damping": 0.1},
+        r"momentum is 1\.0; it must be from 0 and below 1",
+    ),
     "a relative damping and one that adapts": (
         {"damping": None, "momentum_type": "adam", "relative_damping": 0.1, "adapt_damping": True},
         r"relative_damping is the damping: leave damping and adapt_damping out",
@@ -271,7 +275,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "min damping": ({"min_damping": -0.1}, r"min_damping is -0\.1; it must not be negative"),
     "l2": ({"l2_reg": float("nan")}, r"l2_reg is nan; it must not be negative"),
     "lr": ({"lr": -1.0}, r"lr is -1\.0; it must not be negative"),
-    "momentum": ({"momentum": -0.9}, r"momentum is -0\.9; it must not be negative"),
+    "momentum": ({"momentum": -0.9}, r"momentum is -0\.9; it must be from 0 and below 1"),
     "ema decay": ({"cov_ema_decay": 1.5}, r"cov_ema_decay is 1\.5; it must be between 0 and 1"),
     "thresholds": (
         {"damping_increase_rho_threshold": 0.8},

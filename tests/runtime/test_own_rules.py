@@ -65,6 +65,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown number": (
         lambda s: Update(s.g, {}, {"q": s.g.sum()}), r"^direction of Mine returns scalars with 'q': those of an Update"
     ),
+    "a forgotten state": (
+        lambda s: Update(s.g + s.state["velocity"], {}),
+        "^direction of Mine returns a state without 'velocity', which Mine.new_state has, so it would never change: "
+        r"name the same vectors in both, and write 'velocity': step\.state\['velocity'\] for one that stays$",
+    ),
     "an inverse without damping": (
         lambda s: Update(s.precondition(s.g)),
         r"^direction of Mine multiplies with powers of F \+ λ I, and Mine has no λ, so that it is 0: write class M",
@@ -169,6 +174,18 @@ def test_a_gradient_that_a_rule_does_not_take_moves_nothing(measured: bool) -> N
 
     optimizer.step(closure)
     assert all(map(torch.equal, before, model.parameters())) and int(optimizer.skipped) == 1
+
+
+def test_a_rule_without_a_state_of_its_own_need_not_return_the_usual_velocity() -> None:
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Plain(Rule):
+        name: ClassVar[str] = "plain"
+        exps: ClassVar[tuple[float, ...]] = ()
+
+        def direction(self, step: BlockStep) -> Update:
+            return Update(step.g)
+
+    step_with(Plain())
 
 
 def test_what_is_right_steps() -> None:

@@ -75,6 +75,17 @@ def raises(x: Tensor, attrs: Any) -> Tensor:
         (wrong(grad_rows=lambda x, attrs: as_rows(x, attrs).flip(-1)), r"rows give another .* \(\d+% apart\)"),
         (wrong(rows=raises), "its rows could not be made: no such axis$"),
         (
+            wrong(rows=lambda x, attrs: as_rows(x, attrs) * attrs["wieght"]),
+            r"its rows could not be made: they read an attribute 'wieght' that the form has not: it has weight, bias\. "
+            r"Did you mean 'weight'\?$",
+        ),
+        (
+            wrong(second_moment=lambda x, attrs: moments(x * attrs["degree"])),
+            r"they read an attribute 'degree' that the form has not: it has weight, bias\.$",
+        ),
+        (wrong(grad_rows=lambda x, attrs: {"a": x}["weight"]), r"made: they read a mapping without 'weight'$"),
+        (wrong(grad_rows=lambda x, attrs: x.no_such), r"made: 'Tensor' object has no attribute 'no_such'$"),
+        (
             wrong(rows=lambda x, attrs: x),
             r"its rows could not be made: rows of shape \[5, 3\], wanted \[N, S, i\] = \[5, 1, 3\]",
         ),

@@ -53,7 +53,11 @@ def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
     other = {} if "damping" in options else {"damping": 7.0}
     resumed, again = made(**{**options, **other, "seed": 6})
     resumed.load_state_dict(loaded["net"])
-    given = contextlib.nullcontext() if not other else pytest.warns(UserWarning, match="damping was 0.1 and is 7 here")
+    given = (
+        contextlib.nullcontext()
+        if not other
+        else pytest.warns(UserWarning, match="damping was 0.1 there, and 7 is given here")
+    )
     with given:
         again.load_state_dict(loaded["opt"])
     train(resumed, again, range(5, 10))
@@ -150,7 +154,8 @@ def test_distributed_checkpoints_carry_the_state(flat: bool, tmp_path: Path) -> 
     loaded = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     with pytest.warns(
-        UserWarning, match=r"saved by a KFAC with other options: damping was 0.1 and is 0.3 here\. The lr"
+        UserWarning,
+        match=r"go on from the state: damping was 0.1 there, and 0.3 is given here\. To have .* optimizer\.damping",
     ):
         set_state_dict(
             other, loading, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
@@ -215,6 +220,22 @@ def test_a_loaded_state_shares_nothing_with_its_source_and_keeps_its_precision()
     assert torch.equal(loaded, velocity)
     loaded.zero_()
     assert velocity.any()
+
+
+def test_a_state_without_its_first_parameter_says_what_is_missing() -> None:
+    net, opt = made()
+    train(net, opt, range(2))
+    state = opt.state_dict()
+    first, second, *_ = state["state"]
+    del state["state"][first]
+    text = rf"it has no entries of {first} of the parameters, and those of the first one have .* such as 'kfac/counter'"
+    with pytest.raises(ValueError, match=text):
+        opt.load_state_dict(state)
+    del state["state"][second]
+    with pytest.raises(
+        ValueError, match=rf"the state is not whole: it has no entries of {first} and {second} of the p"
+    ):
+        opt.load_state_dict(state)
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:

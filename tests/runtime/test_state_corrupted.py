@@ -363,12 +363,14 @@ def test_options_that_differ_are_told_in_one_line() -> None:
         opt.load_state_dict(saved.state_dict())
     (text,) = [str(entry.message) for entry in told]
     assert text == (
-        "the state was saved by a KFAC with other options: invert_every was None and is 5 here, weight_decay was 0.1 "
-        "and is 0 here, first_order is FirstOrder(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=None) here, "
-        "damping was 0.1 and is None here, relative_damping was None and is 0.1 here, momentum was 0.5 and is 0.9 here."
-        " The lr, momentum and weight_decay of groups and the damping go on from the state, all other options are as "
-        "given here."
+        "the state was saved by a KFAC with other options. These go on from the state: weight_decay was 0.1 there, and "
+        "0 is given here, momentum was 0.5 there, and 0.9 is given here. To have those of here, write "
+        "optimizer.param_groups[...]['weight_decay'] and optimizer.param_groups[...]['momentum'] after loading. These "
+        "are as given here: invert_every was None and is 5 here, first_order is FirstOrder(lr=0.001, betas=(0.9, "
+        "0.999), eps=1e-08, weight_decay=None) here, damping was 0.1 and is None here, relative_damping was None and "
+        "is 0.1 here."
     )
+    assert opt.param_groups[0]["momentum"] == 0.5 and opt.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_a_tensor_that_needs_a_gradient_is_a_value_like_others() -> None:

@@ -286,6 +286,12 @@ def test_a_loss_that_is_a_function_counts_what_is_real_in_it() -> None:
         ),
         (lambda ids, attention_mask: 0 if ids.sum() > 3 else 1, "padding_mask cannot be traced: "),
         (
+            lambda ids: ids != 0,
+            "padding_mask is called with all arguments that forward gets, and does not take those of this call: got an "
+            "unexpected keyword argument 'attention_mask'. Write padding_mask=lambda ids, *args, **kwargs: ..., with a "
+            "default for an argument that a call leaves out.",
+        ),
+        (
             partial(lambda ids, attention_mask: torch.ones(len(ids), 5) * attention_mask),
             "padding_mask cannot be traced: it takes len() of a tensor: write x.shape[0] instead of len(x)\nWrite",
         ),

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.arguments import choice, not_negative, positive
+from kfac_fx.linalg.arguments import a_decay, choice, positive
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.groups import FlatParameters, InnerProduct, Product, inner
 from kfac_fx.optim.rule import AdaptedDamping, BlockStep, Damped, Products, Update
@@ -45,7 +45,7 @@ class Regular(AdaptedDamping, Damped):
     name: ClassVar[str] = "regular"
 
     relative_damping: Annotated[float | None, positive] = None
-    momentum: Annotated[float, not_negative] = 0.9
+    momentum: Annotated[float, a_decay] = 0.9
     norm_constraint: Annotated[float | None, positive] = None
     norm_constraint_form: Annotated[str, functools.partial(choice, known=("update", "gradient"))] = "update"
 
@@ -299,7 +299,7 @@ class QModelFixedMomentum(QModel):
 
     name: ClassVar[str] = "qmodel_fixedmu"
 
-    momentum: Annotated[float, not_negative] = 0.9
+    momentum: Annotated[float, a_decay] = 0.9
 
     def best(self, model: QuadraticModel, damping: Tensor) -> Tensor:
         return model.best_with_momentum(damping, torch.full_like(model.slopes[0], self.momentum))
