@@ -35,7 +35,6 @@ from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.recording.proof import NO_LOSS
 
 CERTAINTY = 1e-7  # of the length of a gradient, for the root of the mean squared length of those of sampled targets
-FITTED = 1e-6  # of the loss at the first check: from here on gradients of zero are those of a minimum
 LISTED_PARAMETERS = 8  # parameters that a warning names
 
 
@@ -140,7 +139,7 @@ class StandstillWatch:
         first: those of the first look with finite ones that are not zero.
         unread: looks by the steps before and after, with the causes that they tell apart.
         told: the kinds of warnings that were given.
-        first_value: the loss at the first check; infinity before.
+        trained: whether a look has seen a parameter move; gradients of zero are those of a minimum then.
         idle: the number of steps that were skipped because all gradients were zero, and are no failures.
         without_gradient: the number of steps in a row, up to the last one, in which no parameter had a gradient.
     """
@@ -157,7 +156,7 @@ class StandstillWatch:
     told: set[str] = field(default_factory=set)
     without_gradient: int = 0
     idle: Tensor | int = 0
-    first_value: Tensor | None = None
+    trained: bool = False
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Before a step; parameters: with a gradient."""
@@ -188,13 +187,6 @@ class StandstillWatch:
         0-dim."""
         self.idle = self.idle + idle
 
-    def fitted(self, value: Tensor) -> Tensor:
-        """Whether the loss has come to its minimum, as far as checks know it; 0-dim. value: at the last check; infinity
-        before the first."""
-        first = value if self.first_value is None else self.first_value
-        self.first_value = first = torch.where(first.isfinite(), first, value)
-        return first.isfinite() & (value.abs() <= FITTED * first)
-
     def moved(self, like: Tensor) -> Tensor:
         """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""
         assert self.before is not None, "bug in kfac_fx: a look at a step that had no beginning"
@@ -215,8 +207,7 @@ class StandstillWatch:
 
         Args:
             skipped, undone: the number of steps so far that changed nothing, and of those that a check undid.
-            pushed: whether a gradient is other than zero.
-            rate: whether an lr is, and the loss is not at its minimum.
+            pushed, rate: whether a gradient is other than zero, and whether an lr is.
             finite: for each cause of a failure, whether it is none in this step.
         """
         failed = skipped - undone - self.idle
@@ -233,7 +224,9 @@ class StandstillWatch:
         if new > 0:
             because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), None)
             self.tell_failed(new, last, step, because)
-        self.still = [] if moved or withdrawn or new or not rate else [*self.still, step]
+        self.trained |= bool(moved)
+        minimum = self.trained and not pushed
+        self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
         if diverged:
@@ -241,8 +234,7 @@ class StandstillWatch:
 
     def forget(self, failed: int) -> None:
         """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
-        self.failed, self.undone, self.looked, self.first = failed, 0, self.tried, None
-        self.idle, self.first_value = 0, None
+        self.failed, self.undone, self.looked, self.first, self.idle = failed, 0, self.tried, None, 0
         self.still.clear()
         self.unread.clear()
 

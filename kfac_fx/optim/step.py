@@ -482,8 +482,7 @@ def look_at(state: StepState, moving: Sequence[FlatParameters], causes: Mapping[
         device = state.skipped.device
         pushed = [gradient.any().to(device) for flat in moving for gradient in flat.gradients.values()]
         rates = torch.stack([flat.largest_lr for flat in moving])
-        going = rates.any() & ~state.standstill.fitted(state.checks.size.value.to(rates.device))
-        state.standstill.look(state.skipped, state.undone, torch.stack(pushed).any(), going, causes)
+        state.standstill.look(state.skipped, state.undone, torch.stack(pushed).any(), rates.any(), causes)
 
 
 def note_check(state: StepState, step: BlockStep) -> None:
