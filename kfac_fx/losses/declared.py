@@ -596,9 +596,9 @@ class LossSpec(DeclaredLosses):
 
 def loss_of_number(name: str, loss: LossFunction, outputs: Any) -> LossError:
     """The error for a distribution of a single number, such as the loss that a model returns next to its logits."""
-    kind, key = type(loss).__name__, key_of_tensor(outputs)
-    others = isinstance(outputs, (Mapping, list, tuple)) and isinstance(outputs[key], Tensor) and outputs[key].ndim
-    output = f"outputs[{key!r}]" if others else "outputs"
+    kind = type(loss).__name__
+    others = any(isinstance(leaf, Tensor) and leaf.ndim for leaf in results.tree_leaves(outputs))
+    output = place_of_tensor(outputs) if others else "outputs"
     return LossError(
         f"{name} gives a {kind} of one number, as a loss is, and a distribution is that of outputs with a dimension of "
         f"cases: write loss=lambda outputs: kfac_fx.losses.{kind}({output}), or leave loss= out if forward computes a "
@@ -703,13 +703,14 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
     if isinstance(outputs, list | tuple) and len(outputs) == 1:
         (outputs,) = outputs
     if not isinstance(outputs, Tensor):
-        key, attributes = key_of_tensor(outputs), attributes_of_object(outputs)
-        which = f"outputs.{next(iter(attributes))}" if attributes else f"outputs[{key!r}]"
-        tensors = [leaf for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.ndim]
-        more = f". {several(outputs)}" if len(tensors) > 1 else ""
+        dimensions = [leaf.ndim for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        more = f". {several(outputs)}" if sum(map(bool, dimensions)) > 1 else ""
+        with_loss = ". If the number among them is a loss of torch, and you train that, leave loss= out"
         raise LossError(
             f"{name} needs one output tensor, and the model returns {structure(outputs)}: say which, "
-            f"as in loss=lambda outputs: {function.format(which)}{more}"
+            f"as in loss=lambda outputs: {function.format(place_of_tensor(outputs))}{more}"
+            + with_loss
+            * (0 in dimensions)
         )
     if not outputs.ndim:
         raise LossError(
@@ -721,6 +722,15 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
         shape = list(outputs.shape)
         raise LossError(f"{name} needs logits of shape [cases, ..., classes], and the model returns {shape}")
     return outputs
+
+
+def place_of_tensor(outputs: Any) -> str:
+    """The expression of an output that a loss may be of, as the model returns it."""
+    if isinstance(outputs, Tensor):
+        return "outputs"
+    attributes = attributes_of_object(outputs)
+    key = key_of_tensor(attributes or outputs)
+    return f"outputs.{key}" if attributes else f"outputs[{key!r}]"
 
 
 def key_of_tensor(outputs: Any) -> Any:
