@@ -260,6 +260,13 @@ class KFAC(Optimizer, Joinable):
         first_order = self.options.first_order_rule
         of_all = self.options.of_all_groups
         members = members_of(param_group)
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        if twice := [self.names[member] for member in members if member in held and member in self.names]:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group: {', '.join(twice)}. To train frozen "
+                "ones of a group, parameter.requires_grad_(True) is enough. For an lr of their own, leave them out of "
+                "the other groups, with KFAC(net, params=[...])"
+            )
         param_group = {**param_group, "params": members}
         parts = split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all)
         for part in parts:
