@@ -383,7 +383,9 @@ def refuse_without_blocks(registrations: Sequence[Registration], named: Iterable
         raise RegistrationError(
             "there is no Fisher block: none of the trained parameters is registered, because the losses depend on none "
             f"of them or `variables` names none: {trained}.\n"
-            "print(net.report) gives the reason for each. Let forward return values that are computed from them."
+            "print(net.report) says what became of each. Let forward return values that are computed from them. Usual "
+            "causes are torch.no_grad(), a detach(), and a derivative by torch.autograd.grad(..., create_graph=False): "
+            "without create_graph=True it is a constant."
         )
 
 
