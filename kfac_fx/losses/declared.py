@@ -579,6 +579,7 @@ class LossSpec(DeclaredLosses):
             raise
         if isinstance(result, list | tuple) and not result:
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
+        refuse_other_pair(result, self.name)
         single = not isinstance(result, list | tuple) or _is_pair(result)
         losses = [_pair(loss, self.name, outputs) for loss in ([result] if single else result)]
         for _, loss in losses:
@@ -797,7 +798,29 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value[0], int | float) or (isinstance(value[0], Tensor) and value[0].numel() == 1)
 
 
+def refuse_other_pair(value: Any, name: str) -> None:
+    """Raises LossError for a pair whose order is the other one, and for one with a tensor of weights."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return
+    first, second = value
+    if isinstance(first, LossFunction) and isinstance(second, int | float | Tensor):
+        kind = type(first).__name__
+        number = f"{second:g}" if isinstance(second, int | float) else "weight"
+        raise LossError(
+            f"{name} returned a pair whose coefficient is behind the loss, and a number in front of a loss is its "
+            f"coefficient: write ({number}, kfac_fx.losses.{kind}(...))"
+        )
+    if isinstance(first, Tensor) and first.numel() != 1 and isinstance(second, LossFunction):
+        raise LossError(
+            f"{name} returned a coefficient of shape {list(first.shape)}, and a coefficient is one number for all "
+            "cases. To weigh the cases of a squared error, multiply the outputs by the roots of the weights: "
+            "kfac_fx.losses.Normal(weights.sqrt() * residuals). For other losses leave loss= out, and let forward "
+            'return (weights * F.cross_entropy(logits, targets, reduction="none")).mean()'
+        )
+
+
 def _pair(value: Any, name: str, outputs: Any) -> tuple[float, LossFunction]:
+    refuse_other_pair(value, name)
     coefficient, loss = value if _is_pair(value) else (1.0, value)
     coefficient = float(coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)
     if isinstance(loss, Tensor) and not loss.ndim:
