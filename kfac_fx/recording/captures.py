@@ -578,8 +578,7 @@ class CaptureCache:
             raise UntraceableError(
                 f"{class_of(self.model).__name__} is captured at its first training forward, because torch.fx alone "
                 "cannot trace all of it. Give kfac_fx.compile example inputs to capture it now, as in "
-                "kfac_fx.compile(model, (x,), ...) for a batch x. The model may stay as it is. The error of torch.fx "
-                "is:\n"
+                "kfac_fx.compile(model, (x,), ...) for a batch x. The error of torch.fx is:\n"
                 f"{self.refusal}"
             )
         return self.first.program
