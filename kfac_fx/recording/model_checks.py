@@ -264,7 +264,7 @@ def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def how_to_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What to write instead of a call that does not fit the arguments of forward."""
+    """The sentences of an error that say how a call fits the arguments of forward."""
     arguments = signature_of(model).parameters.values()
     by_place = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     required = required_arguments(model)
