@@ -20,7 +20,19 @@ import kfac_fx
 from kfac_fx.cli.bench import BENCH
 from kfac_fx.cli.demo import DEMO
 from kfac_fx.cli.explain import EXPLAIN, PASSES
-from kfac_fx.cli.problem import LOSS, PROBLEM, CommandError, Subcommand, argument, data_of, failure, load, read, seed
+from kfac_fx.cli.problem import (
+    LOSS,
+    PROBLEM,
+    CommandError,
+    Subcommand,
+    argument,
+    data_of,
+    declared_loss,
+    failure,
+    load,
+    read,
+    seed,
+)
 from kfac_fx.estimator.batches import batch_for
 from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.passes.errors import nearest
@@ -223,13 +235,13 @@ REPORT = Subcommand(
 def write_factors(options: argparse.Namespace) -> None:
     """Write the spectrum of a model over the user's batches into a folder. Raises CommandError."""
     model = load(options.model, {})
-    batches = data_of(options.data)
+    batches, loss = data_of(options.data), declared_loss(options.loss)
     first = next(iter(batches), None)
     if first is None:
         raise CommandError(f"{options.data} has no batches", status=1)
     try:
         batch = batch_for(model, first, "the first batch")
-        net = kfac_fx.compile(model, batch.args, batch.kwargs, loss=options.loss)
+        net = kfac_fx.compile(model, batch.args, batch.kwargs, loss=loss)
         spectrum = kfac_fx.fit_spectrum(
             net,
             batches,

@@ -44,6 +44,7 @@ DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch
 NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction instead of ids
 WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
 LOSS_HINT = "\nHere: --loss categorical, or, if forward computes its loss from labels, --input labels=2,16:int64:1000."
+OWN_LOSS_HINT = "\nHere: --loss FILE:NAME, the name of such a function of the outputs in a file."
 NOT_STRICT = "strict=False"  # our words where `--strict` refuses a parameter
 STRICT_HINT = "\nHere: leave --strict out, or name a declared layer with --layer FILE:NAME."
 ARGUMENTS_HINT = " Write the model's arguments as --arg NAME=VALUE."
@@ -98,7 +99,7 @@ class Problem:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss: str | None
+    loss: Any
     strict: bool
     layers: tuple[Layer, ...] = ()
 
@@ -114,14 +115,15 @@ class Problem:
                 self.model, self.args, self.kwargs, loss=self.loss, strict=self.strict, layers=self.layers
             )
         except (ValueError, RuntimeError) as error:
-            raise failure(error) from error
+            raise failure(error, self.loss) from error
 
 
-def failure(error: Exception) -> CommandError:
-    """The error as one of the command, with what to write on the command line."""
+def failure(error: Exception, loss: Any = None) -> CommandError:
+    """The error as one of the command, with what to write on the command line. loss: that of the command line."""
     hints = {NOT_LONG: WHOLE_NUMBERS, NOT_STRICT: STRICT_HINT}
     by_words = (hint for words, hint in hints.items() if words in str(error))
-    hint = next(by_words, LOSS_HINT if isinstance(error, kfac_fx.LossError) else "")
+    of_loss = LOSS_HINT if loss is None else OWN_LOSS_HINT * isinstance(loss, str)
+    hint = next(by_words, of_loss if isinstance(error, kfac_fx.LossError) else "")
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     return CommandError(f"{type(error).__name__}: {error}{notes}{hint}", status=1)
 
@@ -145,7 +147,8 @@ def read(options: argparse.Namespace) -> Problem:
     else:
         args = tuple(value for name, value in options.inputs if name is None)
         kwargs = {name: value for name, value in options.inputs if name is not None}
-    return Problem(model, args, kwargs, options.loss, options.strict, tuple(map(declared_layer, options.layers)))
+    layers = tuple(map(declared_layer, options.layers))
+    return Problem(model, args, kwargs, declared_loss(options.loss), options.strict, layers)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -178,6 +181,18 @@ def declared_layer(spec: str) -> Layer:
     if not isinstance(layer, Layer):
         raise CommandError(f"--layer {spec}: write file.py:name, the name of a function below @kfac_fx.layer(...)")
     return layer
+
+
+def declared_loss(spec: str | None) -> Any:
+    """The loss that `spec` names: a function of the outputs, as in file.py:name, or a name of a loss. Raises
+    CommandError."""
+    if spec is None or ":" not in spec:
+        return spec
+    path, _, name = spec.rpartition(":")
+    loss = named_object(path, name) if path and name else None
+    if not callable(loss):
+        raise CommandError(f"--loss {spec}: write file.py:name, the name of a function of the model's outputs")
+    return loss
 
 
 def data_of(spec: str) -> Iterable[Any]:
@@ -419,7 +434,11 @@ def device(text: str) -> torch.device:
 
 # --- arguments that several commands have -----------------------------------------------------------------------------
 
-LOSS = argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
+LOSS = argument(
+    "--loss",
+    metavar="NAME",
+    help="the loss on the outputs, such as categorical or normal, or FILE:NAME for a function of the outputs",
+)
 DEVICE = argument(
     "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
 )

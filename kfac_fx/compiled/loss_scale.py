@@ -1231,10 +1231,16 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         if factor.spec is not None
         else f"let forward multiply its loss by {multiple:.4g}"
     )
+    mean = short_name(factor)
+    by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
+    inside = "divide by them inside of forward, and by the number of cases behind it"
+    over = inside if factor.in_sum else f"sum over them, or {by_name}"
+    of_elements = f"it is a mean over the {elements:.0f} elements of a case, too: {over}"
     if reduction == "mean":
+        twice = "it is divided by the number of cases twice: a mean is already"
         usual = [
             (cases, "it is their sum: divide it by the number of cases"),
-            (1 / cases, "it is divided by the number of cases twice: a mean is already"),
+            (1 / cases, f"{twice}; or {of_elements}" if near(elements, cases) else twice),
         ]
     else:
         usual = [
@@ -1249,13 +1255,9 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         outside = f"net(...) / {'number' if factor.given else f'{1 / factor.coefficient:.4g}'}"
         reason = "may count cases, elements or something else" if factor.given else "may be a weight of the loss"
         usual = [(multiple, f"{divisor} {reason}: return the sum, and divide behind forward: ({outside}).backward()")]
-    mean = short_name(factor)
-    by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
-    inside = "divide by them inside of forward, and by the number of cases behind it"
-    over = inside if factor.in_sum else f"sum over them, or {by_name}"
     usual += [
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
-        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: {over}"),
+        (1 / elements, of_elements),
     ]
     if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
         usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))

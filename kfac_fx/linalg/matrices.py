@@ -652,6 +652,15 @@ def all_true(flags: Tensor) -> bool:
     return on_host(flags) and bool(flags.all())
 
 
+def known_nonzero(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Whether a number of any tensor is other than zero, 0-dim, where the host may read it; else None. A small tensor
+    usually tells, and the large ones are not read."""
+    ordered = sorted(tensors, key=Tensor.numel)
+    if not all(map(on_host, ordered)):
+        return None
+    return torch.tensor(any(bool(tensor.any()) for tensor in ordered))
+
+
 class HostCopy:
     """A copy of a tensor on the host. The host does not wait for the device that computes the tensor.
 

@@ -579,6 +579,7 @@ class LossSpec(DeclaredLosses):
             raise
         if isinstance(result, list | tuple) and not result:
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
+        refuse_other_pair(result, self.name)
         single = not isinstance(result, list | tuple) or _is_pair(result)
         losses = [_pair(loss, self.name, outputs) for loss in ([result] if single else result)]
         for _, loss in losses:
@@ -596,9 +597,9 @@ class LossSpec(DeclaredLosses):
 
 def loss_of_number(name: str, loss: LossFunction, outputs: Any) -> LossError:
     """The error for a distribution of a single number, such as the loss that a model returns next to its logits."""
-    kind, key = type(loss).__name__, key_of_tensor(outputs)
-    others = isinstance(outputs, (Mapping, list, tuple)) and isinstance(outputs[key], Tensor) and outputs[key].ndim
-    output = f"outputs[{key!r}]" if others else "outputs"
+    kind = type(loss).__name__
+    others = any(isinstance(leaf, Tensor) and leaf.ndim for leaf in results.tree_leaves(outputs))
+    output = place_of_tensor(outputs) if others else "outputs"
     return LossError(
         f"{name} gives a {kind} of one number, as a loss is, and a distribution is that of outputs with a dimension of "
         f"cases: write loss=lambda outputs: kfac_fx.losses.{kind}({output}), or leave loss= out if forward computes a "
@@ -703,13 +704,14 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
     if isinstance(outputs, list | tuple) and len(outputs) == 1:
         (outputs,) = outputs
     if not isinstance(outputs, Tensor):
-        key, attributes = key_of_tensor(outputs), attributes_of_object(outputs)
-        which = f"outputs.{next(iter(attributes))}" if attributes else f"outputs[{key!r}]"
-        tensors = [leaf for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.ndim]
-        more = f". {several(outputs)}" if len(tensors) > 1 else ""
+        dimensions = [leaf.ndim for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        more = f". {several(outputs)}" if sum(map(bool, dimensions)) > 1 else ""
+        with_loss = ". If the number among them is a loss of torch, and you train that, leave loss= out"
         raise LossError(
             f"{name} needs one output tensor, and the model returns {structure(outputs)}: say which, "
-            f"as in loss=lambda outputs: {function.format(which)}{more}"
+            f"as in loss=lambda outputs: {function.format(place_of_tensor(outputs))}{more}"
+            + with_loss
+            * (0 in dimensions)
         )
     if not outputs.ndim:
         raise LossError(
@@ -721,6 +723,15 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
         shape = list(outputs.shape)
         raise LossError(f"{name} needs logits of shape [cases, ..., classes], and the model returns {shape}")
     return outputs
+
+
+def place_of_tensor(outputs: Any) -> str:
+    """The expression of an output that a loss may be of, as the model returns it."""
+    if isinstance(outputs, Tensor):
+        return "outputs"
+    attributes = attributes_of_object(outputs)
+    key = key_of_tensor(attributes or outputs)
+    return f"outputs.{key}" if attributes else f"outputs[{key!r}]"
 
 
 def key_of_tensor(outputs: Any) -> Any:
@@ -787,7 +798,29 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value[0], int | float) or (isinstance(value[0], Tensor) and value[0].numel() == 1)
 
 
+def refuse_other_pair(value: Any, name: str) -> None:
+    """Raises LossError for a pair whose order is the other one, and for one with a tensor of weights."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return
+    first, second = value
+    if isinstance(first, LossFunction) and isinstance(second, int | float | Tensor):
+        kind = type(first).__name__
+        number = f"{second:g}" if isinstance(second, int | float) else "weight"
+        raise LossError(
+            f"{name} returned a pair whose coefficient is behind the loss, and a number in front of a loss is its "
+            f"coefficient: write ({number}, kfac_fx.losses.{kind}(...))"
+        )
+    if isinstance(first, Tensor) and first.numel() != 1 and isinstance(second, LossFunction):
+        raise LossError(
+            f"{name} returned a coefficient of shape {list(first.shape)}, and a coefficient is one number for all "
+            "cases. To weigh the cases of a squared error, multiply the outputs by the roots of the weights: "
+            "kfac_fx.losses.Normal(weights.sqrt() * residuals). For other losses leave loss= out, and let forward "
+            'return (weights * F.cross_entropy(logits, targets, reduction="none")).mean()'
+        )
+
+
 def _pair(value: Any, name: str, outputs: Any) -> tuple[float, LossFunction]:
+    refuse_other_pair(value, name)
     coefficient, loss = value if _is_pair(value) else (1.0, value)
     coefficient = float(coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)
     if isinstance(loss, Tensor) and not loss.ndim:

@@ -38,6 +38,7 @@ from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.matrices import dense, dense_or_zero
 from kfac_fx.linalg.processes import Replicas, is_sharded
+from kfac_fx.losses.declared import place_of_tensor
 from kfac_fx.optim.batch_loss import CheckPrecision, ObservedForward
 from kfac_fx.optim.groups import OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions
@@ -480,6 +481,7 @@ class Forwards:
     has_learned_inputs: bool = False  # an input of a forward before the first step requires a gradient
     derived: bool = False  # before the first step the user took derivatives of outputs, to train with them
     differentiable: bool = False  # the present backward makes a graph
+    unnamed: bool = False  # the present forward shows that the loss of the captures is not that of the training
     called: bool = False  # the net was called in training mode since the last step, with gradients enabled or not
     stepped: bool = False  # no backward has begun since the last step
     adds: bool = False  # the backwards since the last step have added to the gradients of before
@@ -516,8 +518,7 @@ class Forwards:
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
         if not self.decided and options.estimation_mode is None:
             unnamed = not self.net.recorder(args, kwargs).knows_loss
-            if unnamed and not self.net.knows_no_loss:
-                warn_user(UserWarning(WITHOUT_LOSS))
+            self.unnamed = unnamed and not self.net.knows_no_loss
             self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())
         if backward_here() < 0:  # a checkpoint runs its forward again inside of a backward
@@ -615,6 +616,9 @@ class Forwards:
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Compare the outputs with those that were recorded. In the first step, and where a check is due, watch the
         gradients that the user's backward sends into them."""
+        if self.unnamed:
+            self.unnamed = False
+            warn_user(UserWarning(WITHOUT_LOSS.format(place_of_tensor(outputs))))
         if self.recorded is not None and not self.paused:
             rounding = self.net.rounding(args, kwargs)
             self.estimator.outputs.add(differ(self.recorded, sampled_elements(results.tree_leaves(outputs)), rounding))
@@ -809,7 +813,7 @@ WITHOUT_LOSS = (
     "compile captured a call that computes its loss, and the first call in training computes none that is known, so "
     "the factors are those of the gradients that training sends back. If the training computes the loss, as a trainer "
     "does with label smoothing, name it and leave its targets out of the example inputs: compile(model, ..., "
-    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs['logits'])). Else call net with its targets"
+    "loss=lambda outputs: kfac_fx.losses.Categorical({})). Else call net with its targets"
 )
 NO_BACKWARD = (
     "the closure of step(closure) returned a loss and called no backward. A closure by position computes the "

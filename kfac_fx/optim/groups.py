@@ -30,7 +30,7 @@ from kfac_fx.linalg.arguments import (
     one_element,
     optional,
 )
-from kfac_fx.linalg.matrices import copy_if_, dense, zero_unless_
+from kfac_fx.linalg.matrices import copy_if_, dense, known_nonzero, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.passes.errors import nearest
@@ -311,6 +311,11 @@ class FlatParameters:
     def is_finite(self, vector: Tensor) -> Tensor:
         """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
         return self.division.total(vector.sum()).isfinite()
+
+    def has_gradient(self) -> Tensor:
+        """Whether a gradient is other than zero, 0-dim."""
+        known = known_nonzero(self.gradients.values()) if self.division is UNDIVIDED else None
+        return known if known is not None else self.division.total(self.g.any().to(self.g.dtype)) > 0
 
     def may_be_added(self, move: Tensor) -> Tensor:
         """Whether a move δ is finite, and its length a number of the parameters whose square is finite; a 0-dim bool.

@@ -39,7 +39,7 @@ class Metrics:
     | `kappa` | κ, by which `norm_constraint` shortened the step, 1 within the bound; only with a `norm_constraint` |
     | `lr/0`, `lr/1`, ... | the learning rates of the parameter groups |
     | `norm/gradient`, `norm/update` | norms of the gradient and of the change of the parameters, or of their shards |
-    | `skipped/steps` | steps so far that changed nothing, because something was not finite |
+    | `skipped/steps` | steps so far that changed nothing: something was not finite, or all gradients were zero |
     | `skipped/statistics` | updates of factors so far that were skipped, over all blocks |
     | `skipped/inverses` | decompositions so far that failed and left a block its earlier inverse |
     | `seconds/record` | a step's forwards that record; the model's own forward counts where it is the recording |

@@ -64,7 +64,8 @@ class KFAC(Optimizer, Joinable):
     4. If due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
 
     If the gradients, the loss or the update are not finite, nothing changes, and `skipped` counts the step on the
-    device. The host does not wait for that, except at the very first step, which is taken again.
+    device. The same holds if all gradients are zero, as those of a batch without a target are. The host does not wait
+    for that, except at the very first step, which is taken again.
 
     Parameters without a gradient stand still, and count as a zero gradient in their Fisher block. A step without any
     gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
@@ -259,6 +260,13 @@ class KFAC(Optimizer, Joinable):
         first_order = self.options.first_order_rule
         of_all = self.options.of_all_groups
         members = members_of(param_group)
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        if twice := [self.names[member] for member in members if member in held and member in self.names]:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group: {', '.join(twice)}. To train frozen "
+                "ones of a group, parameter.requires_grad_(True) is enough. For an lr of their own, leave them out of "
+                "the other groups, with KFAC(net, params=[...])"
+            )
         param_group = {**param_group, "params": members}
         parts = split_group(param_group, self.names, self._unregistered, first_order, self.defaults, of_all)
         for part in parts:
@@ -500,7 +508,10 @@ class KFAC(Optimizer, Joinable):
 
     @property
     def skipped(self) -> Tensor:
-        """The number of steps that changed nothing, because something was not finite; 0-dim, on the device."""
+        """The number of steps that changed nothing, because something was not finite, or all gradients were zero.
+
+        0-dim, on the device.
+        """
         return self._step_state.skipped
 
     @property

@@ -343,6 +343,10 @@ class PaddedStep:
         ]
         return (MOST_SUMMED * torch.stack(norms).square().sum()).isfinite()
 
+    def has_gradient(self) -> Tensor:
+        """Whether a packed gradient is other than zero, 0-dim."""
+        return torch.stack([buffer.any() for padded in self.groups for buffer in padded.gradients]).any()
+
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def updates(

@@ -507,6 +507,10 @@ class Rule:
         """
         return step.flat.is_finite(step.g)
 
+    def has_gradient(self, step: BlockStep) -> Tensor:
+        """Whether a gradient of a parameter in a block is other than zero, 0-dim."""
+        return step.flat.has_gradient()
+
     @cached_property
     def is_whole(self) -> bool:
         """Whether `whole_step` takes the steps of this class: no subclass of the class that has it makes other ones."""

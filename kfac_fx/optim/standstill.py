@@ -139,6 +139,8 @@ class StandstillWatch:
         first: those of the first look with finite ones that are not zero.
         unread: looks by the steps before and after, with the causes that they tell apart.
         told: the kinds of warnings that were given.
+        trained: whether a look has seen a parameter move; gradients of zero are those of a minimum then.
+        idle: the number of steps that were skipped because all gradients were zero, and are no failures.
         without_gradient: the number of steps in a row, up to the last one, in which no parameter had a gradient.
     """
 
@@ -153,6 +155,8 @@ class StandstillWatch:
     unread: list[tuple[int, int, list[str], HostCopy]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
     without_gradient: int = 0
+    idle: Tensor | int = 0
+    trained: bool = False
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Before a step; parameters: with a gradient."""
@@ -178,6 +182,11 @@ class StandstillWatch:
                 "optimizer.zero_grad(), loss = ... of net(x), loss.backward(), optimizer.step(), in this order.",
             )
 
+    def note_idle(self, idle: Tensor) -> None:
+        """Count a step whose gradients are all zero, as those of a batch without a target are. idle: whether it is,
+        0-dim."""
+        self.idle = self.idle + idle
+
     def moved(self, like: Tensor) -> Tensor:
         """Whether a parameter has changed in the step, 0-dim. like: a tensor on the device of the answer."""
         assert self.before is not None, "bug in kfac_fx: a look at a step that had no beginning"
@@ -201,7 +210,8 @@ class StandstillWatch:
             pushed, rate: whether a gradient is other than zero, and whether an lr is.
             finite: for each cause of a failure, whether it is none in this step.
         """
-        numbers = skipped - undone, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), *finite.values()
+        failed = skipped - undone - self.idle
+        numbers = failed, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), *finite.values()
         copy = HostCopy(torch.stack([number.to(torch.int64) for number in numbers]))
         of_look = self.looked, self.tried, list(finite), copy
         self.looked, self.before = self.tried, None
@@ -214,7 +224,9 @@ class StandstillWatch:
         if new > 0:
             because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), None)
             self.tell_failed(new, last, step, because)
-        self.still = [] if moved or withdrawn or new or not rate else [*self.still, step]
+        self.trained |= bool(moved)
+        minimum = self.trained and not pushed
+        self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
         if diverged:
@@ -222,7 +234,7 @@ class StandstillWatch:
 
     def forget(self, failed: int) -> None:
         """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
-        self.failed, self.undone, self.looked, self.first = failed, 0, self.tried, None
+        self.failed, self.undone, self.looked, self.first, self.idle = failed, 0, self.tried, None, 0
         self.still.clear()
         self.unread.clear()
 

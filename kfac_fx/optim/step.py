@@ -2,7 +2,7 @@
 
 take_step
     gradients                  -> vectors             (Vectors.of)
-    loss, gradients            -> whether to take it  (Rule.admits)
+    loss, gradients            -> whether to take it  (Rule.admits, Rule.has_gradient)
     batch                      -> check; parameters may go back to the last one (checked_by_batch)
     statistics of the forwards -> factors             (FisherEstimator.fold)
     factors, if due            -> inverses or bases   (renew_inverses, Rule.decompose)
@@ -21,14 +21,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import and_
+from operator import and_, or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import all_true, dense
 from kfac_fx.linalg.processes import divided_like, shard
 from kfac_fx.optim.batch_loss import OWN_PRECISION, BatchLoss
 from kfac_fx.optim.checks import MOST_SHORTENED, Check, begin_here, revert, take
@@ -79,11 +79,19 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     anew = step is not None and begin_checks(state, step, groups)
     usable = state.estimator.usable(expected=due.recording or state.options.rule.is_exact)
     scale = first_check(state, gradients, losses.loss)
-    accumulate(state, due, scale)
     loss = None if losses.loss is None else state.replicas.mean(state.vectors.scalar + losses.loss)
     state.standstill.begin(members)
     causes = conditions(state, loss, finite if usable is None else [*finite, usable])
+    moving = [flat for flat in (in_blocks, others) if flat is not None]
     ok = causes[GRADIENT]
+    if not due.burning_in:
+        pushed = has_gradient(state, step, others)
+        state.standstill.note_idle(causes[LOSS] & ~pushed)
+        if all_true(~pushed) and not (due.adapting or due.adapting_late):
+            pass_over(state, due, moving, causes)
+            return
+        ok = ok & pushed
+    accumulate(state, due, scale)
     if due.checking and step is not None:
         ok = checked_by_batch(state, step, ok, scale)
 
@@ -91,11 +99,9 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if due.burning_in:
         state.schedule.burned_in += recorded
         return
-    moving = [flat for flat in (in_blocks, others) if flat is not None]
     # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
     if due.first and not (recorded and ok.item()):
-        state.skipped += 1
-        look_at(state, moving, causes if recorded else {NO_CASES: torch.zeros_like(ok)})
+        pass_over(state, due, moving, causes if recorded else {NO_CASES: torch.zeros_like(ok)})
         return
     if due.adapting_late:
         measure_late(state, losses)
@@ -155,6 +161,25 @@ def are_finite(
     """Whether the gradients are, 0-dim each: of the parameters in blocks, and of the others."""
     finite = [] if step is None else [state.options.rule.admits(step, groups, state.vectors.names)]
     return finite if others is None else [*finite, others.is_finite(others.g)]
+
+
+def has_gradient(state: StepState, step: BlockStep | None, others: FlatParameters | None) -> Tensor:
+    """Whether a gradient is other than zero, 0-dim.
+
+    The gradients of a batch without a target are zero. In the averages of a rule they would count as much as those of a
+    batch, and a check of this batch would find nothing. In the first step, there is no other gradient in the averages.
+    """
+    pushed = [] if step is None else [state.options.rule.has_gradient(step)]
+    pushed += [] if others is None else [others.has_gradient()]
+    return reduce(or_, pushed, torch.zeros_like(state.skipped, dtype=torch.bool))
+
+
+def pass_over(state: StepState, due: Due, moving: Sequence[FlatParameters], causes: Mapping[str, Tensor]) -> None:
+    """Count a step that is not taken, and comes again with the next batch. causes: as of `StandstillWatch.look`."""
+    state.skipped += 1
+    look_at(state, moving, causes)
+    if due.first:  # gradients of zero have told nothing of the trained loss
+        state.forwards.checked = False
 
 
 def conditions(state: StepState, loss: Tensor | None, further: Sequence[Tensor]) -> dict[str, Tensor]:

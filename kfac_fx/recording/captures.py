@@ -83,12 +83,13 @@ from kfac_fx.recording.model_checks import (
     Structure,
     Trained,
     dtypes_noted,
+    how_to_call,
+    mapping_of_arguments,
     misfit_of_call,
     not_running,
     refuse_inference_mode,
     refuse_unfit,
     refuse_without_values,
-    required_arguments,
 )
 from kfac_fx.recording.output_losses import probably_mean
 from kfac_fx.recording.progress import LOG, phase, working
@@ -97,6 +98,12 @@ from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import ExamplesOf, Key, PendingMoments
 
 ELEMENTS_TOLERANCE = 0.01  # of a number that counts the elements of a batch
+
+
+NAMED_BY_MAPPING = (
+    "A mapping of forward's arguments is no argument itself: write net(**batch) in a call, "
+    "kfac_fx.compile(model, example_kwargs=batch), and update_covariances(**batch).\n"
+)
 
 
 def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool | None, str | None]:
@@ -372,13 +379,12 @@ class Capturing:
                 if fatal(failure):
                     raise
                 if wrong := misfit_of_call(self.model, args, kwargs):
-                    names = ", ".join(required_arguments(self.model))
                     raise UntraceableError(
-                        f"these inputs do not fit {wrong}.\n"
-                        f"Write net({names}) in a call, and ({names}{',' * (names.count(',') == 0)}) as example inputs."
+                        f"these inputs do not fit {wrong}.\n{how_to_call(self.model, args, kwargs)}"
                     ) from failure
+                named = NAMED_BY_MAPPING if mapping_of_arguments(self.model, args) is not None else ""
                 raise UntraceableError(
-                    f"{not_running(self.model, failure)}\n"
+                    f"{not_running(self.model, failure)}\n{named}"
                     "Correct the inputs or the model. The error of torch.export is:\n"
                     + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
                 ) from failure
@@ -572,8 +578,7 @@ class CaptureCache:
             raise UntraceableError(
                 f"{class_of(self.model).__name__} is captured at its first training forward, because torch.fx alone "
                 "cannot trace all of it. Give kfac_fx.compile example inputs to capture it now, as in "
-                "kfac_fx.compile(model, (x,), ...) for a batch x. The model may stay as it is. The error of torch.fx "
-                "is:\n"
+                "kfac_fx.compile(model, (x,), ...) for a batch x. The error of torch.fx is:\n"
                 f"{self.refusal}"
             )
         return self.first.program

@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.processes import is_sharded
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, first_line, table
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, first_line, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.results import tree_leaves
 from kfac_fx.passes.torch_private import class_of, compiled_from, in_functional_call, parameters_of, submodules_of
@@ -251,7 +252,10 @@ def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     if missing := [name for name in required_arguments(model) if name not in given]:
         culprits.append(f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     if inspect.Parameter.VAR_KEYWORD not in kinds and (unknown := [name for name in kwargs if name not in by_name]):
-        culprits.append(f"it has no argument {listed(unknown)}")
+        left = [name for name in by_name if name not in given]
+        nearly = {name: nearest(name, left).strip() for name in unknown}
+        named = (f"{name} ({near[0].lower()}{near[1:]})" if near else name for name, near in nearly.items())
+        culprits.append(f"it has no argument {listed(named)}")
     if twice := [name for name in by_place[: len(args)] if name in kwargs]:
         culprits.append(f"{listed(twice)} {'is' if len(twice) == 1 else 'are'} given twice")
     if inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > len(by_place):
@@ -278,6 +282,33 @@ def refuse_misfit_of_function(
         ) from error
     except ValueError:  # a function without a signature
         pass
+
+
+def how_to_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The sentences of an error that say how a call fits the arguments of forward."""
+    arguments = signature_of(model).parameters.values()
+    by_place = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    required = required_arguments(model)
+    if required:
+        names = ", ".join(required)
+        text = f"Write net({names}) in a call, and ({names}{',' * (len(required) == 1)}) as example inputs."
+    else:
+        known = [a.name for a in arguments if a.kind is not a.VAR_KEYWORD and a.kind is not a.VAR_POSITIONAL]
+        close = [name for given in kwargs for name in get_close_matches(given, known, n=1)]
+        name = (close or known)[0]
+        text = f"Write net({name}=...) in a call, and example_kwargs={{{name!r}: ...}} in compile."
+    if len(args) <= len(by_place):
+        return text
+    return f"{text} Targets are no arguments of this forward: where a method of kfac_fx takes them, write targets=y."
+
+
+def mapping_of_arguments(model: nn.Module, args: Sequence[Any]) -> Mapping[str, Any] | None:
+    """The argument by position that is a mapping of forward's arguments by name, as a batch of a loader is."""
+    try:
+        names = signature_of(model).parameters.keys()
+    except (TypeError, ValueError):  # of a callable of C
+        return None
+    return next((arg for arg in args if isinstance(arg, Mapping) and arg and names >= arg.keys()), None)
 
 
 def required_arguments(model: nn.Module) -> list[str]:
@@ -373,7 +404,9 @@ def refuse_without_blocks(registrations: Sequence[Registration], named: Iterable
         raise RegistrationError(
             "there is no Fisher block: none of the trained parameters is registered, because the losses depend on none "
             f"of them or `variables` names none: {trained}.\n"
-            "print(net.report) gives the reason for each. Let forward return values that are computed from them."
+            "print(net.report) says what became of each. Let forward return values that are computed from them. Usual "
+            "causes are torch.no_grad(), a detach(), and a derivative by torch.autograd.grad(..., create_graph=False): "
+            "without create_graph=True it is a constant."
         )
 
 

@@ -139,6 +139,37 @@ def test_a_declared_layer_comes_from_the_file_of_the_model(tmp_path: Path, capsy
         assert status == 2 and f"--layer {wrong}: write file.py:name, the name of a function below @kfac_fx" in err
 
 
+HEADS = """
+import torch
+from torch import nn
+from kfac_fx.losses import Categorical, Normal
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+def both(outputs):
+    return [Categorical(outputs[0]), Normal(outputs[1])]
+"""
+
+
+def test_a_loss_of_several_outputs_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cli_heads.py").write_text(HEADS)
+    common = ("report", "cli_heads.py:Heads", "--input", "4,6", "--loss")
+    status, out, err = run(capsys, *common, "cli_heads.py:both")
+    assert (status, err) == (0, "") and "35 of 35 trainable parameters" in out
+    status, _, err = run(capsys, *common, "categorical")
+    assert status == 1 and err.endswith(
+        "Here: --loss FILE:NAME, the name of such a function of the outputs in a file.\n"
+    )
+    status, _, err = run(capsys, *common, "cli_heads.py:torch")
+    assert status == 2 and "write file.py:name, the name of a function of the model's outputs" in err
+
+
 def test_a_model_that_exists_takes_no_arguments() -> None:
     with pytest.raises(CommandError, match="cli_models:ready is a model already, so it takes no --arg"):
         load("cli_models:ready", {"width": 3})

@@ -196,7 +196,7 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
     assert lines[0] == (
         "Steps is captured at its first training forward, because torch.fx alone cannot trace all of it. Give "
         "kfac_fx.compile example inputs to capture it now, as in kfac_fx.compile(model, (x,), ...) for a batch x. The "
-        "model may stay as it is. The error of torch.fx is:"
+        "error of torch.fx is:"
     )
     assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
     assert lines[-1].startswith("  ") and len(lines) == 4  # a line of the model and torch's error, and no other advice

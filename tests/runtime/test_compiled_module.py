@@ -72,6 +72,19 @@ def test_modes_that_are_restored_one_by_one_record_and_drop_again() -> None:
     assert optimizer.counter == 2 and optimizer.fallbacks() == []
 
 
+class Slope(nn.Module):
+    """Forgets create_graph=True, as equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(x).square().sum(), x)
+        return slope
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -81,8 +94,9 @@ def test_modes_that_are_restored_one_by_one_record_and_drop_again() -> None:
         ),
         (nn.ReLU(), "trained parameters, and there are none: the model has none"),
         (Beside(), r"there is no Fisher block: none of the trained .*: beside\.\nprint\(net\.report\)"),
+        (Slope(), r"there is no Fisher block: .*\n.*without create_graph=True it is a constant\.$"),
     ],
-    ids=["frozen", "without parameters", "unused"],
+    ids=["frozen", "without parameters", "unused", "a derivative without its graph"],
 )
 def test_a_model_of_which_nothing_is_trained_has_no_fisher(model: nn.Module, text: str) -> None:
     net = kfac_fx.compile(model, (X,), loss="categorical")

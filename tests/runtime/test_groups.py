@@ -217,6 +217,14 @@ def test_parameters_in_no_group_do_not_move_and_are_in_the_report() -> None:
     assert "in no parameter group" not in str(net.report)
 
 
+def test_a_group_of_parameters_that_another_one_has_is_told_what_is_enough() -> None:
+    net = compile(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), (torch.randn(8, 4),), loss="categorical")
+    opt = KFAC(net)
+    text = r"more than one parameter group: 0.weight, 0.bias. To train frozen ones .*requires_grad_\(True\) is enough"
+    with pytest.raises(ValueError, match=text):
+        opt.add_param_group({"params": net.model[0].parameters()})
+
+
 @pytest.mark.parametrize("number", [5, IN_CACHE, IN_CACHE + 1, 3 * IN_CACHE + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inner_products_of_long_vectors_are_exact_up_to_rounding(number: int, dtype: torch.dtype) -> None:

@@ -140,8 +140,8 @@ def test_losses_of_several_outputs_have_their_form_in_the_error() -> None:
         ". For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
         "kfac_fx.losses.Normal(outputs[1]))]: a number in front of a loss is its coefficient"
     )
-    for wrong in (["mse"], ("mse", X), (Normal(X), 0.5), "mse"):
-        with pytest.raises(LossError, match="the function given as loss returned a (str|tuple|float)") as error:
+    for wrong in (["mse"], ("mse", X), "mse"):
+        with pytest.raises(LossError, match="the function given as loss returned a (str|tuple)") as error:
             loss_from(lambda outputs, wrong=wrong: wrong)(X)
         assert str(error.value).endswith(form)
     with pytest.raises(LossError) as error:
@@ -293,6 +293,24 @@ def test_a_distribution_of_the_returned_loss_is_refused(kind: Any, outputs: Any,
     text = rf"gives a {kind.__name__} of one number, as a loss is.*: write loss=.*{kind.__name__}\({written}\)"
     with pytest.raises(LossError, match=text):
         loss_from(lambda outputs: kind(outputs[key]))(outputs)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        ((Normal(X), 10.0), r"whose coefficient is behind the loss, and a .*: write \(10, kfac_fx.losses.Normal\("),
+        (
+            (torch.ones(4, 1), Normal(X)),
+            r"of shape \[4, 1\], and a coefficient is one number .*Normal\(weights.sqrt\(\)",
+        ),
+    ],
+)
+def test_a_pair_in_the_other_order_or_with_weights_of_cases_says_what_to_write(
+    pair: Any, text: str, listed: bool
+) -> None:
+    with pytest.raises(LossError, match=text):
+        loss_from(lambda outputs: [pair] if listed else pair)(X)
 
 
 def test_the_loss_of_a_training_is_no_distribution() -> None:

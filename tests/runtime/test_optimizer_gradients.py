@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiled.compiled_module import CompiledModule, compile
+from kfac_fx.compiled.loss_scale import LossScaleWarning
 from kfac_fx.linalg import matrices
 from kfac_fx.optim.optimizer import KFAC
 from kfac_fx.recording import equivalence
@@ -96,12 +97,16 @@ def test_an_update_that_is_not_finite_is_not_made() -> None:
     assert opt.skipped.item() == 1
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pairs(("factor", [torch.nan, 0.0]), ("on_host", [True, False]), ("options", KINDS))
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
-def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any]) -> None:
+def test_a_first_step_without_a_gradient_to_follow_is_taken_again(
+    options: dict[str, Any], on_host: bool, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:
+        monkeypatch.setattr(matrices, "on_host", lambda condition: False)
     net, opt = made(**options)
     x, y = batch(7)
-    (F.cross_entropy(net(x), y) * torch.nan).backward()
+    (F.cross_entropy(net(x), y) * factor).backward()
     opt.step()
     other, same = made(**options)
     same.generator.set_state(opt.generator.get_state())
@@ -109,6 +114,43 @@ def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any])
         train(model, optimizer, range(2))
     assert_same(values(net), values(other))
     assert (opt.counter, opt.skipped.item()) == (2, 1)
+
+
+@pairs(("on_host", [True, False]), ("options", KINDS))
+def test_a_step_whose_gradients_are_zero_changes_nothing(
+    options: dict[str, Any], on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a batch without targets are. In the averages they would count as a gradient."""
+    if not on_host:
+        monkeypatch.setattr(matrices, "on_host", lambda condition: False)
+    net, opt = made(**options, invert_every=5, weight_decay=0.1)
+    train(net, opt, range(3))
+    before, state = values(net), flat_state(opt.state_dict())
+    opt.zero_grad()
+    x, y = batch(3)
+    (F.cross_entropy(net(x), y) * 0).backward()
+    opt.step()
+    assert_same(before, values(net))
+    now, moves_on = flat_state(opt.state_dict()), ("/skipped", "/generator")
+    if not on_host:
+        moves_on += ("/counter", "/checks", "/moved", "/predicted_change", "/qmodel_learning_rate", "/qmodel_momentum")
+        moves_on += ("/promised", "/calm", "/near", "/agreement", "/agreed", "/same")
+    kept = {name: value for name, value in state.items() if not name.endswith(moves_on)}
+    assert_same(kept, {name: now[name] for name in kept})
+    assert opt.skipped.item() == 1 and opt.counter == (3 if on_host else 4)
+
+
+def test_a_first_gradient_of_zero_does_not_spend_the_check_of_the_loss() -> None:
+    net, opt = made()
+    x, y = batch(0)
+    for factor in (0.0, 0.0, 20.0):
+        opt.zero_grad()
+        (F.cross_entropy(net(x), y) * factor).backward()
+        if factor:
+            with pytest.warns(LossScaleWarning, match="20"):
+                opt.step()
+        else:
+            opt.step()
 
 
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")

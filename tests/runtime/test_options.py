@@ -22,7 +22,7 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the default of two numbers": (
         {"damping": 0.1, "overhead": 0.4, "second_moment_decay": 0.9},
         [
-            "KFAC with the default rule does not have these options:",
+            "KFAC with momentum_type='regular' does not have these options:",
             "  overhead, which is one of 'adaptive', 'eigen_moments'.",
             "  second_moment_decay, which is one of 'eigen_moments'.",
         ],
@@ -30,8 +30,10 @@ NOT_OF_THE_RULE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the default of a damping": (
         {"lr": None, "damping": 0.1, "adapt_damping": True},
         [
-            "KFAC with the default rule does not have these options:",
+            "KFAC with momentum_type='adaptive' does not have these options:",
             "  adapt_damping, which is one of 'regular', 'adam', 'qmodel', 'qmodel_fixedmu'.",
+            "This rule is that of the arguments: a damping with an lr means 'regular', a damping alone 'adaptive', and "
+            "neither of both 'eigen_moments'; momentum_type='...' names another rule.",
         ],
     ),
     "the default without numbers": (

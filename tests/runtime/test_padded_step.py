@@ -256,6 +256,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("exact_products")
+def test_gradients_of_zero_change_nothing() -> None:
+    training = Training("text", torch.float64)
+    for _ in range(4):
+        training.step()
+    parameters = list(training.net.parameters())
+    means = [tensor for group in training.state.memory.means.groups for tensor in group.extras.values()]
+    before = [tensor.detach().clone() for tensor in (*parameters, *means)]
+    training.optimizer.zero_grad()
+    (0 * F.cross_entropy(training.net(training.x).flatten(0, -2), training.y.flatten())).backward()
+    training.optimizer.step()
+    assert int(training.optimizer.skipped) == 1
+    for tensor, value in zip((*parameters, *means), before, strict=True):
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_an_update_that_is_not_finite_makes_no_step() -> None:
     training = Training("text", torch.float64)

@@ -112,6 +112,12 @@ def test_gradients_of_zero_are_told_and_an_lr_of_zero_is_not() -> None:
     assert told(opt, lambda: [step(net, opt, x, y) for _ in range(12)]) == []
 
 
+def test_gradients_of_zero_behind_other_steps_are_those_of_a_minimum() -> None:
+    net, opt, x, y = made()
+    assert told(opt, lambda: [step(net, opt, x, y, scale=float(number < 3)) for number in range(60)]) == []
+    assert opt.skipped == 57 and opt.counter == 3
+
+
 def test_steps_that_checks_undo_and_those_of_a_loaded_state_are_no_failures() -> None:
     net, opt, x, y = made(damping=None, momentum_type="eigen_moments")
     state = opt._step_state

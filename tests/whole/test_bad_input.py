@@ -533,6 +533,41 @@ def test_example_inputs_of_another_dtype_are_refused_as_those_of_another_shape()
         kfac_fx.compile(mlp(), (X.double(),), loss="categorical")
 
 
+class AllOptional(nn.Module):
+    """As models of Hugging Face are, whose arguments all have defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, pixel_values: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        assert pixel_values is not None
+        out: Tensor = self.layer(pixel_values)
+        return out
+
+
+def test_a_typo_in_an_example_keyword_is_told_with_the_argument_that_was_meant() -> None:
+    with pytest.raises(UntraceableError) as error:
+        kfac_fx.compile(AllOptional(), (), {"pixel_value": X}, loss="categorical")
+    assert str(error.value) == (
+        "these inputs do not fit AllOptional.forward(pixel_values, mask): it has no argument pixel_value (did you mean "
+        "'pixel_values'?).\n"
+        "Write net(pixel_values=...) in a call, and example_kwargs={'pixel_values': ...} in compile."
+    )
+
+
+def test_targets_by_position_and_a_batch_as_one_argument_are_told_by_their_names() -> None:
+    estimator = kfac_fx.FisherEstimator(kfac_fx.compile(nn.Linear(4, 2), loss="categorical"))
+    text = r"it takes 1 by their places, and got 2\.\n.* where a method of kfac_fx takes them, write targets=y\.$"
+    with pytest.raises(UntraceableError, match=text):
+        estimator.update_covariances(X, torch.zeros(8, dtype=torch.long))
+    text = (
+        r"A mapping of forward's arguments is no argument itself: write net\(\*\*batch\) in a call, .*example_kwargs="
+    )
+    with pytest.raises(UntraceableError, match=text):
+        kfac_fx.compile(AllOptional(), ({"pixel_values": X},), loss="categorical")
+
+
 def test_example_inputs_that_do_not_fit_forward_are_told_with_its_arguments() -> None:
     with pytest.raises(UntraceableError) as error:
         kfac_fx.compile(nn.Bilinear(4, 4, 2), ((X, X),), {"mask": X}, loss="categorical")

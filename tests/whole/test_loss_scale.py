@@ -456,6 +456,18 @@ def test_a_division_too_many_or_too_few_is_not_taken_for_the_other_reduction(
         opt.step()
 
 
+def test_a_mean_over_as_many_elements_as_cases_may_be_either() -> None:
+    """It said that the number of cases divides the loss twice, and in a batch of another size that it is a mean."""
+    net, x = kfac_fx.compile(nn.Linear(3, 4), loss="normal"), torch.randn(4, 3)
+    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    F.mse_loss(net(x), torch.zeros(4, 4)).backward()
+    text = (
+        "twice: a mean is already; or it is a mean over the 4 elements of a case, too: sum over them, or register it as"
+    )
+    with pytest.warns(kfac_fx.LossScaleWarning, match=text):
+        opt.step()
+
+
 def in_steps(net: kfac_fx.CompiledModule, loss: Callable[[Tensor], Tensor], *args: Tensor, **options: Any) -> list[str]:
     """The warnings of two steps."""
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, **options)

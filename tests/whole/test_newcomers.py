@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from kfac_fx.linalg import matrices
 from kfac_fx.optim.checks import Newcomers
 
 AT, STEPS = 65, 90
@@ -160,8 +161,13 @@ class WithLoss(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_check_on_cases_without_targets_undoes_nothing(parts: int) -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_check_on_cases_without_targets_undoes_nothing(
+    parts: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mean over no cases is NaN at all weights, with a gradient of zero, so it is no loss that has risen."""
+    if not on_host:  # as on an accelerator, where the host does not know that the gradient is zero
+        monkeypatch.setattr(matrices, "on_host", lambda condition: False)
     x, y = digits()
     model = WithLoss()
     net = kfac_fx.compile(model, (x[:8], y[:8]))
@@ -182,4 +188,24 @@ def test_a_check_on_cases_without_targets_undoes_nothing(parts: int) -> None:
     step(20, 1)  # this step has a check
     with torch.no_grad():
         assert float(model(x, y)) < 1.2 * before
-    assert int(opt.skipped) == 0
+    assert int(opt.skipped) == (parts == 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")
+def test_a_first_batch_without_targets_leaves_no_trace() -> None:
+    """Its gradient of zero halved the means of gradients and of their squares, for a hundred steps."""
+    x, y = digits()
+
+    def trained(first: bool) -> tuple[list[Tensor], kfac_fx.KFAC]:
+        net = kfac_fx.compile(WithLoss(), (x[:8], y[:8]))
+        opt = kfac_fx.KFAC(net, estimation_mode="empirical")
+        for number in range(0 if first else 1, 4):
+            rows = slice(64 * number, 64 * number + 64)
+            opt.zero_grad()
+            net(x[rows], y[rows] if number else torch.full_like(y[rows], -100)).backward()
+            opt.step()
+        return [parameter.detach() for parameter in net.parameters()], opt
+
+    (values, opt), (others, other) = trained(True), trained(False)
+    assert all(map(torch.equal, values, others))
+    assert (opt.counter, int(opt.skipped)) == (3, 1) and torch.equal(opt.rho, other.rho)

@@ -277,6 +277,46 @@ def test_a_loss_by_name_says_which_attribute_to_take() -> None:
         kfac_fx.compile(Model(OUTPUTS["object"]), (X,), loss="categorical")
 
 
+@dataclass
+class LossAndLogits:
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@pairs(("kind", [LossAndLogits, dict]), ("spec", ["categorical", "cross_entropy", "of a function"]))
+def test_a_loss_on_a_model_that_returns_its_own_names_the_logits(kind: Any, spec: str) -> None:
+    """It named the first attribute, which was the loss."""
+    model = Model(lambda logits, h: kind(loss=F.cross_entropy(logits, Y), logits=logits))
+    output = "outputs['logits']" if kind is dict else "outputs.logits"
+    given: Any = spec
+    if spec == "of a function":
+        given = lambda outputs: kfac_fx.losses.Categorical(outputs["loss"] if kind is dict else outputs.loss)  # noqa: E731
+    with pytest.raises(
+        LossError, match=re.escape(f"loss=lambda outputs: kfac_fx.losses.Categorical({output})")
+    ) as told:
+        kfac_fx.compile(model, (X,), loss=given)
+    assert "leave loss= out" in str(told.value)
+
+
+def test_a_loss_that_the_training_leaves_out_is_asked_for_as_the_model_returns_it() -> None:
+    class WithTargets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+            logits = self.layer(x)
+            return LossAndLogits(None if y is None else F.cross_entropy(logits, y), logits)
+
+    net = kfac_fx.compile(WithTargets(), (X, Y))
+    opt = kfac_fx.KFAC(net)
+    with pytest.warns(
+        UserWarning, match=re.escape("lambda outputs: kfac_fx.losses.Categorical(outputs.logits)). Else")
+    ):
+        net(X)
+    assert opt.estimator.estimation_mode == "empirical"
+
+
 def test_an_object_next_to_tensors_is_left_out() -> None:
     """As the caches of language models, which are no outputs of the Fisher."""
     net = kfac_fx.compile(Model(lambda logits, h: (logits, Plain(h))), (X,), loss=lambda out: loss(Plain(out[0])))

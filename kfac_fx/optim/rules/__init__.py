@@ -148,6 +148,12 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 
 
+DAMPED = (
+    "a damping with an lr means 'regular', a damping alone 'adaptive', and neither of both 'eigen_moments'; "
+    "momentum_type='...' names another rule"
+)
+
+
 def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any], *, by_default: bool = False) -> Rule:
     """A rule of the library with these options; None is no value.
 
@@ -168,9 +174,12 @@ def rule_named(name: str, options: Mapping[str, Any], known: Mapping[str, Any], 
             near = OTHER_NAMES.get(option) or nearest(option, everywhere)
             rows.append(f"  {option}" + (f", which is one of {', '.join(others)}." if others else f".{near}"))
     if rows:
+        damped = by_default and "damping" in options
+        chosen = BY_DEFAULT if by_default and not damped else f"momentum_type={name!r}"
         raise TypeError(
-            f"KFAC with {BY_DEFAULT if by_default else f'momentum_type={name!r}'} does not have these options:\n"
+            f"KFAC with {chosen} does not have these options:\n"
             + "\n".join(rows)
+            + f"\nThis rule is that of the arguments: {DAMPED}." * damped
             + f"\nThe options of this rule are {', '.join(names)}; "
             "all rules have those of KFAC's signature, such as lr and weight_decay."
         )

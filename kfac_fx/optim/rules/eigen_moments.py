@@ -317,6 +317,13 @@ class EigenMoments(CheckedRule):
         padded.pack(step.flat)
         return padded.gradient_is_finite()  # type: ignore[no-any-return]
 
+    def has_gradient(self, step: BlockStep) -> Tensor:
+        padded = step.memory.padded(step.flat)
+        if padded is None:
+            return super().has_gradient(step)
+        padded.pack(step.flat)
+        return padded.has_gradient()  # type: ignore[no-any-return]
+
     def whole_step(self, step: BlockStep) -> tuple[Tensor, None] | None:
         padded = step.memory.padded(step.flat)
         if padded is None:
