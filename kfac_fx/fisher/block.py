@@ -364,6 +364,23 @@ class BlockDiagonalFisher(Operator):
                 tensor.copy_(state[name])
             block.group.updated, block.group.inverted = earlier.group.updated, earlier.group.inverted
 
+    @property
+    def cohorts(self) -> dict[Key, int]:
+        """By block the number of its cohort: blocks of one are recorded and decomposed at the same times."""
+        return {key: number for number, cohort in enumerate(self._cohorts) for key in cohort}
+
+    def set_cohorts(self, cohorts: Mapping[Key, int]) -> None:
+        """Make empty blocks in other cohorts, for the values of a state: a process that unfroze a layer before it loads
+        has it in a stack with others, and these would get new inverses when the layer does."""
+        if cohorts == self.cohorts:
+            return
+        registrations, parameters = self.wanted()
+        owners = {name: block.group.owner for block in self._blocks.values() for name in block.registration.owners}
+        members: list[list[Registration]] = [[] for _ in range(max(cohorts.values()) + 1)]
+        for registration in registrations:
+            members[cohorts[registration.parameters]].append(registration)
+        self._make_blocks(members, registrations, parameters, owners)
+
     def _make_blocks(
         self,
         cohorts: Sequence[Sequence[Registration]],

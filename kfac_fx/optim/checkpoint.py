@@ -159,7 +159,8 @@ def whole(state: StepState) -> Tensors:
         values |= {MOVED.removeprefix(WHOLE): state.checks.newcomers.numbers(names, schedule.counter)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in sorted(state.estimator.blocks)]
-    values |= {"first_recorded": torch.tensor(first)}
+    cohorts = [state.estimator.cohorts[key] for key in sorted(state.estimator.blocks)]
+    values |= {"first_recorded": torch.tensor(first), COHORTS.removeprefix(WHOLE): torch.tensor(cohorts)}
     values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state).items()}
     values |= {OPTIONS.removeprefix(WHOLE): option_numbers(state.options)}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
@@ -231,6 +232,8 @@ def restore(
         schedule.checked(step, apart, state.checks.size.calm)
     first = zip(sorted(state.estimator.blocks), values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
+    numbers = values[COHORTS.removeprefix(WHOLE)].tolist()
+    state.estimator.set_cohorts(dict(zip(sorted(state.estimator.blocks), numbers, strict=True)))
     if checkpoint.bases_as != state.estimator.bases_as:
         state.estimator.keep_bases_as(checkpoint.bases_as)
     state.estimator.load_checked({"damping": values["estimator.damping"], **checkpoint.blocks})
@@ -246,7 +249,7 @@ def restore(
 
 WHOLE_VALUES: Mapping[str, Values] = {
     **dict.fromkeys(("damping", "estimator.damping", "ratio", "overhead"), NOT_NEGATIVE),
-    **dict.fromkeys(("skipped", "counter", "burned_in", "checks", "first_recorded", "moved"), A_COUNT),
+    **dict.fromkeys(("skipped", "counter", "burned_in", "checks", "first_recorded", "cohorts", "moved"), A_COUNT),
     **dict.fromkeys(("rho", "predicted_change", "options"), ANY_NUMBER),
     "loss_before": Values(nan=True),  # of a step that was not taken
     "norm": Values(least=0, infinite=True),  # before the first check
@@ -261,6 +264,7 @@ SINCE = (
     *exact_steps.EXACT_SCALARS,
 )
 GENERATOR = f"{WHOLE}generator"
+COHORTS = f"{WHOLE}cohorts"  # of the blocks in the order of their keys; in no older states
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
@@ -489,6 +493,8 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
         moved = {state.vectors.names[p] for n, (p, _) in enumerate(parameters_of(groups)) if n in with_state}
         names_here = state.vectors.names.values()
         entry_of[MOVED] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
+    if COHORTS not in entry_of and isinstance(first := entry_of.get(f"{WHOLE}first_recorded"), Tensor):
+        entry_of[COHORTS] = (first > 0).to(first.dtype)
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
         entries.late.clear()  # they belong to a step whose loss is still to be measured
@@ -640,6 +646,9 @@ def further_faults(state: StepState, groups: Sequence[Group], entries: Entries, 
             steps = entry[:1] if name == "checks" else entry
             if bool((steps > counter).any()):
                 rows.append((f"{WHOLE}{name}", f"is of a step after the last, {int(cast(Tensor, counter))}"))
+    cohorts = given.get(COHORTS)
+    if COHORTS not in wrong and cohorts is not None and bool((cohorts > len(cohorts) + 1).any()):
+        rows.append((COHORTS, f"has the number {int(cohorts.max())}, and there are {len(cohorts)} blocks"))
     for name, allowed in {**WHOLE_VALUES, **state.options.rule.values}.items():
         entry = given.get(f"{WHOLE}{name}") if allowed.steps else None
         if entry is not None and wrong.isdisjoint((f"{WHOLE}counter", f"{WHOLE}{name}")) and entry > counter:

@@ -144,7 +144,7 @@ ANY = 10**6
 COMMON = frozenset([
     "damping", "rho", "predicted_change", "loss_before", "kappa", "skipped", "counter", "burned_in", "late", "options",
     "first_recorded", "generator", "estimator.damping", "name", "momentum_type", "estimation_mode", "adapt_damping",
-    "intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near",
+    "cohorts", "intervals", "overhead", "checks", "ratio", "norm", "value", "weight", "calm", "same", "near",
 ])  # fmt: skip
 
 

@@ -593,6 +593,35 @@ def test_a_training_that_unfroze_a_layer_goes_on_if_it_is_unfrozen_after_the_sta
     assert equal(again.model.state_dict(), training.model.state_dict())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum_type": "adam"}, {"momentum_type": "adaptive"}, {"lr": None, "damping": None, "momentum": None}],
+    ids=["regular", "adam", "adaptive", "default"],
+)
+def test_a_training_that_unfroze_a_layer_goes_on_in_a_process_where_it_was_never_frozen(
+    options: dict[str, Any],
+) -> None:
+    """There the layer was in one stack with another of its shape, which got new inverses when this layer did."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+    training = Training(model(), **options)
+    training.model[4].requires_grad_(False)
+    for number in range(7):
+        if number == 4:
+            training.model[4].requires_grad_(True)
+        training.step(number)
+    again = Training(model(), **options)
+    again.model.load_state_dict(copy.deepcopy(training.model.state_dict()))
+    again.opt.load_state_dict(copy.deepcopy(training.opt.state_dict()))
+    for number in range(7, 16):
+        training.step(number)
+        again.step(number)
+    assert equal(again.model.state_dict(), training.model.state_dict())
+
+
 def test_a_state_of_a_shallower_net_is_told_by_its_shapes() -> None:
     """It lacks a block, too, but its parameters were not frozen."""
 
