@@ -92,6 +92,7 @@ SMOOTH = {
     "detach",
 }
 SCATTERS = {"scatter_add", "index_add"}
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
 ValueOf = Callable[[fx.Node], Any]
 
 
@@ -243,19 +244,44 @@ def may_draw(program: Program, node: fx.Node) -> bool:
     return not isinstance(region, fx.GraphModule) or any(may_draw(program, inner) for inner in region.graph.nodes)
 
 
-def with_the_value_of(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The nodes that have the value of one of `nodes`, and this one: forward may compute it twice, once without a
-    gradient."""
+def told_by(program: Program, outputs: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The nodes whose values the values of `outputs` tell, and the output that does: tensors that it is a reshape of,
+    and those that have the same value, because forward computes it twice, once without a gradient."""
+    by_source = {node: output for output in outputs for node in reshaped_from(program, output)}
     if any(changes_memory(node) for node in program.graph.nodes):
-        return {node: node for node in nodes}
+        return by_source
     first, same = dict[Any, fx.Node](), dict[fx.Node, fx.Node]()
     for node in program.graph.nodes:
         names: Any = fx.map_arg((node.args, node.kwargs), lambda operand: same[operand].name)
         calls = node.op in ("call_function", "call_method") and not may_draw(program, node)
         key = (node.op, node.target, str(names)) if calls or node.op == "get_attr" else node
         same[node] = first.setdefault(key, node)
-    by_first = {same[node]: node for node in nodes}
+    by_first = {same[node]: output for node, output in by_source.items()}
     return {node: by_first[of] for node, of in same.items() if of in by_first}
+
+
+def reshaped_from(program: Program, node: fx.Node) -> list[fx.Node]:
+    """A node, and those that it is a reshape of, if their sizes are numbers or sizes of inputs."""
+    sizes, nodes = {size for of in program.inputs for size in symbolic_sizes(of)}, [node]
+    while op_name(node) in RESHAPES and isinstance(source := node.args[0], fx.Node) and shape_of(source):
+        drops = op_name(node) == "select" and str(math.prod(shape_of(source))) != str(math.prod(shape_of(node)))
+        if drops or not sizes.issuperset(size for size in symbolic_sizes(source) if size):
+            break
+        nodes.append(node := source)
+    return nodes
+
+
+def sizes_of(program: Program, node: fx.Node, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """The shape of one of the nodes of `reshaped_from` on some inputs, the values of `program.inputs`."""
+    known = {
+        name: size
+        for of, value in zip(program.inputs, inputs, strict=True)
+        if isinstance(value, Tensor)
+        for name, size in zip(symbolic_sizes(of), value.shape, strict=True)
+    }
+    return tuple(
+        size if name is None else known[name] for name, size in zip(symbolic_sizes(node), shape_of(node), strict=True)
+    )
 
 
 def is_parameter(program: Program, node: fx.Node) -> bool:
@@ -387,7 +413,7 @@ def find_losses(program: Program) -> Program:
     ways = [way_of(site.node, ends, behind, unknown) for site in sites]
     if None in ways:
         # A run tells what has no gradient and depends on the inputs of the losses alone, such as causal weights.
-        beyond = unknowable(program, with_the_value_of(program, outputs)) | (unknown & with_gradient(program))
+        beyond = unknowable(program, told_by(program, outputs)) | (unknown & with_gradient(program))
         again = [way_of(site.node, ends, behind, beyond) for site in sites]
         ways = [way or (other and replace(other, of_outputs=True)) for way, other in zip(ways, again, strict=True)]
     sites = in_chunks(program, [replace(site, way=way) for site, way in zip(sites, ways, strict=True)])
@@ -427,15 +453,17 @@ def squares_behind(
         if is_one_number(node, numbers):
             numbers.add(node)
     label = labels(program.graph, program.parameters)
+    behind, walked = ancestors(ends), set[fx.Node]()
     stack = [(end, "val" in end.meta and end in numbers, 1) for end in ends]
     while stack:
         node, is_sum, sign = stack.pop()
+        walked.add(node)
         operands, name = [operand for operand in differentiated(node) if operand in learned], op_name(node)
         is_sum = is_sum or is_total(node)
         if node not in learned or node in losses:
             continue
         of_cases = is_square(node) and label[operands[0]] is Label.ACT and operands[0] not in numbers
-        if of_cases and is_sum and sign > 0 and losses.isdisjoint(ancestors([node])) and has_size(program, operands[0]):
+        if of_cases and is_sum and sign > 0 and losses.isdisjoint(ancestors([node])) and has_size(operands[0]):
             squares[node] = None
         elif (name in ("add", *JOINS) and "alpha" not in node.kwargs and (sized or name == "add")) or (
             name in LINEAR | {"mul", "div"} and is_linear(node, learned)
@@ -447,18 +475,19 @@ def squares_behind(
             stack += [(operand, is_sum, sign if operand is node.args[0] else -sign) for operand in operands]
         elif not sites:
             return []
-    return list(squares)
+    # A square that another term is a function of, as the distance in a contrastive loss, is no loss alone.
+    others = [node for node in behind if node not in walked]
+    return [node for node in squares if node not in ancestors(other for other in others if other in behind)]
 
 
-def has_size(program: Program, node: fx.Node) -> bool:
-    """Whether a tensor has the size of an input, which a mean over the batch has not; or does not depend on inputs; or
-    no input has a free size."""
+def has_size(node: fx.Node) -> bool:
+    """Whether a tensor has the size of an input, which a mean over the batch has not; or depends on no input with a
+    free size."""
 
     def is_free(of: fx.Node) -> bool:
         return any(size and not size.isdigit() for size in symbolic_sizes(of))
 
-    free = any(map(is_free, program.inputs))
-    return not free or is_free(node) or not any(of.op == "placeholder" for of in ancestors([node]))
+    return is_free(node) or not any(of.op == "placeholder" and is_free(of) for of in ancestors([node]))
 
 
 def is_total(node: fx.Node) -> bool:

@@ -49,7 +49,7 @@ from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
 from kfac_fx.passes.graphs.labels import once, shape_of
 from kfac_fx.passes.graphs.operations import PARTS, SHAPE_ONLY, VIEWS, op_name
 from kfac_fx.passes.ir import Dims, LossSite, Way
-from kfac_fx.passes.losses import with_the_value_of
+from kfac_fx.passes.losses import sizes_of, told_by
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
@@ -398,7 +398,10 @@ class OutputLosses:
         sites = self.emitted.loss_sites
         if self.given is not None or not sites:
             return []
-        by_site, known = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites), self.of_run(fisher)
+        by_site, known = (
+            targets if isinstance(targets, (list, tuple)) else [targets] * len(sites),
+            self.of_run(fisher, values),
+        )
         return [
             self.rows_of(site, inputs, values, target, known)
             for site, inputs, target in zip(sites, fisher, by_site, strict=True)
@@ -578,12 +581,12 @@ class OutputLosses:
         fisher: these outputs in a run on these inputs.
         """
         sites = self.declared.sites
-        known = self.of_run(fisher)
+        known = self.of_run(fisher, values)
         each = ((site.targets, known | shaped_as(site.targets, known)) for site in sites)
         return [self.emitted.target_values(targets, values, of_run) for targets, of_run in each]
 
-    def of_run(self, fisher: Sequence[Tensor]) -> dict[Any, Tensor]:
-        """The values of nodes that a run tells: the Fisher's outputs."""
+    def of_run(self, fisher: Sequence[Tensor], values: Any) -> dict[Any, Tensor]:
+        """The values of nodes that a run on these inputs tells by the Fisher's outputs."""
         if not self.emitted.whole:
             return {}
         outputs = self.emitted.program.outputs[: len(fisher)]  # the rest are those of other terms
@@ -591,8 +594,10 @@ class OutputLosses:
         if not known or not self.weigh_by_outputs:
             return known
         program = self.emitted.program
-        same = once(with_the_value_of, program, lambda: with_the_value_of(program, outputs))
-        return {node: known[of] for node, of in same.items()}
+        told = once(told_by, program, lambda: told_by(program, outputs))
+        reshaped = {node: output for node, output in told.items() if shape_of(node) != shape_of(output)}
+        others = {node: known[of].reshape(sizes_of(program, node, values)) for node, of in reshaped.items()}
+        return {node: known[of] for node, of in told.items() if node not in reshaped} | others
 
     @property
     def sites_weighed_by_outputs(self) -> list[tuple[LossSite, Way]]:
@@ -610,7 +615,8 @@ class OutputLosses:
 
         before, after: the Fisher's outputs on these inputs.
         """
-        old, new, total = self.of_run(before), self.of_run(after), torch.zeros((), device=after[0].device)
+        old, new = (self.of_run(outputs, values) for outputs in (before, after))
+        total = torch.zeros((), device=after[0].device)
         for site, way in self.sites_weighed_by_outputs:
             loss = self.emitted.target_values(site.node, values, new)
             was, now = (self.emitted.weights(way, loss, values, known) for known in (old, new))

@@ -4,6 +4,7 @@ losses of torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -221,6 +222,53 @@ def test_weights_of_outputs_are_in_the_factors_as_weights_that_are_passed(weight
     torch.testing.assert_close(scores[0], scores[1])
 
 
+def grouped_first(r: Tensor) -> Tensor:
+    return r.view(-1, 2).detach()
+
+
+def detached_first(r: Tensor) -> Tensor:
+    return r.detach().reshape(-1, 2)
+
+
+def without_gradient(r: Tensor) -> Tensor:
+    with torch.no_grad():
+        return r.view(-1, 2)
+
+
+def of_fixed_size(r: Tensor) -> Tensor:
+    return r.detach().view(N, 2)
+
+
+@pytest.mark.parametrize("grouped", [grouped_first, detached_first, without_gradient, of_fixed_size])
+def test_weights_of_grouped_residuals_are_in_the_fisher(grouped: Callable[[Tensor], Tensor]) -> None:
+    """The residuals of the loss are a reshape of those that the weights are made of, which a run tells, too."""
+
+    def weights(z: Tensor, y: Tensor) -> Tensor:
+        return torch.exp(-grouped((z - y).flatten()).square().mean(1).cumsum(0))
+
+    def loss(z: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        r = (z - y).flatten()
+        groups = r.view(N, 2) if grouped is of_fixed_size else r.view(-1, 2)
+        return (weights(z, y)[:, None] * groups**2).mean() + 5 * F.mse_loss(b, torch.ones_like(b))
+
+    torch.manual_seed(0)
+    model, args = Trained(loss), batch()
+    net = kfac_fx.compile(model, args)
+    assert not net.program.dropped
+    vector = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    product = net.fisher_product(*args)(vector)
+    parameters = {name.removeprefix("net."): p.detach() for name, p in model.named_parameters()}
+    tangent = {name.removeprefix("net."): v for name, v in vector.items()}
+
+    def along(x: Tensor) -> Tensor:
+        function = partial(torch.func.functional_call, model.net, args=(x,))
+        return torch.func.jvp(lambda p: function(parameter_and_buffer_dicts=p), (parameters,), (tangent,))[1]
+
+    w = weights(model.net(args[0]), args[2])[:, None]
+    wanted = 2 * (w * along(args[0]) ** 2).mean() + 10 * (along(args[1]) ** 2).mean()
+    torch.testing.assert_close(sum((product[name] * vector[name]).sum() for name in vector), wanted)
+
+
 def test_a_loss_with_weights_of_outputs_has_exact_steps() -> None:
     torch.manual_seed(0)
     x, border, y = torch.rand(64, 2), torch.rand(3, 2), torch.rand(64, 2)
@@ -264,12 +312,17 @@ def test_other_functions_of_squares_have_no_name(loss: Loss, exported: bool) -> 
     assert not net.program.losses
 
 
+def distances(d: Tensor) -> Tensor:
+    return d.mean() + (1 - d.sqrt()).relu().mean()
+
+
 OTHER_TERMS: dict[str, Loss] = {
     "a difference": lambda z, b, y: F.mse_loss(z, y) - 0.1 * b.square().mean(),
     "a negative weight": lambda z, b, y: F.mse_loss(z, y) + -0.1 * b.square().mean(),
     "a root": lambda z, b, y: F.mse_loss(z, y) + b.square().mean().sqrt(),
     "a mean of the batch": lambda z, b, y: F.mse_loss(z, y) + z.mean(0).square().sum(),
     "a squared norm": lambda z, b, y: F.mse_loss(z, y) + z.norm() ** 2,
+    "a distance and a function of it": lambda z, b, y: F.mse_loss(b, 0 * b) + distances((z - y).square().sum(1)),
 }
 
 
