@@ -265,9 +265,11 @@ def reshaped_from(program: Program, node: fx.Node) -> list[fx.Node]:
     sizes, nodes = {size for of in program.inputs for size in symbolic_sizes(of)}, [node]
     while op_name(node) in RESHAPES and isinstance(source := node.args[0], fx.Node) and shape_of(source):
         drops = op_name(node) == "select" and str(math.prod(shape_of(source))) != str(math.prod(shape_of(node)))
-        if drops or not sizes.issuperset(size for size in symbolic_sizes(source) if size):
+        if drops:
             break
-        nodes.append(node := source)
+        node = source
+        if sizes.issuperset(size for size in symbolic_sizes(node) if size):
+            nodes.append(node)
     return nodes
 
 

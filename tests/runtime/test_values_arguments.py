@@ -81,7 +81,7 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: compiled(loss=losses.NormalMeanVariance), LossError, r"NormalMeanVariance\(outputs\[0\], outputs\[1\]",
     ),
     "a coefficient of two numbers": (
-        lambda: recorded(lambda o: (torch.ones(2), losses.Normal(o))), LossError, "a coefficient is one number for all cases",
+        lambda: recorded(lambda o: (torch.ones(2), losses.Normal(o))), LossError, "a coefficient is one number for all",
     ),
     "an infinite coefficient": (
         lambda: recorded(lambda o: (math.inf, losses.Normal(o))), LossError, "inf; it must be positive and finite",
