@@ -92,7 +92,7 @@ SMOOTH = {
     "detach",
 }
 SCATTERS = {"scatter_add", "index_add"}
-RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
+KEEP_ORDER = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
 ValueOf = Callable[[fx.Node], Any]
 
 
@@ -263,7 +263,7 @@ def told_by(program: Program, outputs: Sequence[fx.Node]) -> dict[fx.Node, fx.No
 def reshaped_from(program: Program, node: fx.Node) -> list[fx.Node]:
     """A node, and those that it is a reshape of, if their sizes are numbers or sizes of inputs."""
     sizes, nodes = {size for of in program.inputs for size in symbolic_sizes(of)}, [node]
-    while op_name(node) in RESHAPES and isinstance(source := node.args[0], fx.Node) and shape_of(source):
+    while op_name(node) in KEEP_ORDER and isinstance(source := node.args[0], fx.Node) and shape_of(source):
         drops = op_name(node) == "select" and str(math.prod(shape_of(source))) != str(math.prod(shape_of(node)))
         if drops:
             break
@@ -273,7 +273,7 @@ def reshaped_from(program: Program, node: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def sizes_of(program: Program, node: fx.Node, inputs: Sequence[Any]) -> tuple[int, ...]:
+def shape_on(program: Program, node: fx.Node, inputs: Sequence[Any]) -> tuple[int, ...]:
     """The shape of one of the nodes of `reshaped_from` on some inputs, the values of `program.inputs`."""
     known = {
         name: size

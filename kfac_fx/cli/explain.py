@@ -49,7 +49,13 @@ def explain(program: Program, name: str) -> str:
 
     Raises:
         CommandError: the model has no such trainable parameter.
+        TypeError: `program` is something else, such as the compiled model.
     """
+    if not isinstance(program, Program):
+        raise TypeError(
+            f"explain takes the program of a compiled model, and got a {type(program).__name__}: write "
+            f"explain(net.program, {name!r})."
+        )
     if name not in program.aliases:
         fitting = {parameter: None for other, parameter in program.aliases.items() if fnmatchcase(other, name)}
         if fitting:

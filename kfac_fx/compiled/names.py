@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -279,12 +279,22 @@ def refuse_other_variables(variables: Any, model: Any, argument: str = "variable
     return names
 
 
+NO_LOSS = " No loss that is known depends on it: name its loss with compile(..., loss=lambda outputs: [...])"
+
+
 def check_variables(
-    variables: frozenset[str], registrations: Iterable[Registration], argument: str = "variables"
+    variables: frozenset[str],
+    registrations: Iterable[Registration],
+    argument: str = "variables",
+    lost: Container[str] = (),
 ) -> None:
-    """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
+    """Raises RegistrationError for names registered nowhere, or without those that share their registration.
+
+    lost: names that no known loss depends on.
+    """
     registered = [name for registration in registrations for name in registration.owners]
-    wrong = [(name, f"is registered nowhere.{meant(name, registered)}") for name in variables.difference(registered)]
+    reasons = {name: NO_LOSS if name in lost else meant(name, registered) for name in variables.difference(registered)}
+    wrong = [(name, f"is registered nowhere.{reason}") for name, reason in reasons.items()]
     for owners in (set(registration.owners) for registration in registrations):
         if absent := sorted(owners - variables):
             wrong += [

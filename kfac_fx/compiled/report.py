@@ -265,8 +265,12 @@ RIGHT = (True, False, False, True, False, False)  # the columns whose cells end 
 LONG_TABLE = 20  # rows, from which on those of equal layers are one
 TITLE_WIDTH = 10  # of the titles of sections
 NO_KNOWN_LOSS = (
-    "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule: name "
-    "its loss with compile(..., loss=lambda outputs: [...])"
+    "what forward returns depends on it, and no loss that is known does, so it follows KFAC's first-order rule, AdamW "
+    "with an lr of 0.001: name its loss with compile(..., loss=lambda outputs: [...]), or write "
+    'KFAC(net, first_order={"lr": 0.01}) for another lr'
+)
+NEGATIVE = (
+    "{} has a negative weight in the loss that forward returns, and the Fisher has the absolute value of the weight"
 )
 FROZEN = "not trained while requires_grad is False; the blocks are kept"
 UNNAMED = "takes factors from training gradients because it knows no loss, and "
@@ -797,6 +801,8 @@ def fallbacks(
         if capture.loop_reason is not None:
             sentences.append(f"sources of the exact modes are sent back one by one: {capture.loop_reason}")
         sentences += capture.misfits
+        negative = (s.node for s in capture.program.losses if s.way is not None and (s.way.constant or 0.0) < 0)
+        sentences += [NEGATIVE.format(where(node)) for node in negative]
         if capture.mean_reason is not None:
             kind = "mean" if capture.is_mean else "sum"
             sentences.append(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.compiled.report import factor_dtype
+from kfac_fx.compiled.report import factor_dtype, fold
 from kfac_fx.estimator.batches import (
     NO_DATA,
     Batch,
@@ -88,6 +88,7 @@ from kfac_fx.passes.errors import RegistrationError, fatal, plural, table, warn_
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
+from kfac_fx.recording.captures import without_loss
 from kfac_fx.recording.case_gradients import LowRank, QueryGradients, warn_of_noise
 from kfac_fx.recording.model_checks import refuse_without_blocks
 from kfac_fx.recording.progress import tracked
@@ -96,6 +97,11 @@ from kfac_fx.recording.statistics import Key
 VALUES, OPERATOR = "values", "operator "
 OURS = re.compile(
     r"(block-\d{5}(-[0-9a-f]{12})?|progress-[0-9a-f]{12})\.safetensors|.*\.\d+(-\d+)?\.part|manifest\.json\.part"
+)
+LOST = (
+    "no loss that is known depends on {}, so these parameters have no block, and factors, determinants and scores "
+    "leave them out: name their loss with compile(..., loss=lambda outputs: [...]). If that is meant, name the others "
+    "with variables=."
 )
 UNCOMPARED = ("made of", "progress")  # entries that other checks compare
 
@@ -604,16 +610,19 @@ def fit_spectrum(
         check_parts_of_data(replicas, net, batch, batches)
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
     with telling_how_read(batch, 1):
-        net.recorder(args, kwargs)  # proves the registrations, which may change them
+        recorder = net.recorder(args, kwargs)  # proves the registrations, which may change them
     refuse_without_blocks(net.registrations, net.model.named_parameters())
     if case is None:  # a correction has a warning of its own
         warn_of_noise(net.model, "the factors of a fit")
     parameters = real_parameters(net.model.named_parameters())
     fitted = net.registrations
+    lost = without_loss(recorder.program)
     if variables is not None:
         wanted = frozenset(variables)
-        check_variables(wanted, fitted)
+        check_variables(wanted, fitted, lost=lost)
         fitted = tuple(block for block in fitted if block.owners[0] in wanted)
+    elif lost:
+        warn_user(UserWarning(LOST.format(fold(lost))))
     chosen = chosen_parts(fitted, parameters, parts, memory, factor_dtype)
     passes = len(chosen) * (1 if case is None else 2)
     once = iterator is batches

@@ -49,7 +49,7 @@ from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
 from kfac_fx.passes.graphs.labels import once, shape_of
 from kfac_fx.passes.graphs.operations import PARTS, SHAPE_ONLY, VIEWS, op_name
 from kfac_fx.passes.ir import Dims, LossSite, Way
-from kfac_fx.passes.losses import sizes_of, told_by
+from kfac_fx.passes.losses import shape_on, told_by
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
@@ -596,7 +596,7 @@ class OutputLosses:
         program = self.emitted.program
         told = once(told_by, program, lambda: told_by(program, outputs))
         reshaped = {node: output for node, output in told.items() if shape_of(node) != shape_of(output)}
-        others = {node: known[of].reshape(sizes_of(program, node, values)) for node, of in reshaped.items()}
+        others = {node: known[of].reshape(shape_on(program, node, values)) for node, of in reshaped.items()}
         return {node: known[of] for node, of in told.items() if node not in reshaped} | others
 
     @property

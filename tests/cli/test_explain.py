@@ -92,3 +92,9 @@ def test_a_pattern_explains_every_parameter_once(program: kfac_fx.passes.ir.Prog
 def test_a_pattern_that_fits_nothing_is_refused(program: kfac_fx.passes.ir.Program) -> None:
     with pytest.raises(CommandError, match=r"no trainable parameter 'haed\.\*'"):
         explain(program, "haed.*")
+
+
+def test_a_compiled_model_is_told_that_its_program_is_explained() -> None:
+    net = kfac_fx.compile(nn.Linear(3, 2), (torch.randn(4, 3),), loss="mse")
+    with pytest.raises(TypeError, match=r"takes the program of a compiled model.*explain\(net.program, 'weight'\)"):
+        explain(net, "weight")  # type: ignore[arg-type]

@@ -443,6 +443,35 @@ def test_a_head_whose_loss_in_forward_is_unknown_is_in_the_report() -> None:
     text = report.to_text(width=200)
     assert "unused    none" in text
     assert "no loss   box.{weight, bias}: what forward returns depends on it, and no loss that is known does" in text
+    assert 'KFAC(net, first_order={"lr": 0.01}) for another lr' in " ".join(text.split())
+
+
+def test_a_fit_warns_of_a_head_whose_loss_is_unknown() -> None:
+    """Its scores and determinants were those without the head, without a word."""
+    net, example = kfac_fx.compile(Trained(), (X, LABELS, BOXES)), kfac_fx.Batch(X, LABELS, BOXES)
+    with pytest.warns(UserWarning, match=r"depends on box.\{weight, bias\}, so these parameters have no block"):
+        kfac_fx.fit_spectrum(net, [example], mode="exact")
+    named = [name for registration in net.registrations for name in registration.owners]
+    kfac_fx.fit_spectrum(net, [example], mode="exact", variables=named)
+    with pytest.raises(
+        kfac_fx.RegistrationError, match="box.bias +is registered nowhere. No loss that is known depends"
+    ):
+        kfac_fx.fit_spectrum(net, [example], mode="exact", variables=[*named, "box.weight", "box.bias"])
+
+
+def test_the_report_says_that_the_fisher_has_the_absolute_value_of_a_negative_weight() -> None:
+    class Pushed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = self.layer(x)
+            return F.mse_loss(z, y) - 0.05 * F.mse_loss(z, torch.zeros_like(z))
+
+    net = kfac_fx.compile(Pushed(), (torch.randn(6, 4), torch.randn(6, 2)))
+    (line,) = (line for line in net.report.fallbacks() if "negative" in line)
+    assert line.startswith("mse_loss") and line.endswith("the Fisher has the absolute value of the weight")
 
 
 def test_parameters_that_nothing_depends_on_are_behind_no_output() -> None:
