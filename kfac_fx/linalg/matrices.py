@@ -653,12 +653,14 @@ def all_true(flags: Tensor) -> bool:
 
 
 def known_nonzero(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Whether a number of any tensor is other than zero, 0-dim, where the host may read it; else None. A small tensor
-    usually tells, and the large ones are not read."""
-    ordered = sorted(tensors, key=Tensor.numel)
-    if not all(map(on_host, ordered)):
+    """Whether a number of any tensor is other than zero, 0-dim, where the host may read it; else None. The smallest
+    usually tells, and the others are not read."""
+    every = list(tensors)
+    if torch.compiler.is_compiling() or any(tensor.device.type != "cpu" for tensor in every):
         return None
-    return torch.tensor(any(bool(tensor.any()) for tensor in ordered))
+    smallest = min(every, key=Tensor.numel, default=None)
+    told = smallest is not None and bool(smallest.any())
+    return torch.tensor(told or any(bool(tensor.any()) for tensor in every))
 
 
 class HostCopy:
