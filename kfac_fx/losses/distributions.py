@@ -924,19 +924,34 @@ def source_vectors(
                 one_hot = torch.zeros(prod(shape[rows:]), dtype=loss.inputs.dtype, device=loss.inputs.device)
                 one_hot[coordinate] = 1
                 vector = root(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
-                yield from only_slots(losses, slots(), number, vector)
+                yield from only_slots(losses, slots(), {number: vector})
         return
     vectors = source_of_losses(mode, losses, generator)
     if not by_row:
         yield vectors
         return
-    for number, vector in enumerate(vectors):
-        yield from only_slots(losses, slots(), number, vector)
+    yield from row_by_row(losses, slots(), vectors)
 
 
-def only_slots(losses: LossPairs, slots: Sequence[Tensor], number: int, vector: Tensor) -> Iterator[list[Tensor]]:
-    """The gradient of one loss, slot by slot, with zeros for the others."""
-    for slot in range(int(slots[number].max()) + 1):
+def row_by_row(losses: LossPairs, slots: Sequence[Tensor], vectors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The gradients of all losses, slot by slot. The rows of losses that are laid out alike, as those of two heads, are
+    the same rows."""
+    left = list(range(len(losses)))
+    while left:
+        together = [number for number in left if same_slots(slots[number], slots[left[0]])]
+        yield from only_slots(losses, slots, {number: vectors[number] for number in together})
+        left = [number for number in left if number not in together]
+
+
+def same_slots(slots: Tensor, others: Tensor) -> bool:
+    """Whether two losses have the same rows. slots: with dimensions of size 1 for those of a row."""
+    return slots.numel() == others.numel() and torch.equal(slots.flatten(), others.flatten())
+
+
+def only_slots(losses: LossPairs, slots: Sequence[Tensor], of: Mapping[int, Tensor]) -> Iterator[list[Tensor]]:
+    """The gradients of some losses, slot by slot, with zeros for the others. of: by the number of the loss."""
+    for slot in range(max(int(slots[number].max()) for number in of) + 1):
         vectors = [torch.zeros_like(loss.inputs) for _, loss in losses]
-        vectors[number] = vector * (slots[number] == slot)
+        for number, vector in of.items():
+            vectors[number] = vector * (slots[number] == slot)
         yield vectors

@@ -48,8 +48,8 @@ from kfac_fx.losses.distributions import (
     code_of,
     is_exact,
     measurement_source,
-    only_slots,
     refuse_without_gradient,
+    row_by_row,
     source_vectors,
 )
 from kfac_fx.passes import results
@@ -589,9 +589,8 @@ class CaseRecorder:
             if any(bool(vector.any()) for vector in of_others):
                 raise LossError(NO_ROWS.format(", ".join(where(node) for node in self.recorder.program.cut)))
             pairs = [(1.0, loss) for _, loss in losses]
-            for number, vector in enumerate(vectors):
-                for of_slot in only_slots(pairs, [slot for _, slot in layout()], number, vector):
-                    yield CaseSource(tensors, of_slot, leaves, lambda: [owner for owner, _ in layout()])
+            for of_slot in row_by_row(pairs, [slot for _, slot in layout()], vectors):
+                yield CaseSource(tensors, of_slot, leaves, lambda: [owner for owner, _ in layout()])
             return
         others = leaves[len(fisher) :]
 

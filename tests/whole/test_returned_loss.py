@@ -513,3 +513,26 @@ def test_a_smoothed_target_of_a_class_without_weight_is_a_target(divided: bool) 
     g = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in gradients])
     scores = spectrum.at(scale=0.0, damping=1.0).self_scores(Batch(x, y))
     torch.testing.assert_close(scores, g.square().sum(1))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1e-9])
+def test_the_rows_of_two_heads_are_the_same_rows(smoothing: float) -> None:
+    """Without smoothing the gradient of each head was squared apart, and with 1e-9 that of both."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.kind, self.place = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor, y: Tensor, places: Tensor) -> Tensor:
+            h = self.body(x).tanh()
+            return F.cross_entropy(self.kind(h), y, label_smoothing=smoothing) + F.mse_loss(self.place(h), places)
+
+    model, args = Heads().eval(), (torch.randn(6, 4), torch.randint(3, (6,)), torch.randn(6, 2))
+    net = kfac_fx.compile(model, args)
+    spectrum = kfac_fx.fit_spectrum(net, [Batch(*args)], mode="empirical", case="row", damping=0.0)
+    parameters = list(model.parameters())
+    each = [torch.autograd.grad(model(*(value[n : n + 1] for value in args)), parameters) for n in range(6)]
+    squares = torch.stack([torch.cat([part.flatten() for part in parts]).square().sum() for parts in each])
+    trace = sum(values.sum() for values in spectrum.eigenvalues().values())
+    torch.testing.assert_close(trace, squares.mean(), rtol=1e-6, atol=0.0)
