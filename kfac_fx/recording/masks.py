@@ -20,6 +20,7 @@ reason alone says nothing of the Fisher, but an A without a mask is a mean over 
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -284,6 +285,24 @@ def refuse_shape(mask: Tensor) -> None:
         raise RegistrationError(f"padding_mask has shape {shape}, {WANTED_SHAPE}")
 
 
+class ConstantsAsBuffers(fx.proxy.GraphAppendingTracer):
+    """Writes operations behind proxies into the graph of a program. A tensor that is no proxy, such as
+    `torch.arange(8)`, becomes a buffer that the graph reads."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.graph)
+        self.root = program.root
+
+    def create_arg(self, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        name = next(name for n in itertools.count() if not hasattr(self.root, name := f"padding_mask_constant_{n}"))
+        self.root.register_buffer(name, a.detach())
+        node = self.graph.create_node("get_attr", name)
+        node.meta["val"] = a.detach()
+        return node
+
+
 def traced_mask(
     program: Program, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.Node:
@@ -303,7 +322,8 @@ def traced_mask(
         with getattr(shapes[0], "fake_mode", nullcontext()), lengths_in([function]):
             value = called_on(shapes)
         with program.graph.inserting_before(inputs[-1].next), lengths_in([function]):
-            result = called_on([fx.Proxy(node) for node in inputs])
+            tracer = ConstantsAsBuffers(program)
+            result = called_on([fx.Proxy(node, tracer) for node in inputs])
     except Exception as error:
         if fatal(error):
             raise

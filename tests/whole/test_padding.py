@@ -536,3 +536,26 @@ def test_the_real_positions_of_one_head_are_those_of_a_loss_in_forward() -> None
             found = moments.statistics[key]
             torch.testing.assert_close(found["G"] / moments.cases, statistic["G"] / wanted.cases)
             torch.testing.assert_close(found["A"] / found["count"], statistic["A"] / statistic["count"])
+
+
+CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first": lambda ids: (torch.arange(6) < 5) & (ids != 0),
+    "an operand": lambda ids: torch.logical_and(ids != 0, torch.arange(6) < 5),
+    "a factor": lambda ids: (ids != 0) * (torch.arange(6) < 5),
+    "two": lambda ids: (torch.arange(6) < 5) & (torch.arange(6) >= 0) & (ids != 0),
+}
+
+
+@pytest.mark.parametrize("mask", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_in_a_mask_is_in_the_graph(mask: Callable[[Tensor], Tensor]) -> None:
+    """It was written into the code of the graph, which ended in a raw TypeError at the first recording."""
+    ids, factors = torch.randint(0, 4, (4, 6)), []
+    for padding_mask in (mask, lambda ids: (ids != 0) & (torch.arange(6) < 5)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+        net = kfac_fx.compile(model, (ids,), loss="categorical", padding_mask=padding_mask)
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+        estimator.update_covariances(ids)
+        factors.append([block.full_fisher_block() for block in estimator.blocks.values()])
+    for mine, wanted in zip(*factors, strict=True):
+        torch.testing.assert_close(mine, wanted)
