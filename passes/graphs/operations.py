@@ -188,7 +188,7 @@ ATEN_NAMES = {"self": "input", "indices": "input", "mat2": "other", "vec": "othe
 RENAMED = {
     **{loss.aten: loss.name for loss in TORCH_LOSSES if loss.aten != loss.name},
     "mm": "matmul", "bmm": "matmul", "mv": "matmul", "__matmul__": "matmul",
-    "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div",
+    "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div", "_conj": "conj",
 }  # fmt: skip
 REDUCTIONS = ("none", "mean", "sum")
 

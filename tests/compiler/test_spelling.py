@@ -41,6 +41,7 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
     (IMAGE, [lambda x: F.conv2d(x, KERNEL, padding=1), lambda x: torch.conv2d(x, KERNEL, None, 1, 1)]),
     (X, [lambda x: torch.fft.fft(x).real, lambda x: torch.real(torch.fft.fft(x))]),
     (X, [lambda x: torch.fft.fft(x).imag, lambda x: torch.imag(torch.fft.fft(x))]),
+    (X, [lambda x: torch.fft.fft(x).conj(), lambda x: torch.conj(torch.fft.fft(x))]),  # the exported graph has _conj
     *((X, [transposed]) for transposed in (lambda x: x.T, lambda x: x.mT, lambda x: x.H, lambda x: x.mH)),
     (X, [lambda x: F.mse_loss(x, X, reduction="sum")]),
     (X, [lambda x: F.cross_entropy(x, IDS), lambda x: F.cross_entropy(x, IDS, ignore_index=-100)]),
