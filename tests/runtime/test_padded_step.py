@@ -235,9 +235,19 @@ def test_a_checked_step_that_is_undone_leaves_no_last_move(case: str, monkeypatc
     assert float(training.optimizer.scalars["multiplier"]) == multiplier
 
 
+def with_a_nan(gradients: list[torch.Tensor]) -> None:
+    gradients[0][0, 0] = torch.nan
+
+
+def zeroed(gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+@pytest.mark.parametrize("spoil", [with_a_nan, zeroed])
+def test_gradients_that_are_not_finite_or_zero_change_nothing(spoil: Callable[[list[torch.Tensor]], None]) -> None:
     training = Training("text", torch.float64)
     for _ in range(4):
         training.step()
@@ -246,29 +256,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     before = [tensor.detach().clone() for tensor in (*parameters, *means)]
     training.optimizer.zero_grad()
     F.cross_entropy(training.net(training.x).flatten(0, -2), training.y.flatten()).backward()
-    assert parameters[0].grad is not None
-    parameters[0].grad[0, 0] = torch.nan
+    spoil([parameter.grad for parameter in parameters if parameter.grad is not None])
     training.optimizer.step()
     assert int(training.optimizer.skipped) == 1
     for tensor, value in zip((*parameters, *means), before, strict=True):
         assert torch.equal(tensor, value)
     assert training.step() > training.step()  # it goes on
-
-
-@pytest.mark.usefixtures("exact_products")
-def test_gradients_of_zero_change_nothing() -> None:
-    training = Training("text", torch.float64)
-    for _ in range(4):
-        training.step()
-    parameters = list(training.net.parameters())
-    means = [tensor for group in training.state.memory.means.groups for tensor in group.extras.values()]
-    before = [tensor.detach().clone() for tensor in (*parameters, *means)]
-    training.optimizer.zero_grad()
-    (0 * F.cross_entropy(training.net(training.x).flatten(0, -2), training.y.flatten())).backward()
-    training.optimizer.step()
-    assert int(training.optimizer.skipped) == 1
-    for tensor, value in zip((*parameters, *means), before, strict=True):
-        assert torch.equal(tensor, value)
 
 
 @pytest.mark.usefixtures("exact_products")
