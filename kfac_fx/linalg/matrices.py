@@ -656,7 +656,7 @@ def known_nonzero(tensors: Iterable[Tensor]) -> Tensor | None:
     """Whether a number of any tensor is other than zero, 0-dim, where the host may read it; else None. The smallest
     usually tells, and the others are not read."""
     every = list(tensors)
-    if torch.compiler.is_compiling() or any(tensor.device.type != "cpu" for tensor in every):
+    if not all(map(on_host, every)):
         return None
     smallest = min(every, key=Tensor.numel, default=None)
     told = smallest is not None and bool(smallest.any())
