@@ -190,8 +190,7 @@ def test_a_users_layer_is_told_where_the_parameter_has_a_block_of_another_layer(
     told = " ".join(explain(net.program, "weight").split())
     assert "Fisher block 0: full" in told
     assert (
-        "scale_and_shift, as weight not circulant: its form has the operation fft_rfft where the graph has conj"
-        in told
+        "scale_and_shift, as weight not circulant: its form has the operation fft_rfft where the graph has conj" in told
     )
     assert "not circulant" not in explain(
         kfac_fx.compile(Rotated(False), (x,), loss="mse", layers=[circulant]).program, "weight"
