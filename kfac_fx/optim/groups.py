@@ -314,8 +314,12 @@ class FlatParameters:
 
     def has_gradient(self) -> Tensor:
         """Whether a gradient is other than zero, 0-dim."""
-        known = known_nonzero(self.gradients.values()) if self.division is UNDIVIDED else None
+        known = self.known_gradient()
         return known if known is not None else self.division.total(self.g.any().to(self.g.dtype)) > 0
+
+    def known_gradient(self) -> Tensor | None:
+        """`has_gradient`, where the host knows it without a pass over all gradients, 0-dim; else None."""
+        return known_nonzero(self.gradients.values()) if self.division is UNDIVIDED else None
 
     def may_be_added(self, move: Tensor) -> Tensor:
         """Whether a move δ is finite, and its length a number of the parameters whose square is finite; a 0-dim bool.

@@ -318,9 +318,9 @@ class EigenMoments(CheckedRule):
         return padded.gradient_is_finite()  # type: ignore[no-any-return]
 
     def has_gradient(self, step: BlockStep) -> Tensor:
-        padded = step.memory.padded(step.flat)
-        if padded is None:
-            return super().has_gradient(step)
+        known, padded = step.flat.known_gradient(), step.memory.padded(step.flat)
+        if known is not None or padded is None:
+            return known if known is not None else super().has_gradient(step)
         padded.pack(step.flat)
         return padded.has_gradient()  # type: ignore[no-any-return]
 
