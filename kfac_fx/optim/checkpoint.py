@@ -158,9 +158,9 @@ def whole(state: StepState) -> Tensors:
         values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
         values |= {MOVED.removeprefix(WHOLE): state.checks.newcomers.numbers(names, schedule.counter)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
-    first = [state.first_recorded.get(key, 0) for key in sorted(state.estimator.blocks)]
-    cohorts = [state.estimator.cohorts[key] for key in sorted(state.estimator.blocks)]
-    values |= {"first_recorded": torch.tensor(first), COHORTS.removeprefix(WHOLE): torch.tensor(cohorts)}
+    keys, cohort_of = sorted(state.estimator.blocks), state.estimator.cohorts
+    values |= {"first_recorded": torch.tensor([state.first_recorded.get(key, 0) for key in keys])}
+    values |= {COHORTS.removeprefix(WHOLE): torch.tensor([cohort_of[key] for key in keys])}
     values |= {name: torch.tensor(number) for name, (_, number, _) in choices(state).items()}
     values |= {OPTIONS.removeprefix(WHOLE): option_numbers(state.options)}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
