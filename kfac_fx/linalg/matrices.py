@@ -652,17 +652,6 @@ def all_true(flags: Tensor) -> bool:
     return on_host(flags) and bool(flags.all())
 
 
-def known_nonzero(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Whether a number of any tensor is other than zero, 0-dim, where the host may read it; else None. The smallest
-    usually tells, and the others are not read."""
-    every = list(tensors)
-    if not all(map(on_host, every)):
-        return None
-    smallest = min(every, key=Tensor.numel, default=None)
-    told = smallest is not None and bool(smallest.any())
-    return torch.tensor(told or any(bool(tensor.any()) for tensor in every))
-
-
 class HostCopy:
     """A copy of a tensor on the host. The host does not wait for the device that computes the tensor.
 

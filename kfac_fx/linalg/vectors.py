@@ -73,9 +73,17 @@ class Flat:
 
     def parts(self, vector: Tensor) -> Tensors:
         """The inverse of `joined`: views of the vector."""
-        parts = vector.split([shape.numel() for shape in self.shapes.values()])
-        pairs = zip(self.shapes.items(), parts, strict=True)  # `view` takes a tuple in half the time of a torch.Size
-        return {name: part if len(shape) == 1 else part.view(tuple(shape)) for (name, shape), part in pairs}
+        parts = zip(self.places, vector.split_with_sizes(self.sizes), strict=True)
+        return {name: part if shape is None else part.view(shape) for (name, shape), part in parts}
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes.values()]
+
+    @functools.cached_property
+    def places(self) -> list[tuple[str, tuple[int, ...] | None]]:
+        """Names and shapes, None for vectors. `view` takes a tuple in half of the time that it takes a torch.Size."""
+        return [(name, None if len(shape) == 1 else tuple(shape)) for name, shape in self.shapes.items()]
 
     def spread(self, scalars: Mapping[str, Tensor]) -> Tensor:
         """The factor that multiplies each tensor by its own 0-dim scalar: [P], or 0-dim if all share one scalar."""
@@ -136,6 +144,9 @@ def split(whole: Mapping[str, Tensor], registrations: Iterable[Registration], le
     """
     parts: dict[str, Tensor] = {}
     for registration in registrations:
+        if not registration.pieces:
+            parts |= {name: whole[name] for name in registration.parameters}
+            continue
         pieces = {piece.name: piece for piece in registration.pieces}
         for name in registration.parameters:
             piece = pieces.get(name)

@@ -10,7 +10,7 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ from kfac_fx.linalg.arguments import (
     one_element,
     optional,
 )
-from kfac_fx.linalg.matrices import copy_if_, dense, known_nonzero, zero_unless_
+from kfac_fx.linalg.matrices import all_true, copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.passes.errors import nearest
@@ -308,18 +308,25 @@ class FlatParameters:
         """<a, b>, 0-dim, in float32 at least."""
         return self.division.total(inner(self.weighted(first), second))
 
-    def is_finite(self, vector: Tensor) -> Tensor:
-        """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
-        return self.division.total(vector.sum()).isfinite()
+    def total(self, vector: Tensor) -> Tensor:
+        """The sum of the elements over all processes, 0-dim. It shows every NaN and infinity, and costs a thirtieth of
+        a maximum norm on a CPU."""
+        return self.division.total(vector.sum())
+
+    @cached_property
+    def sum(self) -> Tensor:
+        """Of the gradient, 0-dim."""
+        return self.total(self.g)
+
+    def gradient_is_finite(self) -> Tensor:
+        """A 0-dim bool."""
+        return self.sum.isfinite()
 
     def has_gradient(self) -> Tensor:
-        """Whether a gradient is other than zero, 0-dim."""
-        known = self.known_gradient()
-        return known if known is not None else self.division.total(self.g.any().to(self.g.dtype)) > 0
-
-    def known_gradient(self) -> Tensor | None:
-        """`has_gradient`, where the host knows it without a pass over all gradients, 0-dim; else None."""
-        return known_nonzero(self.gradients.values()) if self.division is UNDIVIDED else None
+        """Whether a gradient is other than zero, 0-dim. Where the host may read their sum, it usually tells."""
+        if all_true(self.sum != 0):
+            return torch.ones_like(self.sum, dtype=torch.bool)
+        return self.division.total(self.g.any().to(self.g.dtype)) > 0
 
     def may_be_added(self, move: Tensor) -> Tensor:
         """Whether a move δ is finite, and its length a number of the parameters whose square is finite; a 0-dim bool.
@@ -425,6 +432,7 @@ class GroupedParameters:
     first_order: set[str] = field(default_factory=set)  # names of those that the first-order rule moves
     decaying: set[str] = field(default_factory=set)  # names of those with a weight decay other than 0
     last: dict[bool, StateVectors] = field(default_factory=dict)  # of the last step; True for the first-order rule
+    kept: dict[bool, FlatParameters] = field(default_factory=dict)  # without gradients, if further steps have the same
 
     @staticmethod
     def of(
@@ -482,6 +490,9 @@ class GroupedParameters:
         }
         if not parameters:
             return None
+        kept = self.kept.get(first_order)
+        if kept is not None and kept.parameters.keys() == parameters.keys() and kept.vectors.hold(parameters, states):
+            return self.with_gradients(kept, parameters)
         with_gradient = {
             name: (
                 (real_numbers(parameter), real_numbers(dense(parameter.grad)))
@@ -499,7 +510,7 @@ class GroupedParameters:
             self.last[first_order] = StateVectors.of(new, division, parameters, here, states)
         state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
         lr = flat.spread(self.scalars["lr"])
-        return FlatParameters(
+        made = FlatParameters(
             flat,
             division,
             here,
@@ -516,6 +527,22 @@ class GroupedParameters:
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,
             weights_of(division, flat, lr),
+        )
+        # Parameters of one group have its scalars, which `refresh` writes in place.
+        whole = all(here[name] is parameter is made.copies[name] for name, parameter in parameters.items())
+        self.kept.pop(first_order, None)
+        if whole and len({id(self.scalars["lr"][name]) for name in parameters}) == 1:
+            self.kept[first_order] = replace(made, gradients={})
+        return made
+
+    def with_gradients(self, kept: FlatParameters, parameters: Tensors) -> FlatParameters:
+        """`kept` with the present gradients and the present options of its one group."""
+        decay = self.scalars["weight_decay"][next(iter(parameters))]
+        return replace(
+            kept,
+            gradients={n: dense(p.grad) for n, p in parameters.items() if p.grad is not None},
+            longest_squared=longest_squared(frozenset(parameter.dtype for parameter in parameters.values())),
+            weight_decay=None if self.decaying.isdisjoint(parameters) else decay,
         )
 
 
@@ -603,5 +630,5 @@ def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Te
     """
     update, new = rule(flat.g, flat.state, flat.flat)
     move = flat.displacement(update)
-    finite = torch.stack([flat.may_be_added(move), *map(flat.is_finite, new.values())]).all()
+    finite = torch.stack([flat.may_be_added(move), *(flat.total(vector).isfinite() for vector in new.values())]).all()
     return (move, new), finite

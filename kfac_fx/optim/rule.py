@@ -505,7 +505,7 @@ class Rule:
 
         groups: the optimizer's. names: of the parameters.
         """
-        return step.flat.is_finite(step.g)
+        return step.flat.gradient_is_finite()
 
     def has_gradient(self, step: BlockStep) -> Tensor:
         """Whether a gradient of a parameter in a block is other than zero, 0-dim."""

@@ -160,7 +160,7 @@ def are_finite(
 ) -> list[Tensor]:
     """Whether the gradients are, 0-dim each: of the parameters in blocks, and of the others."""
     finite = [] if step is None else [state.options.rule.admits(step, groups, state.vectors.names)]
-    return finite if others is None else [*finite, others.is_finite(others.g)]
+    return finite if others is None else [*finite, others.gradient_is_finite()]
 
 
 def has_gradient(state: StepState, step: BlockStep | None, others: FlatParameters | None) -> Tensor:

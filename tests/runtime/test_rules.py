@@ -326,11 +326,20 @@ def test_the_change_by_blocks_counts_only_the_damping_that_is_curvature() -> Non
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_vector_with_one_bad_element_is_not_finite(value: float) -> None:
+def test_a_gradient_with_one_bad_element_is_not_finite(value: float) -> None:
     vector = torch.ones(5)
-    assert vectors().is_finite(vector)
+    assert vectors(vector).gradient_is_finite()
     vector[3] = value
-    assert not vectors().is_finite(vector)
+    assert not vectors(vector).gradient_is_finite()
+
+
+@pytest.mark.parametrize("numbers", [(1.0, -1.0), (1e-30, 0.0), (math.nan, 0.0)])
+def test_a_gradient_whose_numbers_cancel_or_are_small_is_other_than_zero(numbers: tuple[float, float]) -> None:
+    assert vectors(torch.tensor(numbers)).has_gradient()
+
+
+def test_a_gradient_of_zeros_is_none() -> None:
+    assert not vectors(torch.zeros(5)).has_gradient()
 
 
 def test_rounding_of_a_squared_norm_to_zero_or_below_leaves_a_step_as_it_is() -> None:

@@ -313,14 +313,14 @@ class EigenMoments(CheckedRule):
         refuse_divided_momentum(self.written, groups, names, step.estimator)
         padded = step.memory.padded(step.flat)
         if padded is None:
-            return step.flat.is_finite(step.flat.g)
+            return step.flat.gradient_is_finite()
         padded.pack(step.flat)
         return padded.gradient_is_finite()  # type: ignore[no-any-return]
 
     def has_gradient(self, step: BlockStep) -> Tensor:
-        known, padded = step.flat.known_gradient(), step.memory.padded(step.flat)
-        if known is not None or padded is None:
-            return known if known is not None else super().has_gradient(step)
+        padded = step.memory.padded(step.flat)
+        if padded is None:
+            return super().has_gradient(step)
         padded.pack(step.flat)
         return padded.has_gradient()  # type: ignore[no-any-return]
 
