@@ -10,6 +10,7 @@ import pytest
 from kfac_fx.compiled.fisher_blocks import KINDS
 from kfac_fx.fisher.block import group_class
 from kfac_fx.fisher.block_diagonal import WideGroup
+from kfac_fx.passes import approximations
 from kfac_fx.passes.approximations import (
     APPROXIMATIONS,
     EVERY_LAYER,
@@ -57,12 +58,17 @@ def test_a_registration_knows_the_row_of_its_name_and_pickles_without_it(approxi
     assert copied == one and copied.structure is approximation
 
 
+def test_every_row_that_is_written_is_in_the_table() -> None:
+    written = {of.name for of in vars(approximations).values() if isinstance(of, Approximation)}
+    assert written == APPROXIMATIONS.keys(), "add the row to APPROXIMATIONS in passes/approximations.py"
+
+
 def test_a_row_that_nothing_fills_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     check_filled()
     uncomputed = replace(G, name="G/new", kind_of=G)
     row = replace(KRON, name="new", left=replace(OUTPUTS, statistic=uncomputed), algebra=Algebra("new blocks"))
     monkeypatch.setitem(APPROXIMATIONS, "new", row)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="no module that is imported fills in new blocks, G/new"):
+    with pytest.raises(AssertionError, match="no module that is imported fills in new blocks, G/new: write @computes"):
         check_filled()
     for name in ("G/new", "G/new/turned"):
         del STATISTICS[name]
