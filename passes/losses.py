@@ -51,6 +51,7 @@ from .graphs.labels import (
     labels,
     labels_of,
     shape_of,
+    sizes_of,
     symbolic_sizes,
 )
 from .graphs.operations import (
@@ -179,11 +180,6 @@ def unknown_factors(
         if "val" in factor.meta and not counts and sizes.issuperset(size for size in symbolic_sizes(factor) if size):
             factors[factor] = None
     return list(factors)
-
-
-def sizes_of(node: fx.Node) -> list[str]:
-    """The sizes of a tensor as text, without a guard on them."""
-    return [str(size) for size in shape_of(node)]
 
 
 def with_ones(way: Way | None, factors: Sequence[fx.Node]) -> Way | None:

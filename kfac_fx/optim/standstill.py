@@ -5,8 +5,8 @@ Steps 1, 2, 5, 10, 20, 50 and 100 are looked at, and then every hundredth. A loo
 parameter that have the largest gradients before and after the step. The host reads it some steps later, so that it
 hardly waits.
 
-Gradients of zero behind steps that moved are those of a minimum, or of batches without a target that counts. Nothing
-tells these apart, so a few are passed over in silence, and many in a row are said, with both.
+Gradients of zero behind steps that moved are those of a minimum, or of batches without a target that counts. A look
+cannot tell which. So a few have no warning, and many in a row have one that names both.
 
 A training may diverge within finite numbers. A rule without checks does not know the loss, and checks know that of the
 registered distribution, which is not the trained one where there was a LossScaleWarning. |g| |θ| grows as the loss
@@ -112,7 +112,7 @@ def root_of_trace(block: BlockOperator) -> Tensor:
 EVERY = 100  # steps from look to look
 STILL = 3  # looks in a row that see no parameter move, or steps in a row without a gradient, for a warning
 GROWN, DIVERGED = 10.0, 1e6  # times the first look's, for a warning: |g| and |θ| each, and their product
-EMPTY = 20  # steps in a row whose gradients are all zero, behind others that moved, for a warning
+IN_A_ROW = 20  # steps in a row whose gradients are all zero, behind others that moved, for a warning
 KINDS = ("failed", "still", "diverged", "empty")  # of warnings that looks give
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
 UPDATE = "the update is not finite, or so long that its square is not"
@@ -239,7 +239,7 @@ class StandstillWatch:
         self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
-        if self.trained and self.empty >= EMPTY:
+        if self.trained and self.empty >= IN_A_ROW:
             self.tell_empty(step)
         if diverged:
             self.tell_diverged(step)

@@ -41,7 +41,7 @@ def by_backward(loss: Tensor, parameters: Sequence[Tensor], optimizer: kfac_fx.K
 
 
 def by_filling(loss: Tensor, parameters: Sequence[Tensor], optimizer: kfac_fx.KFAC) -> Sequence[Tensor | None]:
-    """Of which nothing is told."""
+    """The optimizer is not told that gradients are zeroed."""
     for parameter in parameters:
         parameter.grad = None
     loss.backward(retain_graph=True)
