@@ -197,6 +197,8 @@ class MicroBatch:
         self.backward.number = None
         if self.pending is not None:
             self.pending.empty()
+        if self.watched is not None:
+            self.watched.of_numbers.clear()
         for listener in (self.watched, self.observed):
             for of in () if listener is None else (listener, listener.otherwise):
                 if of is not None:
