@@ -269,6 +269,23 @@ def test_weights_of_grouped_residuals_are_in_the_fisher(grouped: Callable[[Tenso
     torch.testing.assert_close(sum((product[name] * vector[name]).sum() for name in vector), wanted)
 
 
+REPEATED: dict[str, Loss] = {
+    "by hand": lambda z, b, y: (z[:, :1] - y[:, 0]).square().mean(),
+    "mse_loss": lambda z, b, y: F.mse_loss(z[:, :1], y[:, 0]),
+    "rows": lambda z, b, y: F.mse_loss(z[:, :1], y[:, 0], reduction="none").mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("loss", REPEATED.values(), ids=REPEATED)
+def test_outputs_that_are_compared_with_the_targets_of_all_cases_are_as_many_cases(loss: Loss) -> None:
+    """A column of outputs minus a row of targets is a matrix of all differences."""
+    for ours, wanted in zip(
+        factors_of(loss, True), factors_of(lambda z, b, y: F.mse_loss(z[:, :1], y[:, :1]), True), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted)
+
+
 Weighted = Callable[[Tensor, Tensor], Tensor]
 WITH_ONES: dict[str, tuple[Weighted, Weighted]] = {  # of squares and of the weights of their rows; without the weights
     "mean": (lambda s, w: (w * s).mean(), lambda s, w: s.mean()),
