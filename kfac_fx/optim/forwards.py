@@ -10,8 +10,9 @@ of the optimizer and of the compiled module tell that gradients are zeroed. That
 
 `torch.autograd.grad` leaves no gradients, so that there are none says nothing behind it. Several of these calls are
 parts of one step, as the gradients of tasks that the user combines, until a backward leaves gradients: then they were
-for something else, as were those that make a graph. Where the user zeroes gradients after the backward of a task, and
-gives the parameters other ones at the end, the loss of the step is not known, and is not compared.
+for something else, as were those that make a graph, and those at other parameters, as the first one of SAM. Where the
+user zeroes gradients after the backward of a task, and gives the parameters other ones at the end, the loss of the step
+is not known, and is not compared.
 
 **Join**: processes that run out of batches, inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])`.
 
@@ -91,6 +92,11 @@ class LeftGradients:
     @property
     def first(self) -> Tensor | None:
         return next((p.grad for p in self.parameters() if p.grad is not None), None)
+
+    @property
+    def versions(self) -> list[int]:
+        """How often every parameter was written into."""
+        return [version(parameter) for parameter in self.parameters()]
 
     @property
     def are_others(self) -> bool:
@@ -498,6 +504,7 @@ class Forwards:
     thread: int = 0  # of the last forward, and of its backward
     has_learned_inputs: bool = False  # an input of a forward before the first step requires a gradient
     derived: bool = False  # before the first step the user took derivatives of outputs, to train with them
+    versions: Sequence[int] = ()  # those of the parameters at the last call of torch.autograd.grad
     differentiable: bool = False  # the present backward makes a graph
     unnamed: bool = False  # the present forward shows that the loss of the captures is not that of the training
     called: bool = False  # the net was called in training mode since the last step, with gradients enabled or not
@@ -541,7 +548,7 @@ class Forwards:
             self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())
         if backward_here() < 0:  # a checkpoint runs its forward again inside of a backward
-            if seen.trained and not seen.apart and self.left.are_zeroed():
+            if seen.trained and not (seen.apart and self.versions == self.left.versions) and self.left.are_zeroed():
                 self.gradients_zeroed()
             seen.add_up(self.lenient(schedule.burning_in))
         seen.forwards += 1
@@ -673,6 +680,7 @@ class Forwards:
             self.zeroed, self.added = True, None  # this user zeroes gradients
             seen.gradients_zeroed(number)
         seen.apart = apart and (seen.apart or not is_later)
+        self.versions = self.left.versions if apart else ()
         if self.stepped and self.added is not None:
             if self.left.are_zeroed():
                 self.added = None
