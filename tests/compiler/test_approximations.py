@@ -26,6 +26,7 @@ from kfac_fx.passes.approximations import (
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.passes.resolve import check_needs
 
 every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
 MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)
@@ -72,6 +73,18 @@ def test_a_row_that_nothing_fills_in_is_an_error(monkeypatch: pytest.MonkeyPatch
         check_filled()
     for name in ("G/new", "G/new/turned"):
         del STATISTICS[name]
+
+
+def test_a_need_that_no_use_is_asked_for_is_an_error() -> None:
+    text = (
+        r"new needs 'case'\. Did you mean 'cases'\? The keys of needs= in passes/approximations.py are batch, cases, "
+    )
+    with pytest.raises(AssertionError, match=text):
+        check_needs([replace(KRON, name="new", needs={"case": "it has none"})])
+
+
+def test_the_kinds_of_layers_are_those_of_a_layer_collection() -> None:
+    assert {layer.tf_kind for layer in LAYERS.values()} - {None} <= KINDS.keys(), "correct tf_kind= of the layer"
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:
