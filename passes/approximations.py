@@ -422,7 +422,11 @@ def check_filled() -> None:
         filled[row.algebra.name] = row.algebra.group
         filled |= {s.name: s.function for s in (row.count, *(side.statistic for side in row.sides), *row.lagged)}
     missing = [name for name, value in filled.items() if value is None]
-    assert not missing, f"bug in kfac_fx: no module that is imported fills in {', '.join(missing)}"
+    assert not missing, (
+        f"bug in kfac_fx: no module that is imported fills in {', '.join(missing)}: write @computes(...) above the "
+        "function of a statistic in kfac_fx/recording/statistics.py, and @blocks_of(...) above the class of an algebra "
+        "in a module that kfac_fx/fisher/block.py imports"
+    )
 
 
 LONGEST = 1023  # the number of steps that every block is prepared for: ten bits of T

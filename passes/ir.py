@@ -288,6 +288,7 @@ class Way:
     divisors: the single numbers that the loss is divided by, nodes or constants, each with the exponent 1; or with -1
         if the loss is multiplied with the inverse.
     of_outputs: whether the weight depends on the inputs of losses, without a gradient, as that of a causal loss.
+    unknown: factors and divisors that the inputs do not tell, which count as one.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -298,6 +299,7 @@ class Way:
     constant: float | None = None
     divisors: tuple[tuple[Any, int], ...] = ()
     of_outputs: bool = False
+    unknown: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ what else is in it.
     loss = (ce * mask).sum() / mask.sum() + 0.1 * h.square().mean()
 
 The *way* of `ce` is mul, sum, div, add. It is linear in `ce`, and the mask is computed from inputs, so the weight of
-every case in the returned loss, ∂loss / ∂ce, is known without a forward. A term such as that of h is on no way. Its
-gradient enters at the last node with a row for every case, here the square: the *cut* has these nodes.
+every case in the returned loss, ∂loss / ∂ce, is known without a forward. A factor that is not known counts as one, such
+as weights that are computed from another run of the network: so a mean over elements is one in the Fisher, too. A term
+such as that of h is on no way. Its gradient enters at the last node with a row for every case, here the square: the
+*cut* has these nodes.
 
 A graph without sizes does not tell which nodes have a row for every case. Its other terms are *unsized*, and the model
 is captured with a batch.
@@ -49,6 +51,7 @@ from .graphs.labels import (
     labels,
     labels_of,
     shape_of,
+    sizes_of,
     symbolic_sizes,
 )
 from .graphs.operations import (
@@ -151,6 +154,39 @@ def way_of(
     return replace(way, constant=float(weights_on(way, leaf, lambda _: None)))
 
 
+def unknown_factors(
+    program: Program, site: fx.Node, behind: Container[fx.Node], unknown: Container[fx.Node]
+) -> list[fx.Node]:
+    """The unknown tensors that elements of a loss are multiplied with or divided by on its way, in front of views, if
+    inputs tell their shapes. A single number that divides is none, because it may count the cases.
+
+    behind, unknown: as of `way_of`.
+    """
+    sizes = {size for of in program.inputs for size in symbolic_sizes(of)}
+    inside, factors = {site: None}, dict[fx.Node, None]()
+    for node in site.graph.nodes:
+        if node not in behind or node is site or not any(operand in inside for operand in node.all_input_nodes):
+            continue
+        of_loss = [operand for operand in node.all_input_nodes if operand in inside]
+        lost = [operand for operand in node.all_input_nodes if operand not in inside and operand in unknown]
+        inside[node] = None
+        is_product = op_name(node) == "mul" or (op_name(node) == "div" and of_loss[0] is node.args[0])
+        if not is_product or len(lost) != 1 or len(of_loss) != 1 or sizes_of(of_loss[0]) != sizes_of(node):
+            continue
+        (factor,) = lost
+        while op_name(factor) in VIEWED | {"detach", "unflatten"} and factor.args[0] in unknown:
+            factor = factor.args[0]
+        counts = op_name(node) == "div" and math.prod(shape_of(factor)) == 1
+        if "val" in factor.meta and not counts and sizes.issuperset(size for size in symbolic_sizes(factor) if size):
+            factors[factor] = None
+    return list(factors)
+
+
+def with_ones(way: Way | None, factors: Sequence[fx.Node]) -> Way | None:
+    """A way on which factors count as one; None if it is another function of its loss."""
+    return replace(way, unknown=tuple(factors)) if way is not None and way.linear else None
+
+
 def counts_among(divisors: Iterable[tuple[Any, int]]) -> tuple[tuple[Any, int], ...]:
     """The divisors that may be numbers of cases: those that forward is given, or else whole constants, or else inverses
     of these. Other constants are factors of the loss, such as ln 2."""
@@ -196,7 +232,7 @@ def mask_on(way: Way) -> fx.Node | None:
     """The node that the rows of a loss are multiplied with, or chosen by, on its way: [cases, positions]; None if there
     is none of this shape."""
     for node in way.nodes[1:]:
-        if op_name(node) not in ("mul", "where", "index", "masked_select"):
+        if op_name(node) not in ("mul", "where", "index", "masked_select") or way.unknown:
             continue
         for operand in (o for o in node.all_input_nodes if o not in way.nodes and o not in way.dropped):
             while op_name(operand) in VIEWS and isinstance(operand.args[0], fx.Node):
@@ -418,6 +454,9 @@ def find_losses(program: Program) -> Program:
         beyond = unknowable(program, told_by(program, outputs)) | (unknown & with_gradient(program))
         again = [way_of(site.node, ends, behind, beyond) for site in sites]
         ways = [way or (other and replace(other, of_outputs=True)) for way, other in zip(ways, again, strict=True)]
+    for number, (site, way) in enumerate(zip(sites, ways, strict=True)):
+        if way is None and (factors := unknown_factors(program, site.node, behind, unknown)):
+            ways[number] = with_ones(way_of(site.node, ends, behind, unknowable(program, factors)), factors)
     sites = in_chunks(program, [replace(site, way=way) for site, way in zip(sites, ways, strict=True)])
     cut, _, unsized = other_terms(program, ends, set(outputs), behind)
     around, alone, of_unknown_size = other_terms(program, ends, {site.node for site in sites}, behind)
@@ -537,6 +576,17 @@ def has_soft_targets(site: LossSite) -> bool:
     return BY_NAME[site.loss].classes_second and isinstance(value, Tensor) and value.is_floating_point()
 
 
+OTHER_SCALE = (
+    ", whose scale may be another one. For the right one return the inputs of the loss, and write its coefficient, as "
+    "in loss=lambda outputs: (0.5, kfac_fx.losses.Normal(outputs))"
+)
+ONES = (
+    "its factors at {} are not computed from the inputs of the model and of the loss alone, so they count as one in "
+    "the Fisher, whose scale may be off, as by their mean. To have them in it, compute them before the call, and give "
+    "them to forward"
+)
+
+
 def left_out(sites: Sequence[LossSite], around: Sequence[fx.Node], beside: Sequence[str]) -> tuple[Note, ...]:
     """One note for everything in the returned loss that is no weighted log-likelihood.
 
@@ -552,8 +602,10 @@ def left_out(sites: Sequence[LossSite], around: Sequence[fx.Node], beside: Seque
             notes.append(Note(name, reason))
         if site.way is None or not site.way.linear:
             step = "" if site.way is None else " with other weights than those of its cases"
-            reason = f"forward returns a function of it{step}; the Fisher is that of its distribution"
+            reason = f"forward returns a function of it{step}; the Fisher is that of its distribution{OTHER_SCALE}"
             notes.append(Note(name, reason))
+        elif site.way.unknown:
+            notes.append(Note(name, ONES.format(", ".join(map(where, site.way.unknown)))))
     for node in around:
         reason = "it is in the loss that forward returns, and no part of the Fisher, which is that of the distributions"
         notes.append(Note(f"the term of {where(node)}", reason))

@@ -41,7 +41,7 @@ from .approximations import (
     KRON_OUT_DIAG,
     Approximation,
 )
-from .errors import AmbiguousRegistrationError, ApproximationError, LinkError, source_line, table, where
+from .errors import AmbiguousRegistrationError, ApproximationError, LinkError, nearest, source_line, table, where
 from .graphs.labels import Edge, ancestors, entries
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, ROW_MASK, UNROLLED, WANTED, Note, Program, Registration, Use, literal_attrs, tensor_attrs
@@ -165,6 +165,18 @@ LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None
     "own rows": lambda layers, uses: first_use(uses, lambda use: bool(tensor_attrs(use).keys() - {ROW_MASK})),
     "alike": unlike,
 }
+
+
+def check_needs(rows: Iterable[Approximation]) -> None:
+    """Raises AssertionError, at the import of kfac_fx, for needs of an approximation that no use is asked for."""
+    wrong = [f"{row.name} needs {need!r}.{nearest(need, LACKS)}" for row in rows for need in row.needs.keys() - LACKS]
+    assert not wrong, (
+        f"bug in kfac_fx: {' '.join(wrong)} The keys of needs= in passes/approximations.py are {', '.join(LACKS)}; for "
+        "another one write in LACKS of passes/resolve.py which uses lack it"
+    )
+
+
+check_needs(APPROXIMATIONS.values())
 
 
 def kind_of(use: Use) -> tuple[Any, ...]:

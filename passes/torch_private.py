@@ -316,6 +316,7 @@ debug_unwrap = torch.func.debug_unwrap  # the tensor inside a wrapper of torch.f
 TRANSFORMS = "/_functorch/eager_transforms"  # the file that implements grad, jvp, vjp, ... of torch.func
 # The code of the functions that begin a backward, and the names of their arguments that hold the losses.
 BACKWARD = {Tensor.backward.__code__: "self", torch.autograd.backward.__code__: "tensors"}
+GRAD = torch.autograd.grad.__code__
 GRAD, UNWRAP, VMAP = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__, torch.func.vmap.__code__
 
 
@@ -372,6 +373,15 @@ def backward_roots(thread: int) -> tuple[Tensor, ...]:
         frame = frame.f_back
     roots = () if frame is None else frame.f_locals.get(BACKWARD[frame.f_code], ())
     return (roots,) if isinstance(roots, Tensor) else tuple(root for root in roots if isinstance(root, Tensor))
+
+
+def grad_runs(thread: int) -> bool:
+    """Whether the backward that runs in `thread` is that of `torch.autograd.grad`. A hook is not told, see
+    `backward_roots`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not GRAD and frame.f_code not in BACKWARD:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is GRAD
 
 
 def backward_here() -> int:

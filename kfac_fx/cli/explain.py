@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -27,7 +28,7 @@ from kfac_fx.passes.errors import UntraceableError, nearest, plural, source_line
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import Label, entries, labels_of
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import NUMBER, Options, Pass, Program, Registration, Use
+from kfac_fx.passes.ir import NUMBER, Note, Options, Pass, Program, Registration, Use
 from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.match import Binding, Mismatch, Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
@@ -70,7 +71,7 @@ def explain(program: Program, name: str) -> str:
         lines += [*block_lines(program, registration), ""]
     if not registrations:
         lines += [*absence(program, parameter), ""]
-    lines += [f"dropped: {note.subject}: {note.reason}" for note in program.dropped if parameter in note.subject]
+    lines += [f"dropped: {note.subject}: {note.reason}" for note in notes_of(program, parameter)]
     lines += [*place_lines(program, parameter, registrations)]
     lines += ["", *ways_to_change(program, parameter, registrations)]
     return "\n".join(wrapped for line in lines for wrapped in wrap_indented(line)).rstrip()
@@ -120,6 +121,12 @@ def block_lines(program: Program, registration: Registration) -> Iterator[str]:
         yield f"  reason: {registration.reason}"
 
 
+def notes_of(program: Program, parameter: str) -> list[Note]:
+    """The notes of dropped matches that name a parameter, or a piece of it."""
+    named = re.compile(rf"(?<![\w.]){re.escape(parameter)}(?![\w.])")
+    return [note for note in program.dropped if named.search(note.subject)]
+
+
 def place_lines(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
     """Every place where the parameter meets the data: its layer, or the layers that nearly match. Layers of the user
     that are not the layer there are always among these.
@@ -142,7 +149,8 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
         if not used or users:
             near = near_matches(expressed, first)
             wanted = [match for match in near if not used or (match.declared and match.layer not in used)]
-            yield from map(near_line, wanted[:NEAR])
+            for match in wanted[:NEAR]:
+                yield near_line(match, match.condition or why_unused(program, parameter, registrations, match, used))
 
 
 def uses_at(place: fx.Node, parts: set[str], registrations: list[Registration]) -> list[tuple[Use, str]]:
@@ -166,10 +174,22 @@ def calls(use: Use) -> str:
     return "" if use.calls in (None, 1) else f", {use.calls} calls"
 
 
-def near_line(near: NearMatch) -> str:
-    if near.condition is None:
-        return f"    {near.layer} matches here, but is not used: see the reason above"
-    return f"    not {near.layer}: {near.condition}"
+def near_line(near: NearMatch, why: str) -> str:
+    return (
+        f"    {near.layer} matches here, but is not used: {why}"
+        if near.condition is None
+        else f"    not {near.layer}: {why}"
+    )
+
+
+def why_unused(
+    program: Program, parameter: str, registrations: Iterable[Registration], near: NearMatch, used: Collection[str]
+) -> str:
+    """Why a layer that matches at a place has no use there. used: the layers that have one."""
+    dropped = [note.reason for note in notes_of(program, parameter) if note.subject.startswith(f"{near.layer}(")]
+    reasons = [registration.reason for registration in registrations if registration.reason]
+    instead = [f"{' and '.join(sorted(used))} has this use"] if used else list(absence(program, parameter))
+    return (dropped or reasons or instead)[0]
 
 
 def node_words(program: Program, place: fx.Node) -> str:

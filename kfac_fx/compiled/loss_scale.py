@@ -107,6 +107,12 @@ OTHER = (
     "[kfac_fx.losses.Categorical(outputs['classes']), kfac_fx.losses.Normal(outputs['boxes'])]; or write "
     'KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
 )
+APART = (
+    "about {:.0%} of the gradient of the trained loss comes from {}, which forward returns and which no loss that "
+    "forward computes reads: the factors have no curvature of it{}. Nothing is wrong if it is a small part of the "
+    "loss. Else let forward compute its loss, too, and return the sum of all, as in return F.cross_entropy(a, y) + "
+    'F.mse_loss(b, t); or write KFAC(..., estimation_mode="empirical"), whose factors are of the whole gradient.'
+)
 ALONE = ", and AdamW moves {}, on which no known loss depends"
 
 UNREAD = (
@@ -143,25 +149,50 @@ class ReturnedNumber:
     alone: Sequence[str] = ()
 
 
+def returned_apart(recorder: Recorder, leaves: Sequence[Any]) -> list[int]:
+    """The returned tensors with a gradient that are no part and no function of the losses that forward computes, by
+    their place among the returned leaves."""
+    known = recorder.program.returned_losses
+    nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned)) if recorder.whole else []
+    if not known or len(nodes) != len(leaves):
+        return []
+    parts = ancestors(known)
+    return [
+        n
+        for n, (node, leaf) in enumerate(zip(nodes, leaves, strict=True))
+        if isinstance(leaf, Tensor)
+        and leaf.requires_grad
+        and isinstance(node, fx.Node)
+        and node not in parts
+        and ancestors([node]).isdisjoint(known)
+    ]
+
+
+def passes_around(recorder: Recorder, leaf: int) -> bool:
+    """Whether a returned tensor depends on a parameter on a way that does not pass the inputs of the losses."""
+    program = recorder.program
+    stack: list[Any] = [results.tree_leaves(recorder.capture.unflatten(program.returned))[leaf]]
+    seen = {*program.outputs, *stack}
+    while stack:
+        node = stack.pop()
+        if node.op == "get_attr" and node.target in program.parameters:
+            return True
+        before = [operand for operand in node.all_input_nodes if operand not in seen]
+        seen.update(before)
+        stack += before
+    return False
+
+
 def returned_numbers(
     recorder: Recorder, leaves: Sequence[Any], values: tuple[Any, ...]
 ) -> tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]]:
     """The losses that forward returns and the other numbers, by their place among the returned leaves; none without
     others. One forward, and one backward for each of them."""
-    program, known = recorder.program, recorder.program.returned_losses
-    nodes = results.tree_leaves(recorder.capture.unflatten(program.returned)) if recorder.whole else []
-    if not known or len(nodes) != len(leaves):
-        return {}, {}
-    parts = ancestors(known)
-
-    def is_other(node: Any, leaf: Any) -> bool:
-        is_number = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1
-        is_apart = isinstance(node, fx.Node) and node not in parts and ancestors([node]).isdisjoint(known)
-        return is_number and is_apart
-
-    others = [n for n, (node, leaf) in enumerate(zip(nodes, leaves, strict=True)) if is_other(node, leaf)]
+    others = [n for n in returned_apart(recorder, leaves) if leaves[n].numel() == 1]
     if not others:
         return {}, {}
+    known = recorder.program.returned_losses
+    nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
     live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
     learned = {name: value for name, value in live.items() if value.requires_grad}
     outputs = results.tree_leaves(recorder.outputs(live, values)[0])
@@ -447,7 +478,8 @@ class Watched:
     padding: tuple[Tensor, Sequence[Dims | None]] | None = None  # the mask, and its dimensions in the Fisher's outputs
     between: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of returned numbers by others before them
     numbers: tuple[dict[int, ReturnedNumber], dict[int, ReturnedNumber]] = ({}, {})  # returned: losses, and others
-    of_numbers: dict[int, Tensor] = field(default_factory=dict)  # their gradients that arrived, by leaf
+    apart: Sequence[int] = ()  # the other returned tensors that no loss of forward reads, by leaf
+    of_numbers: dict[int, Tensor] = field(default_factory=dict)  # the gradients of all these that arrived, by leaf
     values: tuple[Any, ...] = ()  # of the inputs of the graph
     start: RandomState | None = None  # before the forward
     otherwise: Watched | None = None  # of the losses that forward returns, if their gradient does not pass the outputs
@@ -551,6 +583,22 @@ class Watched:
         means = losses.averaged(pairs)
         return constants, [(c, weight, loss) for (c, _), (weight, loss) in zip(pairs, means, strict=True)]
 
+    def run_again(self) -> tuple[list[Any], dict[str, Tensor]] | None:
+        """The leaves that forward returns, as functions of the parameters that learn, and these by name; None if the
+        user's own forward leaves no memory for it, or if it was not begun here."""
+        live = {name: with_gradient(value.detach()) for name, value in self.recorder.live_parameters().items()}
+        if self.start is None:
+            return None
+        try:
+            with same_random(self.start.devices):
+                self.start.restore()
+                leaves = results.tree_leaves(self.recorder.outputs(live, self.values)[0])
+        except RuntimeError as error:
+            if out_of_memory(error):
+                return None
+            raise
+        return leaves, {name: value for name, value in live.items() if value.requires_grad}
+
     def on(self, fisher: Sequence[Tensor]) -> WeightedLosses:
         """The losses on other values of the Fisher's outputs."""
         outputs = list(self.outputs)
@@ -582,7 +630,11 @@ def watch(
                 take_gradient(leaves[leaf], watched.take, leaf)
     if watched is not None:
         watched.numbers = numbers_of(recorder, leaves, values, start)
-        for leaf in {**watched.numbers[0], **watched.numbers[1]}:
+        watched.apart = [
+            n for n in returned_apart(recorder, leaves) if leaves[n].numel() != 1 and passes_around(recorder, n)
+        ]
+        of_losses = places_of_losses(recorder, leaves) if watched.apart else ()
+        for leaf in {**watched.numbers[0], **watched.numbers[1], **dict.fromkeys((*watched.apart, *of_losses))}:
             take_gradient(leaves[leaf], watched.take_number, leaf)
     return watched
 
@@ -1079,7 +1131,9 @@ def check_scale(
             lines += [forward.around for forward in used[:1] if forward.around is not None]
             for forward in used[:1]:
                 lines += unread
-                lines += parts_of_others(*forward.numbers, {n: float(of) for n, of in forward.of_numbers.items()})
+                lines += outputs_apart(forward)
+                numbers = {n: float(of) for n, of in forward.of_numbers.items() if n not in forward.apart}
+                lines += parts_of_others(*forward.numbers, numbers)
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     by_loss = list(zip(*each, strict=True)) if same_losses else []
     here: list[tuple[int, float | None]] = []
@@ -1325,8 +1379,8 @@ def unread_outputs(watched: Watched) -> list[str]:
     hidden states as far as it does not come from the other outputs. One forward and a backward for each output, if the
     trained loss depends on an output that no loss reads.
     """
-    recorder, start = watched.recorder, watched.start
-    if recorder.losses.given is None or not recorder.whole or not watched.places or start is None:
+    recorder = watched.recorder
+    if recorder.losses.given is None or not recorder.whole or not watched.places:
         return []
     constants, weighted = watched.losses()
     read = set[int]()
@@ -1337,16 +1391,10 @@ def unread_outputs(watched: Watched) -> list[str]:
     trained = watched.gradients.keys() - read
     if not trained or read.isdisjoint(watched.gradients):
         return []
-    live = {name: with_gradient(value.detach()) for name, value in recorder.live_parameters().items()}
-    learned = [value for value in live.values() if value.requires_grad]
-    try:
-        with same_random(start.devices):
-            start.restore()
-            leaves = results.tree_leaves(recorder.outputs(live, watched.values)[0])
-    except RuntimeError as error:
-        if out_of_memory(error):
-            return []
-        raise
+    again = watched.run_again()
+    if again is None:
+        return []
+    leaves, learned = again[0], list(again[1].values())
     nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
 
     def pulled(leaf: int, gradient: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -1385,6 +1433,33 @@ def unread_outputs(watched: Watched) -> list[str]:
         return []
     names = " and ".join(dict.fromkeys(where(nodes[leaf]) for leaf in told))
     return [UNREAD.format(sum(sizes[leaf] for leaf in told) / total, names)]
+
+
+def outputs_apart(watched: Watched) -> list[str]:
+    """The line of the warning about returned outputs that the trained loss depends on, next to losses that forward
+    computes and that do not read them. One forward, and a backward for each loss and output, if there are some."""
+    recorder, arrived = watched.recorder, watched.of_numbers
+    trained = [n for n in watched.apart if n in arrived and bool(arrived[n].any())]
+    again = watched.run_again() if trained else None
+    if again is None:
+        return []
+    leaves, learned = again
+    found: dict[int, dict[str, Tensor]] = {}
+    for n in (*trained, *(n for n in places_of_losses(recorder, leaves) if n in arrived)):
+        gradients = torch.autograd.grad(
+            leaves[n], list(learned.values()), arrived[n], retain_graph=True, allow_unused=True
+        )
+        found[n] = {name: of for name, of in zip(learned, gradients, strict=True) if of is not None}
+    reached = {name for n, of in found.items() if n not in trained for name in of}
+    sizes = {n: size_of(gradients.values()) for n, gradients in found.items()}
+    total = sum(sizes.values())
+    told = [n for n in trained if sizes[n] > SMALL * total]  # NaN has no warning
+    if not told:
+        return []
+    nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
+    alone = sorted({name for n in told for name in found[n]} - reached)
+    names = " and ".join(dict.fromkeys(where(nodes[n]) for n in told))
+    return [APART.format(sum(sizes[n] for n in told) / total, names, ALONE.format(fold(alone)) if alone else "")]
 
 
 def has_own_head(recorder: Recorder, node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from kfac_fx.linalg.arguments import choice
 from kfac_fx.losses.distributions import DISTRIBUTIONS, LossFunction, OnehotCategorical
 from kfac_fx.passes import results
-from kfac_fx.passes.errors import LossError, TargetsMissing
+from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
 from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_NAME, SHORT, TORCH_LOSSES, TorchLoss
 
@@ -41,6 +41,34 @@ NAMES = (*DISTRIBUTIONS, *(loss.short for loss in TORCH_LOSSES))
 MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synonyms} | {
     synonym: name for name, kind in DISTRIBUTIONS.items() for synonym in kind.synonyms
 }
+
+
+def check_tables(losses: Iterable[TorchLoss], distributions: Mapping[str, type[LossFunction]]) -> None:
+    """Raises AssertionError, at the import of kfac_fx, for rows of the tables of losses that do not fit together."""
+    table, wrong = "DISTRIBUTIONS in kfac_fx/losses/distributions.py", list[str]()
+    for loss in losses:
+        row = f"the row of F.{loss.name} in passes/torch_losses.py"
+        if loss.distribution not in distributions:
+            wrong.append(
+                f"{row} names the distribution {loss.distribution!r}, and {table} has {', '.join(distributions)}: add "
+                f"its class there, with name = {loss.distribution!r}, or correct the row."
+                f"{nearest(loss.distribution, distributions)}"
+            )
+        for argument in (*loss.outside, *loss.by_default):
+            if argument not in loss.arguments:
+                wrong.append(
+                    f"{row} names the argument {argument!r}, and the function has {', '.join(loss.arguments)}."
+                    f"{nearest(argument, loss.arguments)}"
+                )
+    for name, kind in distributions.items():
+        lacks = sorted(getattr(kind, "__abstractmethods__", ()))
+        lacks += [attribute for attribute in ("name", "targets_like") if not getattr(kind, attribute, "")]
+        if lacks:
+            wrong.append(f"the class {kind.__name__} of {name!r} in {table} lacks {', '.join(lacks)}: write it there")
+    assert not wrong, "bug in kfac_fx: " + "\n".join(wrong)
+
+
+check_tables(TORCH_LOSSES, DISTRIBUTIONS)
 
 NLL = ("nll", "neg_log_likelihood", "negative_log_likelihood")
 UNNAMED = (

@@ -195,10 +195,12 @@ class LossFunction(ABC):
             kind = type(self.targets).__name__
             raise LossError(f"{type(self).__name__}: targets are a {kind}; write torch.as_tensor(targets)")
         expected = self._target_shape()
-        if self.targets.shape != expected:
+        if (shape := self.targets.shape) != expected:
+            same = [size for size in shape if size != 1] == [size for size in expected if size != 1]
+            remedy = f": write targets.reshape({list(expected)}), or every case is compared with the targets of all"
             raise LossError(
-                f"{type(self).__name__}: targets have shape {list(self.targets.shape)}, expected {list(expected)}, "
-                f"{self.targets_like}"
+                f"{type(self).__name__}: targets have shape {list(shape)}, expected {list(expected)}, "
+                f"{self.targets_like}{remedy * same}"
             )
         if self.targets.device != self.inputs.device:
             there = "the meta device and have no values" if self.targets.is_meta else str(self.targets.device)

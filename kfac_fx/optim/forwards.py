@@ -8,6 +8,12 @@ the statistics, the quadratic model and the checks of the step. A hook on the ou
 of the optimizer and of the compiled module tell that gradients are zeroed. That of the model does not, nor does
 `parameter.grad = None`, so `LeftGradients` looks at the gradients when the next forward or backward begins.
 
+`torch.autograd.grad` leaves no gradients, so that there are none says nothing behind it. Several of these calls are
+parts of one step, as the gradients of tasks that the user combines, until a backward leaves gradients: then they were
+for something else, as were those that make a graph, and those at other parameters, as the first one of SAM. Where the
+user zeroes gradients after the backward of a task, and gives the parameters other ones at the end, the loss of the step
+is not known, and is not compared.
+
 **Join**: processes that run out of batches, inside of `torch.distributed.algorithms.join.Join([wrapped, optimizer])`.
 
 Such a process stands in for itself: it goes on to take part in the messages of the others until none has a batch. The
@@ -21,6 +27,7 @@ waits. Two more messages carry the gradient and the numbers of the parameter gro
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +54,7 @@ from kfac_fx.optim.standstill import check_coverage
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import plural, warn_user
 from kfac_fx.passes.matrix import HALVES, complex_numbers, real_numbers
-from kfac_fx.passes.torch_private import after_backward, backward_here, version
+from kfac_fx.passes.torch_private import after_backward, backward_here, grad_runs, version
 from kfac_fx.passes.tracing.effects import RandomState, closure_undone
 from kfac_fx.passes.tracing.signature import autocast
 from kfac_fx.recording.captures import drop_gathered
@@ -85,6 +92,16 @@ class LeftGradients:
     @property
     def first(self) -> Tensor | None:
         return next((p.grad for p in self.parameters() if p.grad is not None), None)
+
+    @property
+    def versions(self) -> list[int]:
+        """How often every parameter was written into."""
+        return [version(parameter) for parameter in self.parameters()]
+
+    @property
+    def are_others(self) -> bool:
+        """Whether the user has given the parameters other gradients since."""
+        return self._first is not None and self.first is not None and self._first() is not self.first
 
     @torch.no_grad()
     def are_zeroed(self) -> bool:
@@ -186,6 +203,8 @@ class MicroBatch:
         self.backward.number = None
         if self.pending is not None:
             self.pending.empty()
+        if self.watched is not None:
+            self.watched.of_numbers.clear()
         for listener in (self.watched, self.observed):
             for of in () if listener is None else (listener, listener.otherwise):
                 if of is not None:
@@ -207,6 +226,8 @@ class MicroBatches:
     sums: PendingBatch | None = None  # of micro-batches whose backward came
     without: PendingBatch | None = None  # of forwards to which no backward can come any more
     zeroings: int = 0  # how often gradients were zeroed
+    given_up: bool = False  # a backward had come before
+    apart: bool = False  # all backwards were calls of torch.autograd.grad that made no graph
     without_backward: bool = False  # the step takes forwards to which no backward came
 
     @property
@@ -292,17 +313,18 @@ class MicroBatches:
     def gradients_zeroed(self, number: int | None = None) -> None:
         """The backwards so far are no part of the step's gradient. number: of one that is just beginning."""
         self.zeroings += 1
-        self.sums = None
+        self.given_up |= self.trained
+        self.apart, self.sums = False, None
         self.batches = [b for b in self.batches if not b.trained or b.backward.number == number or b.gradients_zeroed()]
 
     def copy(self) -> MicroBatches:
         sums, without = (None if sums is None else sums.copy() for sums in (self.sums, self.without))
-        return MicroBatches(self.forwards, [replace(b) for b in self.batches], sums, without, self.zeroings)
+        return replace(self, batches=[replace(batch) for batch in self.batches], sums=sums, without=without)
 
     def forget_after(self, before: MicroBatches) -> None:
         """Forget the forwards since the copy `before`, and keep that gradients of earlier ones were zeroed since."""
         left = {batch.backward for batch in self.batches}
-        self.forwards, self.without = before.forwards, before.without
+        self.forwards, self.without, self.apart = before.forwards, before.without, before.apart
         self.batches = [batch for batch in before.batches if batch.backward in left]
         self.sums = before.sums if self.zeroings == before.zeroings else None
 
@@ -467,6 +489,7 @@ class Forwards:
     checked: bool = False  # the training loss has been compared with the registered loss
     scaled: bool = False  # a GradScaler that was not given called the first step
     unwatched: bool = False  # the comparison was impossible
+    combined: bool = False  # it would be with the last of several losses, whose gradients the user combined
     has_inverted_mask: bool = False  # the padding mask seems to be nonzero at padding
     needs_graph: bool = False  # a loss takes derivatives, so gradients must be on when it is measured
     trained: bool = False  # a closure was seen to compute gradients
@@ -478,8 +501,10 @@ class Forwards:
     recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
     batch: MicroBatch | None = None  # of the last forward, until it has returned its outputs
+    thread: int = 0  # of the last forward, and of its backward
     has_learned_inputs: bool = False  # an input of a forward before the first step requires a gradient
     derived: bool = False  # before the first step the user took derivatives of outputs, to train with them
+    versions: Sequence[int] = ()  # those of the parameters at the last call of torch.autograd.grad
     differentiable: bool = False  # the present backward makes a graph
     unnamed: bool = False  # the present forward shows that the loss of the captures is not that of the training
     called: bool = False  # the net was called in training mode since the last step, with gradients enabled or not
@@ -516,13 +541,14 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
+        self.thread = threading.get_ident()
         if not self.decided and options.estimation_mode is None:
             unnamed = not self.net.recorder(args, kwargs).knows_loss
             self.unnamed = unnamed and not self.net.knows_no_loss
             self.decided, self.estimator.estimation_mode = True, options.mode_for(unnamed)
         self.halves = any(dtype in HALVES for _, dtype in autocast())
         if backward_here() < 0:  # a checkpoint runs its forward again inside of a backward
-            if seen.trained and self.left.are_zeroed():
+            if seen.trained and not (seen.apart and self.versions == self.left.versions) and self.left.are_zeroed():
                 self.gradients_zeroed()
             seen.add_up(self.lenient(schedule.burning_in))
         seen.forwards += 1
@@ -648,9 +674,13 @@ class Forwards:
     def backward_begins(self, number: int) -> None:
         """Called before a backward has computed any gradient."""
         self.differentiable = torch.is_grad_enabled()  # create_graph=True
-        if self.seen.trained_before(number) and self.left.are_zeroed():
+        seen, apart = self.seen, not self.differentiable and grad_runs(self.thread)
+        is_later = seen.trained_before(number)
+        if is_later and not (apart and seen.apart) and self.left.are_zeroed():
             self.zeroed, self.added = True, None  # this user zeroes gradients
-            self.seen.gradients_zeroed(number)
+            seen.gradients_zeroed(number)
+        seen.apart = apart and (seen.apart or not is_later)
+        self.versions = self.left.versions if apart else ()
         if self.stepped and self.added is not None:
             if self.left.are_zeroed():
                 self.added = None
@@ -724,8 +754,11 @@ class Forwards:
 
         Warns with LossScaleWarning.
         """
-        self.unwatched = not self.seen.watched and not self.net.knows_no_loss
-        options = self.schedule.options
+        self.combined = self.seen.given_up and self.left.are_others
+        self.unwatched = not (self.seen.watched or self.combined or self.net.knows_no_loss)
+        self.checked, self.before, options = True, None, self.schedule.options
+        if self.combined:
+            return
         value = None if loss is None else float(loss)
         self.has_inverted_mask = check_scale(
             self.seen.watched,
@@ -737,7 +770,6 @@ class Forwards:
             derived=self.derived and not self.net.knows_no_loss,
             replicas=self.estimator.replicas,
         )
-        self.checked, self.before = True, None
 
     def check_coverage(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""
@@ -764,12 +796,21 @@ class Forwards:
             "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
             "of the Fisher to watch, or no memory for it"
         )
+        combined = (
+            "whether the training loss is the registered one was not checked: the gradients of the first step were "
+            "given to the parameters behind several backwards, between which gradients were zeroed"
+        )
         stale = f"statistics were due at {self.unrecorded} steps that no forward with a backward came before"
         elsewhere = (
             f"the gradients of {plural(self.elsewhere, 'step')} did not come from a backward through outputs of the "
             "net, so the statistics are those of all forwards before, also of batches that were given up"
         )
-        reasons = {unwatched: self.unwatched, stale: self.unrecorded, elsewhere: self.elsewhere}
+        reasons = {
+            unwatched: self.unwatched,
+            combined: self.combined,
+            stale: self.unrecorded,
+            elsewhere: self.elsewhere,
+        }
         return [reason for reason, happened in reasons.items() if happened]
 
     # --- losses -----------------------------------------------------------------------------------------------------

@@ -209,7 +209,9 @@ def refuse_with_rule(rule: Any, momentum_type: str | None, of_rule: Mapping[str,
     kind, wrong = type(rule), []
     if not hasattr(kind, "name"):
         wrong.append(f"{kind.__name__} has no name: write name: ClassVar[str] = ... in the class, for checkpoints")
-    if taken := [name for name in rule.scalars if name in COMMON]:
+    if not isinstance(rule.scalars, Mapping):
+        wrong.append(f"{kind.__name__}.scalars is {rule.scalars!r}: write first values by name, as in {{'total': 0.0}}")
+    elif taken := [name for name in rule.scalars if name in COMMON]:
         wrong.append(f"{kind.__name__}.scalars has names that every optimizer has: {', '.join(taken)}; take others")
     if momentum_type is not None:
         wrong.append(f"momentum_type={momentum_type!r} names a rule, and rule=... is one: leave momentum_type out")

@@ -26,6 +26,7 @@ from kfac_fx.optim.rule import BlockStep, Memory
 from kfac_fx.optim.rules import first_three
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.standstill import StandstillWatch
+from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import mark_static
@@ -66,6 +67,13 @@ class PhaseSeconds:
             self.totals[phase] += time.perf_counter() - start
 
 
+class ScalarsByName(dict[str, Tensor]):
+    """0-dim tensors by name; a KeyError of another name says those that there are."""
+
+    def __missing__(self, name: object) -> Tensor:
+        raise KeyError(f"optimizer.scalars has {', '.join(self)}, and no {name!r}.{nearest(name, self)}")
+
+
 @dataclass
 class StepState:
     """The state of a KFAC from step to step. Scalars are 0-dim tensors, written in place."""
@@ -91,7 +99,7 @@ class StepState:
     def __post_init__(self) -> None:
         scalar, rule = self.vectors.scalar, self.options.rule
         first = {**dict.fromkeys((*SCALARS, "kappa"), torch.nan), **rule.scalars}
-        self.scalars = {name: torch.full_like(self.damping, value) for name, value in first.items()}
+        self.scalars = ScalarsByName({name: torch.full_like(self.damping, value) for name, value in first.items()})
         self.checks = Checks(StepSize.first(scalar))
         self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
         self.undone = torch.zeros_like(self.skipped)
@@ -126,9 +134,14 @@ class StepState:
     def exact_products(self, flat: FlatParameters, vectors: Sequence[Tensor]) -> Tensor:
         """<d_i, F d_j> of vectors [P] in the exact Fisher of all micro-batches of the step, averaged by cases: [k, k].
 
-        Raises RuntimeError if there was no forward to compute with.
+        Raises RuntimeError if there was no forward to compute with, and ValueError if the rule says that it needs none.
         """
-        calls = self.forwards.seen.calls
+        calls, kind = self.forwards.seen.calls, type(self.options.rule)
+        if not calls and not kind.is_exact:
+            raise ValueError(
+                f"direction of {kind.__name__} multiplies with the exact Fisher of the step's batch, which is not kept "
+                "for it: write is_exact: ClassVar[bool] = True in its class"
+            )
         if not calls:
             raise without_batch(self.net, f"{self.options.rule.written} computes this step")
         return exact_products(

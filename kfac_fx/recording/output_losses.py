@@ -438,15 +438,22 @@ class OutputLosses:
         self, site: FoundLoss, inputs: Tensor, values: Any, known: Mapping[Any, Tensor]
     ) -> Tensor | float | None:
         """The gradient of the returned loss with respect to a loss of forward; None if the inputs and the Fisher's
-        outputs do not tell it. known: see `of_run`."""
+        outputs do not tell it. Factors that nothing tells count as one, if the loss then is a mean or a sum as it is.
+
+        known: see `of_run`.
+        """
         if isinstance(site, ObservedLoss):
             return site.weights
         if site.way is None or site.way.constant is not None:
             return constant_of(site)
         shape = unreduced(inputs.shape, BY_NAME[site.loss]) if site.reduction == "none" else ()
         leaf = inputs.new_full(shape, TYPICAL, dtype=torch.promote_types(inputs.dtype, torch.float32))
+        if site.way.unknown and probably_mean([site]) != self.is_mean:
+            return None  # as weights that are a softmax over the cases, of which a sum is a mean
+        program = self.emitted.program
+        ones = {node: leaf.new_ones(shape_on(program, node, values)) for node in site.way.unknown}
         try:
-            return self.emitted.weights(site.way, leaf, values, known)
+            return self.emitted.weights(site.way, leaf, values, {**known, **ones})
         except LossError:
             return None
 

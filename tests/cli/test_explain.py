@@ -53,6 +53,29 @@ def test_approximations_that_do_not_apply_say_why(program: kfac_fx.passes.ir.Pro
     assert "  not kron_series_1, kron_series_1_abs, kron_series_2: it has one use\n" in text
 
 
+class Twice(nn.Module):
+    """A matrix that also scales: too wide for one block of both uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(40, 40)), nn.Linear(40, 40, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logaddexp(x @ self.weight, self.weight.sum() * self.scale(x))
+
+
+def test_a_layer_that_matches_and_is_not_used_says_the_reason_itself() -> None:
+    text = " ".join(explain(kfac_fx.compile(Twice(), (torch.randn(5, 40),), loss="normal").program, "weight").split())
+    assert "linear matches here, but is not used: weight has 2 uses, 1 of them matched; missing mul (" in text
+    assert "scale_and_shift matches here, but is not used: a function of a parameter that is a matrix elsewhere" in text
+
+
+def test_a_parameter_has_not_the_notes_of_one_whose_name_ends_as_its() -> None:
+    net = kfac_fx.compile(Twice(), (torch.randn(5, 40),), loss="normal", approximations={"scale.weight": "generic"})
+    assert "dropped: linear(scale.weight): declared generic" in explain(net.program, "scale.weight")
+    assert "declared generic" not in explain(net.program, "weight")
+
+
 def test_the_steps_of_a_recurrent_module_are_one_line() -> None:
     net = kfac_fx.compile(
         nn.RNN(3, 4, batch_first=True), (torch.randn(2, 9, 3),), loss=lambda out: kfac_fx.losses.Normal(out[0])

@@ -10,6 +10,7 @@ import pytest
 from kfac_fx.compiled.fisher_blocks import KINDS
 from kfac_fx.fisher.block import group_class
 from kfac_fx.fisher.block_diagonal import WideGroup
+from kfac_fx.passes import approximations
 from kfac_fx.passes.approximations import (
     APPROXIMATIONS,
     EVERY_LAYER,
@@ -25,6 +26,7 @@ from kfac_fx.passes.approximations import (
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.passes.resolve import check_needs
 
 every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
 MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)
@@ -57,15 +59,32 @@ def test_a_registration_knows_the_row_of_its_name_and_pickles_without_it(approxi
     assert copied == one and copied.structure is approximation
 
 
+def test_every_row_that_is_written_is_in_the_table() -> None:
+    written = {of.name for of in vars(approximations).values() if isinstance(of, Approximation)}
+    assert written == APPROXIMATIONS.keys(), "add the row to APPROXIMATIONS in passes/approximations.py"
+
+
 def test_a_row_that_nothing_fills_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     check_filled()
     uncomputed = replace(G, name="G/new", kind_of=G)
     row = replace(KRON, name="new", left=replace(OUTPUTS, statistic=uncomputed), algebra=Algebra("new blocks"))
     monkeypatch.setitem(APPROXIMATIONS, "new", row)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="no module that is imported fills in new blocks, G/new"):
+    with pytest.raises(AssertionError, match="no module that is imported fills in new blocks, G/new: write @computes"):
         check_filled()
     for name in ("G/new", "G/new/turned"):
         del STATISTICS[name]
+
+
+def test_a_need_that_no_use_is_asked_for_is_an_error() -> None:
+    text = (
+        r"new needs 'case'\. Did you mean 'cases'\? The keys of needs= in passes/approximations.py are batch, cases, "
+    )
+    with pytest.raises(AssertionError, match=text):
+        check_needs([replace(KRON, name="new", needs={"case": "it has none"})])
+
+
+def test_the_kinds_of_layers_are_those_of_a_layer_collection() -> None:
+    assert {layer.tf_kind for layer in LAYERS.values()} - {None} <= KINDS.keys(), "correct tf_kind= of the layer"
 
 
 def test_a_name_that_is_in_no_row_is_an_error() -> None:

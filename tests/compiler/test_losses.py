@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_fx.passes.errors import where
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.normalize import normalize
@@ -219,13 +220,46 @@ def test_the_way_of_a_loss_tells_its_weight(
     assert (site.way.linear, site.way.elementwise, site.way.constant) == (linear, elementwise, constant)
 
 
-def test_a_product_with_something_learned_has_no_way() -> None:
+def test_something_learned_that_a_loss_is_multiplied_with_counts_as_one() -> None:
     found = program(lambda out, y: (rows(out, y) * out[:, 0].sigmoid()).mean(), X, CLASSES)
-    assert found.losses[0].way is None and not found.cut  # all of it passes the logits
+    way = found.losses[0].way
+    assert way is not None and [node.name for node in way.unknown] == ["sigmoid"]
+    assert not found.cut  # all of it passes the logits
     (note, around) = found.dropped
-    assert note.reason == "forward returns a function of it; the Fisher is that of its distribution"
+    assert note.reason == (
+        f"its factors at {where(way.unknown[0])} are not computed from the inputs of the model and of the loss alone, "
+        "so they count as one in the Fisher, whose scale may be off, as by their mean. To have them in it, compute "
+        "them before the call, and give them to forward"
+    )
     assert (
         around.subject.startswith("the term of sigmoid (test_losses.py:") and "no part of the Fisher" in around.reason
+    )
+
+
+class OfTwoRuns(WithTargets):
+    """The outputs do not tell what the second run returns."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(rows(x @ self.w, y), ((x + 1) @ self.w).detach().exp())
+
+
+NO_WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a number that may count cases": lambda ce, w: ce.sum() / w.sum(),
+    "a product that adds up": lambda ce, w: ce @ w.sum(1),
+    "a product that repeats": lambda ce, w: (ce[:, None] * w).mean(),
+    "no linear function": lambda ce, w: (ce * w.sum(1)).mean().log(),
+    "no product": lambda ce, w: torch.maximum(ce, w.sum(1)).mean(),
+}
+
+
+@pytest.mark.parametrize("function", NO_WAYS.values(), ids=NO_WAYS)
+def test_another_function_of_a_loss_and_something_learned_has_no_way(function: Callable[..., Any]) -> None:
+    found = find_losses(normalize(trace_model(OfTwoRuns(function), (X, CLASSES), options=Options()).program))
+    assert found.losses[0].way is None
+    assert found.dropped[0].reason == (
+        "forward returns a function of it; the Fisher is that of its distribution, whose scale may be another one. For "
+        "the right one return the inputs of the loss, and write its coefficient, as in loss=lambda outputs: (0.5, "
+        "kfac_fx.losses.Normal(outputs))"
     )
 
 

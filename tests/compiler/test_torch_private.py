@@ -584,6 +584,16 @@ def test_hooks_find_the_losses_of_the_backward_that_runs() -> None:
     assert found.pop() == [] and private.backward_roots(thread) == ()
 
 
+def test_hooks_find_whether_the_backward_is_that_of_grad() -> None:
+    found: list[bool] = []
+    leaf, thread = torch.ones(2, requires_grad=True), threading.get_ident()
+    leaf.register_hook(lambda _: found.append(private.grad_runs(thread)))
+    leaf.sum().backward()
+    torch.autograd.backward(leaf.prod())
+    torch.autograd.grad(leaf.prod(), leaf, create_graph=True)
+    assert found == [False, False, True] and not private.grad_runs(thread)
+
+
 def test_a_recurrent_layer_asks_for_the_size_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     original = getattr(nn.RNNBase, private.EXPECTED_HIDDEN_SIZE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
+from kfac_fx.passes import layers
 from kfac_fx.passes.check import check, link
 from kfac_fx.passes.ir import Program, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
@@ -48,6 +50,12 @@ def declared(composite: bool) -> Iterator[Any]:
             for number, example in enumerate(form.examples):
                 name = form.function.__name__
                 yield pytest.param(layer.name, form, example, id=f"{layer.name}-{name}-{number}")
+
+
+def test_every_module_of_layers_is_a_family() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(layers.__path__)} - {"declaration"}
+    families = {family.__name__.rpartition(".")[2] for family in layers.FAMILIES}
+    assert modules == families, "add the module to FAMILIES in passes/layers/__init__.py"
 
 
 def prepared(example: Example) -> tuple[nn.Module, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import losses
-from kfac_fx.losses import LossFunction
-from kfac_fx.losses.declared import MEANT, NAMES, loss_from
+from kfac_fx.losses import LossFunction, Normal
+from kfac_fx.losses.declared import MEANT, NAMES, check_tables, loss_from
 from kfac_fx.losses.distributions import DISTRIBUTIONS, __all__
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
@@ -62,6 +63,30 @@ def test_a_class_is_taken_for_one_output_or_says_how_to_write_it(kind: type[Loss
         if kind.of_classes:
             with pytest.raises(LossError, match=r"needs logits of shape \[cases, ..., classes\]"):
                 loss_from(spec)(x[:, 0])
+
+
+def test_tables_of_losses_that_do_not_fit_together_are_told_at_the_import() -> None:
+    class Poisson(Normal):
+        name, targets_like = "poisson", ""
+
+    class Unfinished(LossFunction):
+        name, targets_like = "unfinished", "counts"
+
+    row = replace(TORCH_LOSSES[1], distribution="poison", by_default=("weigth",))
+    check_tables(TORCH_LOSSES, DISTRIBUTIONS)
+    with pytest.raises(AssertionError) as caught:
+        check_tables([row], {"poisson": Poisson, "unfinished": Unfinished})
+    of_mse = "the row of F.mse_loss in passes/torch_losses.py names the"
+    in_table = "in DISTRIBUTIONS in kfac_fx/losses/distributions.py lacks"
+    assert str(caught.value).split("\n") == [
+        f"bug in kfac_fx: {of_mse} distribution 'poison', and DISTRIBUTIONS in kfac_fx/losses/distributions.py has "
+        "poisson, unfinished: add its class there, with name = 'poison', or correct the row. Did you mean 'poisson'?",
+        f"{of_mse} argument 'weigth', and the function has input, target, size_average, reduce, reduction, weight. Did "
+        "you mean 'weight'?",
+        f"the class Poisson of 'poisson' {in_table} targets_like: write it there",
+        f"the class Unfinished of 'unfinished' {in_table} _negative_log_likelihood, _sample, multiply_fisher_factor, "
+        "multiply_fisher_factor_transpose: write it there",
+    ]
 
 
 @pytest.mark.parametrize("synonym", MEANT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.losses import LossFunction
+from kfac_fx.losses import LossFunction, Normal
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from kfac_fx.passes.matrix import precise
 
@@ -99,6 +100,12 @@ def test_targets_are_needed_and_have_their_shape() -> None:
         toy().evaluate()
     with pytest.raises(LossError, match=r"Toy: targets have shape \[3\], expected \[3, 2\], of shape \[cases, 2\]"):
         toy(targets=torch.zeros(N)).evaluate()
+    for right, wrong in (([N, 1], [N]), ([N], [N, 1]), ([N, 1], [1, N])):  # F.mse_loss repeats both
+        loss = Normal(torch.zeros(right)).with_targets(torch.zeros(wrong))
+        with pytest.raises(
+            LossError, match=re.escape(f": write targets.reshape({right}), or every case is compared with")
+        ):
+            loss.evaluate()
 
 
 def test_a_sample_is_drawn_from_the_generator_or_the_seed_and_has_no_gradient() -> None:

@@ -299,6 +299,15 @@ def test_the_qmodel_reports_its_step_and_momentum() -> None:
         assert opt.predicted_change < 0
 
 
+def test_a_scalar_that_there_is_not_is_told_those_that_there_are() -> None:
+    scalars = KFAC(compiled_mlp()).scalars
+    assert "multiplyer" not in scalars and scalars.get("multiplyer") is None
+    with pytest.raises(
+        KeyError, match=r"optimizer\.scalars has .*rho, .*, and no 'multiplyer'\. Did you mean 'multiplie"
+    ):
+        scalars["multiplyer"]
+
+
 def test_training_is_untouched_but_for_the_step() -> None:
     """Outputs, gradients, buffers and torch's random streams are those of the plain model."""
     torch.manual_seed(0)

@@ -8,9 +8,11 @@ import copy
 import functools
 import inspect
 import math
+import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -21,9 +23,10 @@ from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx.linalg.arguments import positive, whole_number
+from kfac_fx.optim import rules
 from kfac_fx.optim.checks import Check
 from kfac_fx.optim.optimizer import KFAC
-from kfac_fx.optim.rules import RULES, BlockStep, CheckedRule, MeasuredMove, Outcome, Rule, Update
+from kfac_fx.optim.rules import EVERY_RULE, RULES, BlockStep, CheckedRule, MeasuredMove, Outcome, Rule, Update
 from kfac_fx.optim.rules.momentum import Regular
 from tests.runtime.options_of import options_of
 from tests.runtime.slow_kfac import batch, loss_of
@@ -140,6 +143,13 @@ def test_every_rule_of_the_library_is_tested_here() -> None:
     assert all(rule.name == name for name, rule in RULES.items())
 
 
+def test_every_rule_in_a_module_of_rules_is_listed() -> None:
+    modules = [import_module(f"{rules.__name__}.{module.name}") for module in pkgutil.iter_modules(rules.__path__)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    named = {kind for kind in found if issubclass(kind, Rule) and "name" in vars(kind)}
+    assert named == set(EVERY_RULE), "add the class at the end of EVERY_RULE in kfac_fx/optim/rules/__init__.py"
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_options_are_checked_fields(name: str) -> None:
     rule = type(MADE[name])
@@ -217,15 +227,28 @@ def test_a_rule_whose_methods_do_not_fit_says_what_to_write() -> None:
         def direction(self, step: BlockStep) -> Update:
             return Update(step.from_bases(step.to_bases(step.g)))
 
+    class WithoutExact(WithoutState):
+        def direction(self, step: BlockStep) -> Update:
+            return Update(step.g * step.exact_products([step.g]).sum())
+
     wanted: list[tuple[Rule, type[Exception], str]] = [
         (Bare(), TypeError, r"direction of Bare returns a Tensor: write return Update\(vector, state\)"),
         (OtherState(), ValueError, r"of OtherState returns a state with 'v', and OtherState\.new_state has none"),
+        (WithoutExact(), ValueError, r"write is_exact: ClassVar\[bool\] = True in its class"),
         (WithoutBases(), ValueError, r"write has_bases: ClassVar\[bool\] = True in its class"),
     ]
     for rule, kind, text in wanted:
         net, opt = made(lr=0.1, damping=None, rule=rule)
         with pytest.raises(kind, match=text):
             train(net, opt, range(1))
+
+
+def test_scalars_of_a_rule_without_first_values_are_refused() -> None:
+    class Listed(WithoutState):
+        scalars = ("total",)  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match=r"Listed\.scalars is \('total',\): write first values by name, as in {'total'"):
+        made(lr=0.1, damping=None, rule=Listed())
 
 
 def test_the_state_of_a_rule_that_keeps_nothing_loads_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:

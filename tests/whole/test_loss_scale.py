@@ -1410,6 +1410,46 @@ def test_an_output_with_a_head_of_its_own_is_told_once(examples: bool) -> None:
     assert text.startswith("the trained loss depends on parameters that no registered loss depends on: other.")
 
 
+class LossAndHead(nn.Module):
+    """Returns a loss of classes, the values of another head, and what `more` makes of the logits."""
+
+    def __init__(self, more: Callable[[Tensor], Tensor] = torch.exp) -> None:
+        super().__init__()
+        self.body, self.classes, self.values, self.more = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 2), more
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        z = self.classes(h)
+        return {"loss": F.cross_entropy(z, y), "values": self.values(h), "more": self.more(z)}
+
+
+@pytest.mark.parametrize("rule", [{"lr": 0.1, "damping": 0.1}, {}], ids=["regular", "default"])
+def test_a_head_whose_loss_is_outside_of_forward_next_to_a_loss_inside_is_told(rule: dict[str, Any]) -> None:
+    """The report had it as a head without a loss, and nothing said that it is trained."""
+
+    def texts(weight: float, key: str = "values", **options: Any) -> list[str]:
+        torch.manual_seed(0)
+        net = kfac_fx.compile(LossAndHead(), (X, CLASSES))
+        assert "no loss   values.{weight, bias}" in str(net.report)
+        optimizer = kfac_fx.KFAC(net, seed=0, **rule, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LossScaleWarning)
+            for _ in range(2):
+                optimizer.zero_grad()
+                outputs = net(X, CLASSES)
+                (outputs["loss"] + weight * outputs[key].square().mean()).backward()
+                optimizer.step()
+        return [str(warning.message) for warning in caught if warning.category is LossScaleWarning]
+
+    (text,) = texts(3.0)
+    assert re.match(r"about \d\d% of the gradient of the trained loss comes from linear_2 \(test_loss_scale.py:", text)
+    assert (
+        "AdamW moves values.{bias, weight}, on which no known loss depends. Nothing is wrong if it is a small" in text
+    )
+    assert texts(0.0) == texts(1e-3) == texts(3.0, estimation_mode="empirical") == []
+    assert not [text for text in texts(3.0, "more") if "no loss that forward computes reads" in text]  # of the logits
+
+
 def test_an_output_of_many_cases_that_no_loss_reads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of the first cases are compared."""
     monkeypatch.setattr(loss_scale, "LIMIT", 15)

@@ -269,6 +269,56 @@ def test_weights_of_grouped_residuals_are_in_the_fisher(grouped: Callable[[Tenso
     torch.testing.assert_close(sum((product[name] * vector[name]).sum() for name in vector), wanted)
 
 
+REPEATED: dict[str, Loss] = {
+    "by hand": lambda z, b, y: (z[:, :1] - y[:, 0]).square().mean(),
+    "mse_loss": lambda z, b, y: F.mse_loss(z[:, :1], y[:, 0]),
+    "rows": lambda z, b, y: F.mse_loss(z[:, :1], y[:, 0], reduction="none").mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("loss", REPEATED.values(), ids=REPEATED)
+def test_outputs_that_are_compared_with_the_targets_of_all_cases_are_as_many_cases(loss: Loss) -> None:
+    """A column of outputs minus a row of targets is a matrix of all differences."""
+    for ours, wanted in zip(
+        factors_of(loss, True), factors_of(lambda z, b, y: F.mse_loss(z[:, :1], y[:, :1]), True), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted)
+
+
+Weighted = Callable[[Tensor, Tensor], Tensor]
+WITH_ONES: dict[str, tuple[Weighted, Weighted]] = {  # of squares and of the weights of their rows; without the weights
+    "mean": (lambda s, w: (w * s).mean(), lambda s, w: s.mean()),
+    "rows first": (lambda s, w: (s.sum(1) * w[:, 0]).mean() / 4, lambda s, w: s.sum(1).mean() / 4),
+    "divided": (lambda s, w: (s / w).mean(), lambda s, w: s.mean()),
+    "normalized": (lambda s, w: (w * s).sum() / w.sum(), lambda s, w: s.sum() / len(s)),
+    "sum": (lambda s, w: (w * s).sum(), lambda s, w: s.sum()),
+    "shares": (lambda s, w: (w.softmax(0) * s).sum(), lambda s, w: s.sum() / len(s)),
+    "a learned number": (lambda s, w: w.mean() * s.mean(), lambda s, w: s.mean()),
+}
+
+
+@pytest.mark.parametrize(("weighted", "without"), WITH_ONES.values(), ids=WITH_ONES)
+def test_weights_that_nothing_tells_count_as_one(weighted: Weighted, without: Weighted) -> None:
+    """The Fisher was that of a mean over cases of sums over elements, whatever forward returned."""
+
+    class AtOthers(Trained):
+        """Weights of a second run at other points."""
+
+        def forward(self, x: Tensor, border: Tensor, y: Tensor) -> Any:
+            return self.loss(self.net(x), torch.exp(-self.net(x + 1)[:, :1].detach().abs()), y)
+
+    args, factors = batch(), []
+    for number, loss in enumerate((weighted, without)):
+        torch.manual_seed(0)
+        net = kfac_fx.compile(AtOthers(lambda z, w, y, loss=loss: loss((z - y).square(), w)), args)
+        assert len(net.program.dropped) == (number == 0)
+        estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+        estimator.update_covariances(*args)
+        factors.append([block.full_fisher_block() for block in estimator.blocks.values()])
+    torch.testing.assert_close(*factors)
+
+
 def test_a_loss_with_weights_of_outputs_has_exact_steps() -> None:
     torch.manual_seed(0)
     x, border, y = torch.rand(64, 2), torch.rand(3, 2), torch.rand(64, 2)
