@@ -431,7 +431,7 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
     if queries.weights is not None:
-        queries.weights.refuse_others(net.model, "these queries were", OF_QUERIES)
+        queries.weights.refuse_others("these queries were", OF_QUERIES)
     blocks, origin = {}, made_of(net)
     is_written(folder)  # raises for what is no folder, before one is made
     with writing(folder):
