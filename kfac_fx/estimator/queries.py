@@ -92,7 +92,7 @@ class Weights:
                 path, _, key = name.rpartition(".")
                 holder = parameters_of if name in parameters else buffers_of
                 places[name] = holder(model.get_submodule(path)), key
-        tensors = [held[key] for held, key in places.values()]
+        tensors = [tensor for held, key in places.values() if (tensor := held[key]) is not None]
         return Weights(model, places, *copied_numbers(tensors), frozenset(places.keys() - parameters.keys()))
 
     def changed(self) -> list[str]:
