@@ -282,7 +282,10 @@ class FisherEstimator(BlockDiagonalFisher):
             collection.estimator = self
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
-        """The registrations to estimate, and the parameters by name."""
+        """The registrations to estimate, and the parameters by name. Raises ModelChangedError if modules or parameters
+        were replaced."""
+        if isinstance(self.net, CompiledModule) and not any(map(is_sharded, self.net.parameters())):
+            self.net.captures.structure.check()  # the first recording looks at the others
         registrations, parameters = self.net.registrations, real_parameters(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)
