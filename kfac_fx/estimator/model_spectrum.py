@@ -49,6 +49,7 @@ from kfac_fx.linalg.vectors import (
 )
 from kfac_fx.losses.distributions import Measurement
 from kfac_fx.passes.errors import RegistrationError, warn_user
+from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.recording.case_gradients import (
     Cases,
     Consumer,
@@ -454,7 +455,7 @@ class ModelSpectrum(Spectrum):
 
         def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
             system, index = places[key]
-            with torch.set_grad_enabled(graph):  # and in full precision, as all recordings
+            with torch.set_grad_enabled(graph), without_autocast(weights[key].device):  # as all recordings
                 found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
             parts.setdefault(key, []).append((gradients.first, found))
 

@@ -1299,6 +1299,8 @@ def record_outputs(
             return leaves, constants, of_examples(returned, outputs, run.examples)
 
         leaves, constants, chosen = of_run = by_example(run.output)
+        if not run.examples:
+            return 0, chosen.shape[1]
 
         def rows_of_cases(output: Any, _: tuple[Tensor, ...]) -> LossRows:
             leaves, constants, chosen = of_run if output is run.output else by_example(output)
@@ -1363,7 +1365,7 @@ def of_examples(returned: Any, outputs: OutputsOf | None, examples: int) -> Tens
     if not chosen.dim() or len(chosen) != examples or not chosen.is_floating_point():
         kind = f"{str(chosen.dtype).removeprefix('torch.')} {list(chosen.shape)}"
         raise ValueError(f"outputs are wanted as real numbers [{examples}, ...], and these are {kind}. {REMEDY}")
-    return chosen.reshape(examples, -1)
+    return chosen.flatten(1) if chosen.dim() > 1 else chosen.unsqueeze(1)  # of an empty batch, too
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
