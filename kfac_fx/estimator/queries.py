@@ -346,7 +346,9 @@ class Queries:
                 use = Cases(of_examples.matrix, (rows,))
                 parts.setdefault(key, []).append(torch.cat(list(by_rows(use, self.matrices[key])), dim=1))
 
-        self.record(batch, add, measurement)
+        counts = self.record(batch, add, measurement)
+        if not parts:  # an empty batch, or one whose loss depends on none of the blocks
+            return self.like(next(iter(self.matrices))).new_zeros(len(self), counts.examples, 1)
         sizes: dict[int, list[str]] = {}
         for key, products in parts.items():
             for product in products:
