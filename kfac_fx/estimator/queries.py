@@ -85,15 +85,19 @@ class Weights:
 
     @staticmethod
     def of(model: nn.Module) -> Weights:
-        kept, places = model.state_dict().keys(), {}
-        parameters = dict(model.named_parameters())
-        for name, tensor in (*parameters.items(), *model.named_buffers()):
-            if name in kept and not tensor.is_meta:
-                path, _, key = name.rpartition(".")
-                holder = parameters_of if name in parameters else buffers_of
-                places[name] = holder(model.get_submodule(path)), key
+        kept, seen = model.state_dict().keys(), set[int]()
+        parameters: dict[str, tuple[Mapping[str, Tensor | None], str]] = {}
+        buffers: dict[str, tuple[Mapping[str, Tensor | None], str]] = {}
+        for path, module in model.named_modules():
+            for places, held in ((parameters, parameters_of(module)), (buffers, buffers_of(module))):
+                for key, tensor in held.items():
+                    name = f"{path}.{key}" if path else key
+                    if tensor is not None and not tensor.is_meta and name in kept and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        places[name] = held, key
+        places = parameters | buffers
         tensors = [tensor for held, key in places.values() if (tensor := held[key]) is not None]
-        return Weights(model, places, *copied_numbers(tensors), frozenset(places.keys() - parameters.keys()))
+        return Weights(model, places, *copied_numbers(tensors), frozenset(buffers))
 
     def changed(self) -> list[str]:
         """The names of the tensors that have other numbers now. Waits for the device.
