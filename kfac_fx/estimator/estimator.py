@@ -282,7 +282,11 @@ class FisherEstimator(BlockDiagonalFisher):
             collection.estimator = self
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
-        """The registrations to estimate, and the parameters by name."""
+        """The registrations to estimate, and the parameters by name. Raises ModelChangedError if modules or parameters
+        were replaced."""
+        structure = self.net.captures.structure if isinstance(self.net, CompiledModule) else None
+        if structure is not None and (structure.same or not any(map(is_sharded, self.net.parameters()))):
+            structure.check()  # the first recording looks at parameters that were sharded since
         registrations, parameters = self.net.registrations, real_parameters(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)

@@ -84,7 +84,7 @@ from kfac_fx.linalg.arguments import (
 from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.distributions import Measurement, check_mode
-from kfac_fx.passes.errors import RegistrationError, fatal, plural, table, warn_user
+from kfac_fx.passes.errors import LossError, RegistrationError, fatal, plural, table, warn_user
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
@@ -302,7 +302,8 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
     folder, net = path_of(folder), spectrum.net
     spectrum.refuse_other_weights()
     registrations = sorted(spectrum.registrations, key=lambda block: list(net.registrations).index(block))
-    manifest = manifest_of(net, registrations, spectrum.mode, case=spectrum.case)
+    measured = {"measurement": MEASURED} if spectrum.measured else {}
+    manifest = manifest_of(net, registrations, spectrum.mode, case=spectrum.case, **measured)
     manifest["made of"] = made_of(net) | ({} if spectrum.data is None else {"data": spectrum.data})
     if spectrum.replicas is not None and spectrum.replicas.rank:
         return
@@ -431,7 +432,7 @@ def save_queries(queries: Queries, folder: str | Path) -> None:
     if net is None:
         raise ValueError("queries that were made by hand know no compiled module: pass Queries(..., net=net).")
     if queries.weights is not None:
-        queries.weights.refuse_others(net.model, "these queries were", OF_QUERIES)
+        queries.weights.refuse_others("these queries were", OF_QUERIES)
     blocks, origin = {}, made_of(net)
     is_written(folder)  # raises for what is no folder, before one is made
     with writing(folder):
@@ -505,6 +506,14 @@ def shape_of(matrix: QueryGradients) -> tuple[int, ...]:
     return (*matrix.left.shape[:-1], matrix.right.shape[-1]) if isinstance(matrix, LowRank) else tuple(matrix.shape)
 
 
+MEASURED = "of a spectrum in memory"  # where a fit writes a digest of its measurement
+NO_LOSS_TO_FIT = (
+    "fit_spectrum fits the distribution behind a loss, and knows none of this model. Its modes differ in the targets, "
+    'and "empirical" takes the true ones.\n'
+    "Let forward return the outputs, and name the distribution that is nearest to your loss, as in "
+    'kfac_fx.compile(model, loss="normal"). The gradients of your loss then make the eigenvalues: '
+    'fit_spectrum(net, batches, case="sequence", measurement=loss), with loss(outputs, targets) of shape [examples].'
+)
 FACTORS, CORRECTION = "factors", "correction"  # the passes over the data
 
 Parts = int | Sequence[Iterable[str]]
@@ -566,6 +575,7 @@ def fit_spectrum(
 
     Raises:
         FactorNotReady: parameters were frozen after the model was compiled.
+        LossError: no loss of the model is known.
         RegistrationError: the variables or parts do not fit the registrations, a block is larger than `memory`, or no
             parameter is trained.
         TypeError: the module is not compiled, or an argument is of another kind than above.
@@ -611,6 +621,8 @@ def fit_spectrum(
     args, kwargs, _ = net.placed(batch.args, batch.kwargs)
     with telling_how_read(batch, 1):
         recorder = net.recorder(args, kwargs)  # proves the registrations, which may change them
+    if recorder.whole and net.knows_no_loss:
+        raise LossError(NO_LOSS_TO_FIT)
     refuse_without_blocks(net.registrations, net.model.named_parameters())
     if case is None:  # a correction has a warning of its own
         warn_of_noise(net.model, "the factors of a fit")
@@ -665,7 +677,18 @@ def fit_spectrum(
     owners = dict.fromkeys(name for block in net.registrations for name in block.owners)
     shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
     data = None if kept is None else kept.data
-    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case, data=data, replicas=replicas)
+    return ModelSpectrum(
+        systems,
+        shapes,
+        scale,
+        damping,
+        net=net,
+        mode=mode,
+        case=case,
+        measured=measurement is not None,
+        data=data,
+        replicas=replicas,
+    )
 
 
 def refuse_no_net(call: str, net: object) -> None:
@@ -764,6 +787,8 @@ def fit_part(
         pending = estimator.pending_state, estimator.load_pending
         over_data(net, batches, FACTORS, names, record, *pending, folder, not_finite)
         not_finite.tell(refuse=options.alone)
+        if options.alone and not int(estimator.pending_state()["cases"]):
+            raise ValueError("`batches` has no cases: all its batches are empty, or all targets are ignored.")
         estimator.fold()
         spectrum = estimator.spectrum(damping=0.0, dtype=options.dtype, device=options.device)
         del estimator, record  # the spectrum has a copy of the factors

@@ -49,6 +49,7 @@ from kfac_fx.linalg.vectors import (
 )
 from kfac_fx.losses.distributions import Measurement
 from kfac_fx.passes.errors import RegistrationError, warn_user
+from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.recording.case_gradients import (
     Cases,
     Consumer,
@@ -130,7 +131,7 @@ class ModelSpectrum(Spectrum):
         """Raises ValueError if the weights of the module have changed since the spectrum was made."""
         if self.weights is not None:
             remedy = "Or take it as it is, by spectrum.at(any_weights=True)."
-            self.weights.refuse_others(self.net.model, "this spectrum was", remedy)
+            self.weights.refuse_others("this spectrum was", remedy)
 
     def correct(
         self,
@@ -454,7 +455,7 @@ class ModelSpectrum(Spectrum):
 
         def add(key: Key, gradients: OutputGradients, outputs: int) -> None:
             system, index = places[key]
-            with torch.set_grad_enabled(graph):  # and in full precision, as all recordings
+            with torch.set_grad_enabled(graph), without_autocast(weights[key].device):  # as all recordings
                 found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
             parts.setdefault(key, []).append((gradients.first, found))
 
@@ -517,9 +518,12 @@ def variance_of_outputs(
         lone = Cases(gradients.lone.matrix, (gradients.lone,))
         (rows,) = system.turned_rows(lone, index).uses
         # The matrix of output c is d_c rᵀ, so the sum over its inputs is the same for all outputs.
-        inputs = homogeneous(rows)[:, 0].square().transpose(0, 1)
-        of_row = (inputs @ weights.mT).transpose(0, 1)
-        return product_with_itself(rows.d.flatten(2), of_row.flatten(1), diagonal)
+        inputs = homogeneous(rows).squeeze(1).square()
+        if len(weights) == 1:  # a product of two matrices takes less time than one of two batches of one
+            of_row = inputs.flatten(1) @ weights[0].mT
+        else:
+            of_row = (inputs.transpose(0, 1) @ weights.mT).transpose(0, 1).flatten(1)
+        return product_with_itself(rows.d.flatten(2), of_row, diagonal)
     if gradients.lone is not None and len(gradients.lone.d) == 1 and many_rows(gradients.lone, diagonal):
         return variance_of_common_rows(system, index, weights, gradients.lone, diagonal)
     found = []

@@ -17,10 +17,10 @@ tensor, and of `SAMPLED` of a large one, all of which a step or a swap of weight
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from kfac_fx.linalg.processes import Replicas, shard
 from kfac_fx.losses.distributions import Measurement
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.matrix import real_numbers, without_autocast
+from kfac_fx.passes.torch_private import buffers_of, parameters_of
 from kfac_fx.recording.case_gradients import Cases, Consumer, Counts, LowRank, QueryGradients, by_rows, query_products
 from kfac_fx.recording.progress import tracked
 from kfac_fx.recording.statistics import Key
@@ -68,48 +69,62 @@ class Weights:
     """The weights of a model at one time: of its parameters, and of the buffers in its state.
 
     Attributes:
-        names: of these tensors.
+        model: whose they are.
+        places: by name of these tensors, the dictionary of the module that holds it, and its key there. A walk through
+            the model takes longer than its gradients, if these are few. `Structure.check` tells of replaced modules.
         sizes: how many numbers of each are in the copy.
         numbers: the copy, see `sampled_numbers`, one tensor behind the other.
         buffers: the names of buffers.
     """
 
-    names: tuple[str, ...]
+    model: nn.Module
+    places: Mapping[str, tuple[Mapping[str, Tensor | None], str]]
     sizes: tuple[int, ...]
     numbers: Tensor
     buffers: frozenset[str]
 
     @staticmethod
     def of(model: nn.Module) -> Weights:
-        tensors = tensors_of(model, model.state_dict().keys())
-        buffers = frozenset(tensors) - {name for name, _ in model.named_parameters()}
-        return Weights(tuple(tensors), *copied_numbers(tensors), buffers)
+        kept, seen = model.state_dict().keys(), set[int]()
+        parameters: dict[str, tuple[Mapping[str, Tensor | None], str]] = {}
+        buffers: dict[str, tuple[Mapping[str, Tensor | None], str]] = {}
+        for path, module in model.named_modules():
+            for places, held in ((parameters, parameters_of(module)), (buffers, buffers_of(module))):
+                for key, tensor in held.items():
+                    name = f"{path}.{key}" if path else key
+                    if tensor is not None and not tensor.is_meta and name in kept and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        places[name] = held, key
+        places = parameters | buffers
+        tensors = [tensor for held, key in places.values() if (tensor := held[key]) is not None]
+        return Weights(model, places, *copied_numbers(tensors), frozenset(buffers))
 
-    def changed(self, model: nn.Module) -> list[str]:
+    def changed(self) -> list[str]:
         """The names of the tensors that have other numbers now. Waits for the device.
 
         Buffers count in evaluation mode only: in training they are written, and not read, as in batch normalization.
         """
-        now = tensors_of(model, frozenset(self.names))
-        if tuple(now) != self.names:
-            return [name for name in self.names if name not in now]
-        sizes, numbers = copied_numbers(now)
+        now = [held.get(key) for held, key in self.places.values()]
+        there = [tensor for tensor in now if tensor is not None and not tensor.is_meta]
+        if len(there) < len(now):
+            return [name for name, tensor in zip(self.places, now, strict=True) if tensor is None or tensor.is_meta]
+        sizes, numbers = copied_numbers(there)
         numbers = numbers.to(self.numbers.device)
         if sizes == self.sizes and numbers.dtype == self.numbers.dtype and torch.equal(numbers, self.numbers):
             return []
-        pairs = zip(self.names, numbers.split(sizes), self.numbers.split(self.sizes), strict=True)
+        pairs = zip(self.places, numbers.split(sizes), self.numbers.split(self.sizes), strict=True)
         return [
             name
             for name, of_now, of_then in pairs
-            if not same_numbers(of_now, of_then) and not (model.training and name in self.buffers)
+            if not same_numbers(of_now, of_then) and not (self.model.training and name in self.buffers)
         ]
 
-    def refuse_others(self, model: nn.Module, things: str, remedy: str) -> None:
+    def refuse_others(self, things: str, remedy: str) -> None:
         """Raises ValueError if the model has other weights now.
 
         things: that were made with these weights, as in "this spectrum was". remedy: the words behind "Or".
         """
-        if changed := self.changed(model):
+        if changed := self.changed():
             more = f" and {len(changed) - LISTED} more" if len(changed) > LISTED else ""
             raise ValueError(
                 f"the weights have changed since {things} made: {', '.join(changed[:LISTED])}{more}. Gradients of "
@@ -118,16 +133,12 @@ class Weights:
             )
 
 
-def tensors_of(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
-    """The parts of this process of the parameters and buffers with these names."""
-    both = chain(model.named_parameters(), model.named_buffers())
-    return {name: shard(tensor.detach()) for name, tensor in both if name in names and not tensor.is_meta}
-
-
-def copied_numbers(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], Tensor]:
-    """(how many numbers of every tensor are taken, a copy of these), in the precision of the finest."""
-    parts = list(map(sampled_numbers, tensors.values()))
-    return tuple(map(len, parts)), torch.cat([part.to(parts[0].device) for part in parts] or [torch.empty(0)])
+def copied_numbers(tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], Tensor]:
+    """(how many numbers of every tensor are taken, a copy of these), in the precision of the finest. A shard has those
+    of this process."""
+    with torch.no_grad():
+        parts = [sampled_numbers(shard(tensor)) for tensor in tensors]
+        return tuple(map(len, parts)), torch.cat([part.to(parts[0].device) for part in parts] or [torch.empty(0)])
 
 
 def sampled_numbers(tensor: Tensor) -> Tensor:
@@ -171,7 +182,7 @@ def recording(net: CompiledModule, keys: Sequence[Key], weights: Weights | None 
 
     def record(batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
         if weights is not None:
-            weights.refuse_others(net.model, "these queries were", OF_QUERIES)
+            weights.refuse_others("these queries were", OF_QUERIES)
         batch, graph = batch_for(net.model, batch), torch.is_grad_enabled()
 
         def consume_with_graph(key: Key, cases: Cases) -> None:
@@ -339,7 +350,9 @@ class Queries:
                 use = Cases(of_examples.matrix, (rows,))
                 parts.setdefault(key, []).append(torch.cat(list(by_rows(use, self.matrices[key])), dim=1))
 
-        self.record(batch, add, measurement)
+        counts = self.record(batch, add, measurement)
+        if not parts:  # an empty batch, or one whose loss depends on none of the blocks
+            return self.like(next(iter(self.matrices))).new_zeros(len(self), counts.examples, 1)
         sizes: dict[int, list[str]] = {}
         for key, products in parts.items():
             for product in products:

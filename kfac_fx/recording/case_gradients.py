@@ -61,6 +61,7 @@ from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.passes.resolve import cases_apart
 from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.meeting_cases import (
     LossRows,
     by_example,
@@ -390,7 +391,9 @@ class CaseRecorder:
         self.plain, self.recorder = recorder, replace(recorder, emitted=emitted)
         self.losses = recorder.losses if emitted.whole else self.recorder.losses
         self.complete: bool | None = None  # whether the inputs of its losses tell all of the returned loss's gradient
-        program, ends = self.recorder.program, returned_activations(self.recorder.program)
+        program = self.recorder.program
+        # `check` has counted all ways from the parameters to the Fisher's outputs.
+        ends = returned_activations(program, emitted) - {*recorder.program.outputs}
         self.apart = {
             registration.parameters: reason
             for registration in program.registrations
@@ -1121,6 +1124,8 @@ def without_last(numbers: Tensor, rows: int) -> str:
 
 def noisy_modules(model: nn.Module) -> list[str]:
     """The modules whose output for an example is one draw, or depends on the rest of the batch."""
+    if not any(module.training for module in model.modules()):
+        return []
 
     def is_noisy(module: nn.Module) -> bool:
         if not module.training:
@@ -1135,11 +1140,12 @@ def noisy_modules(model: nn.Module) -> list[str]:
 # --- rows of single examples ------------------------------------------------------------------------------------------
 
 
-def returned_activations(program: Program) -> set[fx.Node]:
+def returned_activations(program: Program, emitted: EmittedModel) -> set[fx.Node]:
     """The last activations of what forward returns, but for its loss, and of the other terms of the loss."""
     losses = set(program.returned_losses)
-    returned = [leaf for leaf in pytree.tree_leaves(program.returned) if isinstance(leaf, fx.Node)]
-    return {*program.cut, *(leaf for leaf in returned if leaf not in losses and shape_of(leaf))}
+    leaves = emitted.leaves if emitted.whole else pytree.tree_leaves(program.returned)
+    nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf not in losses]
+    return {*program.cut, *(node for node in nodes if shape_of(node))}
 
 
 def reason_apart(program: Program, registration: Registration, ends: Collection[fx.Node]) -> str | None:
@@ -1152,7 +1158,7 @@ def reason_apart(program: Program, registration: Registration, ends: Collection[
         return "its rows leave out a part of the gradient"
     if not all(cases_apart(program.layers, use) for use in registration.uses):
         return "its rows are merged with positions"
-    if is_read_elsewhere(program, registration, ends):
+    if ends and is_read_elsewhere(program, registration, ends):
         return "other terms of the loss, or other outputs, use it where the distribution of the Fisher does not"
     return None
 
@@ -1293,6 +1299,8 @@ def record_outputs(
             return leaves, constants, of_examples(returned, outputs, run.examples)
 
         leaves, constants, chosen = of_run = by_example(run.output)
+        if not run.examples:
+            return 0, chosen.shape[1]
 
         def rows_of_cases(output: Any, _: tuple[Tensor, ...]) -> LossRows:
             leaves, constants, chosen = of_run if output is run.output else by_example(output)
@@ -1302,7 +1310,9 @@ def record_outputs(
             instead = "outputs=lambda outputs: outputs.log_softmax(1)"
             refuse_without_gradient("the function of the outputs", chosen, constants, instead)
         if grouped is None:
-            pairs = zip(of.recorder.emitted.leaves, results.tree_leaves(run.output), strict=of.recorder.whole)
+            every_node = of.recorder.emitted.leaves
+            flat = leaves if len(every_node) == 1 else results.tree_leaves(run.output)
+            pairs = zip(every_node, flat, strict=of.recorder.whole)
             nodes = [node for node, leaf in pairs if is_differentiable(leaf)]
             kind = "outputs" if outputs is None else code_of(outputs)
             of.set_meeting_apart(values, rows_of_cases, kind, run, nodes)
@@ -1355,7 +1365,7 @@ def of_examples(returned: Any, outputs: OutputsOf | None, examples: int) -> Tens
     if not chosen.dim() or len(chosen) != examples or not chosen.is_floating_point():
         kind = f"{str(chosen.dtype).removeprefix('torch.')} {list(chosen.shape)}"
         raise ValueError(f"outputs are wanted as real numbers [{examples}, ...], and these are {kind}. {REMEDY}")
-    return chosen.reshape(examples, -1)
+    return chosen.flatten(1) if chosen.dim() > 1 else chosen.unsqueeze(1)  # of an empty batch, too
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

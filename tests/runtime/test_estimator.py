@@ -466,3 +466,15 @@ def test_moments_of_a_model_that_changed_are_dropped(monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelChangedError):
         est.usable()
     assert est._pending.cases == 0
+
+
+@pytest.mark.parametrize("other", [nn.Linear(3, 2), nn.Linear(3, 2, bias=False), nn.Identity()])
+def test_blocks_of_a_model_with_a_replaced_module_are_refused(other: nn.Module) -> None:
+    """They were a KeyError, or blocks of parameters that the capture does not know."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    net = kfac_fx.compile(model, loss="normal")
+    model[2] = other
+    message = r"were replaced, added or removed after kfac_fx.compile: '2.weight', '2.bias'.\n.* Compile again"
+    for use in (lambda est: est.blocks, lambda est: est.update_inverses(), lambda est: est.state_dict()):
+        with pytest.raises(ModelChangedError, match=message):
+            use(FisherEstimator(net))

@@ -608,3 +608,57 @@ def test_a_batch_without_the_labels_of_the_loss_in_forward_says_so() -> None:
     for batch in (x, (x, y), kfac_fx.Batch(x, targets=y)):
         with pytest.raises(LossError, match=text):
             fit_spectrum(net, [batch])
+
+
+class WithUnnamedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        outputs: Tensor = self.layer(x)
+        return outputs if y is None else (outputs - y).abs().pow(1.5).mean()
+
+
+@pytest.mark.parametrize("mode", ["empirical", "gradients"])
+def test_a_returned_loss_without_a_name_is_refused_and_the_advice_works(mode: str) -> None:
+    """The words were those of an optimizer."""
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    with pytest.raises(LossError, match="fit_spectrum fits the distribution behind a loss") as error:
+        fit_spectrum(kfac_fx.compile(WithUnnamedLoss()), [Batch(x, y)], mode=mode)
+    assert "KFAC" not in str(error.value)
+    named = kfac_fx.compile(WithUnnamedLoss(), loss="normal")
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().pow(1.5).mean(1)
+
+    spectrum = fit_spectrum(named, [(x, y)], case="sequence", mode=mode, measurement=loss)
+    assert spectrum.measured and spectrum.self_scores((x, y), measurement=loss).shape == (8,)
+
+
+@pytest.mark.filterwarnings("ignore:5 of 5 cases of the loss have no target")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_batches_without_cases_are_refused_in_these_words(ignored: bool) -> None:
+    """The words were of batches that are not finite."""
+    net = kfac_fx.compile(nn.Linear(4, 3), loss="categorical")
+    x = torch.randn(5 if ignored else 0, 4)
+    with pytest.raises(ValueError, match="`batches` has no cases"):
+        fit_spectrum(net, [(x, torch.full((len(x),), -100))] * 2, mode="empirical")
+
+
+def test_a_measurement_is_known_of_every_spectrum_that_it_made(tmp_path: Path) -> None:
+    """A fit in memory did not know it, so its scores by the loss came without a warning; a saved one forgot it."""
+    net, x, y = kfac_fx.compile(nn.Linear(4, 3), loss="categorical"), torch.randn(8, 4), torch.randint(3, (8,))
+
+    def square(outputs: Tensor, _: Tensor) -> Tensor:
+        return outputs.square().sum(1)
+
+    made = fit_spectrum(net, [(x, y)], case="sequence", damping=0.1, measurement=square)
+    kfac_fx.save_spectrum(made, tmp_path / "saved")
+    corrected = fit_spectrum(net, [(x, y)], damping=0.1).correct([(x, y)], "sequence", measurement=square)
+    for spectrum in (made, corrected, kfac_fx.load_spectrum(net, tmp_path / "saved", damping=0.1)):
+        assert spectrum.measured
+        with pytest.warns(UserWarning, match="a measurement made the eigenvalues"):
+            spectrum.self_scores((x, y))
+    kfac_fx.save_spectrum(made, tmp_path / "saved")  # the same again
+    assert not fit_spectrum(net, [(x, y)]).measured

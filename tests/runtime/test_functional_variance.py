@@ -246,3 +246,28 @@ def test_eigenvalues_of_zero_are_refused() -> None:
     spectrum, _, args = fitted("mlp")
     with pytest.raises(ValueError, match="eigenvalues of zero"):
         spectrum.at(damping=0.0).functional_variance(args[0])
+
+
+@pytest.mark.parametrize("approximation", ["kron", "diagonal", "full"])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_autocast_rounds_the_network_and_no_product_of_the_spectrum(approximation: str, diagonal: bool) -> None:
+    """Products with the eigenvectors were in bfloat16, too, and so were the variances."""
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).float(), torch.randn(16, 4).float()
+    net = kfac_fx.compile(model, loss="normal", approximations={"*": approximation})
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(x)
+    spectrum = estimator.spectrum(damping=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = spectrum.functional_variance(x, diagonal=diagonal)
+    assert found.dtype == torch.float32
+    expected = spectrum.functional_variance(x, diagonal=diagonal)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("outputs", [None, lambda out: out[:, :2].square()])
+def test_an_empty_batch_has_no_variances(outputs: Callable[[Any], Any] | None) -> None:
+    """It was an error of torch, about a shape."""
+    spectrum, _, args = fitted("mlp")
+    number = 3 if outputs is None else 2
+    assert spectrum.functional_variance(args[0][:0], outputs=outputs).shape == (0, number, number)
+    assert spectrum.functional_variance(args[0][:0], outputs=outputs, diagonal=True).shape == (0, number)

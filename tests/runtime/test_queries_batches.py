@@ -94,3 +94,11 @@ def test_batches_that_fit_forward_are_read() -> None:
         read = batch_for(Two(), batch)
         assert (*read.args, *read.kwargs.values())[:2] == (X, X)
     assert batch_for(nn.Linear(3, 2), (X, Y)).targets is Y
+
+
+def test_an_empty_batch_has_no_scores_by_position() -> None:
+    """It was an error of torch, about a list of tensors."""
+    net, x, y = kfac_fx.compile(nn.Linear(4, 3), loss="categorical"), torch.randn(8, 4), torch.randint(3, (8,))
+    queries = kfac_fx.fit_spectrum(net, [(x, y)], damping=0.1).precondition((x, y))
+    assert queries.scores((x[:0], y[:0]), by="position").shape == (8, 0, 1)
+    assert queries.scores((x[:0], y[:0])).shape == (8, 0)

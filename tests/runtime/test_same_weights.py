@@ -143,7 +143,7 @@ def test_every_small_change_of_a_tensor_of_any_precision_is_told(dtype: torch.dt
         model.register_buffer("beside", beside)
         weights = Weights.of(model.eval())
         model.numbers.copy_(change(numbers))
-        return weights.changed(model)
+        return weights.changed()
 
     for beside in (torch.tensor([1.0, torch.nan]), torch.arange(3), torch.ones(2, dtype=torch.float64)):
         assert told(lambda numbers: numbers.clone(), beside) == []
@@ -157,15 +157,16 @@ def test_numbers_that_swap_places_with_equal_sums_are_told() -> None:
     with torch.no_grad():
         row = model.weight[0].clone()
         model.weight[0] = row[[3, 1, 2, 0]]  # every third number has the same sum
-    assert weights.changed(model) == ["weight"]
+    assert weights.changed() == ["weight"]
 
 
 def test_a_tensor_of_another_size_is_told_and_another_precision_is_not() -> None:
     model = nn.Linear(4, 3)
     weights = Weights.of(model)
-    assert weights.changed(model.double()) == []
+    model.double()
+    assert weights.changed() == []
     model.bias = nn.Parameter(torch.zeros(5))
-    assert weights.changed(model) == ["bias"]
+    assert weights.changed() == ["bias"]
 
 
 def test_large_tensors_are_told_by_a_part_of_their_numbers() -> None:
@@ -174,7 +175,7 @@ def test_large_tensors_are_told_by_a_part_of_their_numbers() -> None:
     assert len(weights.numbers) <= SAMPLED + 40
     with torch.no_grad():
         model.weight.mul_(1.001)
-    assert weights.changed(model) == ["weight"]
+    assert weights.changed() == ["weight"]
 
 
 @pytest.mark.parametrize("shape", [(100, 200), (5000, 4), (64, 30, 3, 3), (96, 96)])
@@ -183,10 +184,9 @@ def test_a_change_of_any_column_of_a_large_weight_is_noticed(shape: tuple[int, .
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(shape))
     assert module.weight.numel() > SAMPLED
-    before = Weights.of(module)
+    before, numbers = Weights.of(module), module.weight.detach().clone()
     for dim in range(1, len(shape)):
         for place in range(shape[dim]):
-            changed = copy.deepcopy(module)
             with torch.no_grad():
-                changed.get_parameter("weight").select(dim, place).mul_(0.5)
-            assert before.changed(changed) == ["weight"]
+                module.weight.copy_(numbers).select(dim, place).mul_(0.5)
+            assert before.changed() == ["weight"]
