@@ -2,9 +2,10 @@
 
 logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, inputs = logits, targets = y
 return (self.net(x) - y).square().mean()                       ->  normal, inputs = self.net(x) - y, targets = 0
+return -logits.log_softmax(1).gather(1, y[:, None]).mean()     ->  categorical, inputs = logits.log_softmax(1)
 
-A squared error that is written by hand is found where the returned loss is a weighted sum of squares and of nothing
-else. Next to a loss of torch it may be a penalty, and stays one.
+A squared error or a cross-entropy that is written by hand is found where the returned loss is a weighted sum of these
+and of nothing else, and next to losses of torch.
 
 **Returned losses**: from a loss that forward computes to the loss that forward returns: the operations between, and
 what else is in it.
@@ -31,8 +32,9 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +63,10 @@ from .graphs.operations import (
     PERMUTES,
     SHAPE_ONLY,
     VIEWS,
+    adds_up,
     changes_memory,
     computed,
+    dims_of,
     is_random,
     no_grad_region,
     op_name,
@@ -95,6 +99,7 @@ SMOOTH = {
     "detach",
 }
 SCATTERS = {"scatter_add", "index_add"}
+OF_MEMORY = {"device", "pin_memory", "layout"}  # arguments of `arange` that change no number
 KEEP_ORDER = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
 ValueOf = Callable[[fx.Node], Any]
 
@@ -435,8 +440,9 @@ def find_losses(program: Program) -> Program:
     returned = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     named = None if program.named_loss is None else leaves[program.named_loss]
     sites = () if program.options.loss_given else loss_sites(program, returned)
-    if not program.options.loss_given and (squares := squares_behind(program, returned, named, sites)):
-        name_squares(program.graph, squares)
+    if not program.options.loss_given and (by_hand := losses_by_hand(program, returned, named, sites)):
+        for node, loss in by_hand.items():
+            name_loss(program.graph, node, loss)
         sites = loss_sites(program, returned)
     ends = returned_losses(returned, {site.node for site in sites}, named) if sites else []
     behind = ancestors(ends)
@@ -471,11 +477,42 @@ def find_losses(program: Program) -> Program:
     )
 
 
-def squares_behind(
+class TargetKind(Enum):
+    """The kinds of targets of a cross-entropy by hand."""
+
+    NUMBERS = auto()
+    PROBABILITIES = auto()
+    DIVERGENCE = auto()  # probabilities
+    DIVERGENCE_OF_LOGARITHMS = auto()  # of probabilities
+
+
+@dataclass(frozen=True)
+class OfClasses:
+    """A cross-entropy that is written by hand, for every case.
+
+    Attributes:
+        inputs: logits, which logarithms of probabilities are, too.
+        targets: numbers of classes, without the axis of the classes or with one number on it; or probabilities.
+        axis: of the classes in the inputs, not the first.
+        kind: of the targets; a divergence is the cross-entropy without that of the targets themselves.
+        reduction: "none" or "sum".
+        sign: of the cross-entropy in the node.
+    """
+
+    inputs: fx.Node
+    targets: fx.Node
+    axis: int
+    kind: TargetKind = TargetKind.NUMBERS
+    reduction: str = "none"
+    sign: int = -1
+
+
+def losses_by_hand(
     program: Program, returned: Sequence[fx.Node], named: fx.Node | None, sites: Sequence[LossSite]
-) -> list[fx.Node]:
-    """The squares of activations that the returned loss is a weighted sum of. If no loss of torch is in this sum, there
-    are none where it has another term, or the square of what has no cases, such as a norm or a mean over the batch.
+) -> dict[fx.Node, OfClasses | None]:
+    """The squares of activations and the cross-entropies by hand that the returned loss is a weighted sum of, None for
+    squares. If no loss of torch is in this sum, there are none where it has another term, or the square of what has no
+    cases, such as a norm or a mean over the batch.
 
     named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss, or
     those behind which a loss of torch is. A loss is a sum or a mean over everything, so that squares that the model
@@ -485,11 +522,12 @@ def squares_behind(
     alone = [named] if named is not None else returned if len(returned) == 1 else []
     ends = returned_losses(returned, losses, named) if sites else alone
     if not any(op_name(end) in LINEAR | ADDS | {"mul", "div"} for end in ends):
-        return []  # before labels, which take time
-    sized = any("val" in node.meta for node in program.inputs)
-    if not any(is_square(node) for node in program.graph.nodes) or (sites and not sized):
-        return []
-    squares, learned, numbers = dict[fx.Node, None](), with_gradient(program), set[fx.Node]()
+        return {}  # before labels, which take time
+    sized, learned = any("val" in node.meta for node in program.inputs), with_gradient(program)
+    entropies = {node: loss for node in program.graph.nodes if (loss := entropy_by_hand(node, learned))}
+    if (not entropies and not any(map(is_square, program.graph.nodes))) or (sites and not sized):
+        return {}
+    by_hand, numbers = dict[fx.Node, OfClasses | None](), set[fx.Node]()
     for node in program.graph.nodes:
         if is_one_number(node, numbers):
             numbers.add(node)
@@ -505,7 +543,9 @@ def squares_behind(
             continue
         of_cases = is_square(node) and label[operands[0]] is Label.ACT and operands[0] not in numbers
         if of_cases and is_sum and sign > 0 and losses.isdisjoint(ancestors([node])) and has_size(operands[0]):
-            squares[node] = None
+            by_hand[node] = None
+        elif node in entropies and is_sum and sign == entropies[node].sign:
+            by_hand[node] = entropies[node]
         elif (name in ("add", *JOINS) and "alpha" not in node.kwargs and (sized or name == "add")) or (
             name in LINEAR | {"mul", "div"} and is_linear(node, learned)
         ):
@@ -515,10 +555,96 @@ def squares_behind(
         elif name == "sub":
             stack += [(operand, is_sum, sign if operand is node.args[0] else -sign) for operand in operands]
         elif not sites:
-            return []
+            return {}
     # A square that another term is a function of, as the distance in a contrastive loss, is no loss alone.
     others = [node for node in behind if node not in walked]
-    return [node for node in squares if node not in ancestors(other for other in others if other in behind)]
+    beyond = ancestors(other for other in others if other in behind)
+    return {node: loss for node, loss in by_hand.items() if node not in beyond}
+
+
+def entropy_by_hand(node: fx.Node, learned: Container[fx.Node]) -> OfClasses | None:
+    """The cross-entropy that a node is, up to its sign, or None. learned: the nodes with a gradient.
+
+    z.log_softmax(1).gather(1, y), z.log_softmax(1)[torch.arange(n), y]: of log-probabilities
+    z.logsumexp(1) - z[torch.arange(n), y]: of logits
+    (p * z.log_softmax(1)).sum(1), F.kl_div(z.log_softmax(1), p, reduction="sum"): of probabilities p
+    """
+    name, args = op_name(node), cast(Any, node.args)
+    if name in ("gather", "index"):
+        loss = of_picked(node)
+        return loss if loss is not None and adds_up(loss.inputs, loss.axis, dims_of(loss.inputs)) else None
+    if name == "sub" and len(args) == 2 and not node.kwargs and all(isinstance(arg, fx.Node) for arg in args):
+        for sign, total, picked in ((1, *args), (-1, *reversed(args))):
+            loss = of_picked(picked.args[0] if op_name(picked) == "squeeze" else picked)
+            if loss is not None and op_name(total) == "logsumexp" and total.args[0] is loss.inputs:
+                dims = total.args[1] if isinstance(total.args[1], (list, tuple)) else [total.args[1]]
+                return replace(loss, sign=sign) if [d % dims_of(loss.inputs) for d in dims] == [loss.axis] else None
+    if name == "sum" and isinstance(args[0], fx.Node) and not node.kwargs:
+        return of_probabilities(args[0], args[1] if len(args) > 1 else None, learned)
+    if name == "kl_div" and args[2:] == (2,):
+        return of_probabilities(node, None, learned)
+    return None
+
+
+def of_picked(node: Any) -> OfClasses | None:
+    """The number of one class for every case, which a node picks out of its inputs along one axis; or None."""
+    args: Any = node.args if isinstance(node, fx.Node) else ()
+    if op_name(node) == "gather" and len(args) == 3:
+        source, dim, index = args
+        axis, sizes = dim % max(1, dims_of(source)), sizes_of(source)
+        index = before_expansion(index, axis)
+        of_index = sizes_of(index)
+        one_each = bool(of_index) and of_index[axis] == "1" and len(of_index) == len(sizes) > 1
+        fit = one_each and all(alike(*pair) for n, pair in enumerate(zip(sizes, of_index, strict=True)) if n != axis)
+        return OfClasses(source, index, axis) if fit and axis else None
+    if op_name(node) == "index" and len(args) == 2 and isinstance(args[1], (list, tuple)) and len(args[1]) == 2:
+        source, (rows, index) = args
+        counted = op_name(rows) == "arange" and len(rows.args) == 1 and rows.kwargs.keys() <= OF_MEMORY
+        fit = counted and dims_of(source) == 2 and dims_of(index) == 1 and alike(sizes_of(source)[0], sizes_of(rows)[0])
+        return OfClasses(source, index, 1) if fit else None
+    return None
+
+
+def before_expansion(index: fx.Node, axis: int) -> fx.Node:
+    """`y.expand_as(z)[:, :1]` of one number for every case is y, which torch.distributions writes so."""
+    args: Any = index.args
+    if op_name(index) != "slice" or args[1:] != (axis, 0, 1) or op_name(args[0]) != "expand_as":
+        return index
+    source = args[0].args[0]
+    sizes, before = sizes_of(index), sizes_of(source)
+    return source if len(sizes) == len(before) and all(map(alike, sizes, before)) else index
+
+
+def of_probabilities(terms: fx.Node, dims: Any, learned: Container[fx.Node]) -> OfClasses | None:
+    """The sum of terms along the classes, or over everything if `dims` is None.
+
+    terms: probabilities times the logarithms of others, or their divergence from these by element.
+    """
+    divergence, args = op_name(terms) == "kl_div", terms.args
+    if not divergence and (op_name(terms) != "mul" or len(args) != 2):
+        return None
+    if divergence and (not terms.kwargs.keys() <= {"log_target"} or (dims is not None and args[2:] != (0,))):
+        return None
+    for logarithms, others in [args[:2]] if divergence else [args, reversed(args)]:
+        if not isinstance(logarithms, fx.Node) or not isinstance(others, fx.Node) or others in learned:
+            continue
+        number, sizes = dims_of(logarithms), sizes_of(logarithms)
+        if not sizes or number != dims_of(others) or not all(map(alike, sizes, sizes_of(others))):
+            continue
+        wanted = [dim % number for dim in ([dims] if isinstance(dims, int) else dims or range(number))]
+        axis = next((axis for axis in wanted if axis and adds_up(logarithms, axis, number)), None)
+        if axis is not None and (dims is None or wanted == [axis]):
+            reduction, sign = "sum" if dims is None else "none", 1 if divergence else -1
+            of_logarithms = bool(terms.kwargs.get("log_target"))
+            of_divergence = TargetKind.DIVERGENCE_OF_LOGARITHMS if of_logarithms else TargetKind.DIVERGENCE
+            kind = of_divergence if divergence else TargetKind.PROBABILITIES
+            return OfClasses(logarithms, others, axis, kind, reduction, sign)
+    return None
+
+
+def alike(size: str, other: str) -> bool:
+    """Whether two sizes may be the same; torch tells in a run."""
+    return size == other or not (size.isdigit() and other.isdigit())
 
 
 def has_size(node: fx.Node) -> bool:
@@ -557,17 +683,62 @@ def is_square(node: fx.Node) -> bool:
     return name == "square" or (name == "pow" and args[1:] == (2,)) or (name == "mul" and args[0] is args[1])
 
 
-def name_squares(graph: fx.Graph, squares: Iterable[fx.Node]) -> None:
-    """`r.square()` -> `F.mse_loss(r, torch.zeros_like(r), reduction="none")`: the loss of a normal distribution."""
-    for node in squares:
+def name_loss(graph: fx.Graph, node: fx.Node, loss: OfClasses | None) -> None:
+    """Spell a loss by hand as that of torch.
+
+    `r.square()` -> `F.mse_loss(r, torch.zeros_like(r), reduction="none")`: the loss of a normal distribution
+    `z.log_softmax(1).gather(1, y)` -> `-F.cross_entropy(z.log_softmax(1), y.squeeze(1), reduction="none")[:, None]`
+    """
+    with graph.inserting_before(node):
+        if loss is not None:
+            name_entropy(graph, node, loss)
+            return
         residual = node.args[0]
         assert isinstance(residual, fx.Node), "bug in kfac_fx: the square of a number"
-        with graph.inserting_before(node):
-            zeros = graph.call_function(torch.zeros_like, (residual,))
-            zeros.meta = dict(residual.meta)
-            node.op, node.target = "call_function", F.mse_loss
-            node.args, node.kwargs = (residual, zeros), {"reduction": "none"}
-        spell_out(node, "mse_loss")
+        zeros = graph.call_function(torch.zeros_like, (residual,))
+        zeros.meta = dict(residual.meta)
+        node.op, node.target = "call_function", F.mse_loss
+        node.args, node.kwargs = (residual, zeros), {"reduction": "none"}
+    spell_out(node, "mse_loss")
+
+
+def name_entropy(graph: fx.Graph, node: fx.Node, loss: OfClasses) -> None:
+    """Write a cross-entropy before a node, which becomes it up to its sign and one axis."""
+
+    def call(function: Any, *args: Any, val: Tensor) -> fx.Node:
+        write = graph.call_method if isinstance(function, str) else graph.call_function
+        written = write(function, args)
+        written.meta = {**node.meta, "val": val}
+        return written
+
+    def classes_second(of: fx.Node) -> fx.Node:
+        value = of.meta["val"]
+        order = (0, loss.axis, *(dim for dim in range(1, value.dim()) if dim != loss.axis))
+        return of if loss.axis == 1 else call(torch.permute, of, order, val=value.permute(order))
+
+    inputs, target, value = loss.inputs, loss.targets, loss.inputs.meta["val"].select(loss.axis, 0)
+    value = value.sum() if loss.reduction == "sum" else value
+    keeps = dims_of(node) > value.dim()
+    after: list[tuple[Any, tuple[Any, ...]]] = [(torch.unsqueeze, (loss.axis,))] if keeps else []
+    if loss.kind is TargetKind.DIVERGENCE_OF_LOGARITHMS:
+        target = call(torch.exp, target, val=target.meta["val"])
+    if loss.kind in (TargetKind.DIVERGENCE, TargetKind.DIVERGENCE_OF_LOGARITHMS):
+        of_targets = call(torch.xlogy, target, target, val=target.meta["val"])
+        over = () if loss.reduction == "sum" else ([loss.axis], keeps)
+        total = call(torch.sum, of_targets, *over, val=node.meta["val"])
+        after.append((torch.add, (total,)))
+    elif loss.sign < 0:
+        after.append((torch.neg, ()))
+    if loss.kind is not TargetKind.NUMBERS:
+        typed = call("type_as", target, inputs, val=target.meta["val"].to(inputs.meta["val"].dtype))
+        target = classes_second(typed)
+    elif dims_of(target) == dims_of(inputs):
+        target = call(torch.squeeze, target, loss.axis, val=target.meta["val"].squeeze(loss.axis))
+    function, args = F.cross_entropy, (classes_second(inputs), target, None, None, -100, None, loss.reduction, 0.0)
+    for following, further in after:
+        function, args = following, (call(function, *args, val=value), *further)
+        value = value.unsqueeze(loss.axis) if following is torch.unsqueeze else value
+    node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
 
 
 def has_soft_targets(site: LossSite) -> bool:

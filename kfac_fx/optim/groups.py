@@ -315,7 +315,7 @@ class FlatParameters:
 
     @cached_property
     def sum(self) -> Tensor:
-        """Of the gradient, 0-dim."""
+        """The sum of the gradient, 0-dim."""
         return self.total(self.g)
 
     def gradient_is_finite(self) -> Tensor:

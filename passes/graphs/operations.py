@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -293,3 +293,55 @@ def dims_after(node: fx.Node, dims: int, arguments: Sequence[Any]) -> Shape:
     """The order that a permuting node with these further arguments leaves the dimensions of a tensor in."""
     distinct = torch.empty(tuple(range(2, dims + 2)), device="meta")  # every dimension has its own size
     return tuple(int(size) - 2 for size in computed(node, (distinct, *arguments), node.kwargs).shape)
+
+
+# --- logarithms of probabilities --------------------------------------------------------------------------------------
+
+
+def dims_of(node: Any) -> int:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def adds_up(node: Any, axis: int, dims: int) -> bool:
+    """Whether the probabilities along an axis add up to one, of which these are the logarithms."""
+    if not isinstance(node, fx.Node) or not 0 <= axis < dims or not node.args:
+        return False
+    name, args = op_name(node), cast(Any, node.args)
+    source, before = args[0], dims_of(args[0])
+    if name == "log_softmax":
+        return along(node, axis, dims)
+    if name == "log":
+        while isinstance(source, fx.Node) and op_name(source) in CASTS:
+            source = source.args[0]
+        return isinstance(source, fx.Node) and op_name(source) == "softmax" and along(source, axis, dims)
+    if name == "sub":
+        total = args[1]
+        alone = len(args) == 2 and not node.kwargs and isinstance(total, fx.Node) and len(total.args) > 1
+        return alone and op_name(total) == "logsumexp" and total.args[0] is source and sums(total, axis, dims)
+    if name in CASTS:
+        return adds_up(source, axis, dims)
+    if name in PERMUTES and before == dims:
+        return adds_up(source, dims_after(node, dims, args[1:])[axis], dims)
+    if name in ("reshape", "view", "flatten") and before and axis == dims - 1:
+        last, of_source = node.meta["val"].shape[-1], source.meta["val"].shape[-1]
+        return str(last) == str(of_source) and adds_up(source, before - 1, before)
+    if name in ("select", "slice") and before and len(args) > 1:
+        dim = args[1] % before
+        place = axis + (name == "select" and axis >= dim)
+        return bool(place != dim) and adds_up(source, place, before)
+    return False
+
+
+def along(node: fx.Node, axis: int, dims: int) -> bool:
+    """Whether a softmax is along this axis."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return isinstance(dim, int) and dim % dims == axis
+
+
+def sums(node: fx.Node, axis: int, dims: int) -> bool:
+    """Whether a logsumexp is along this axis, which it keeps."""
+    args = cast(Any, node.args)
+    along_these = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    keeps = (*args[2:], node.kwargs.get("keepdim"))[:1] == (True,)
+    return keeps and [dim % dims for dim in along_these] == [axis]
