@@ -15,8 +15,12 @@ bases themselves are computed in the precision of the factors.
 A side that is wider than `WIDEST` has a basis in diagonal blocks of equal width on a CPU: eigenvectors of the diagonal
 blocks of its factor. To turn a matrix [o, i] by a whole basis takes o i (o + i) multiplications, and to decompose a
 factor ten times d³, so wide layers would otherwise cost many training steps. The blocks lie one below the other, [d, w]
-of the d rows. The report names them. An optimizer that loads the state of another kind of device keeps bases as the
-state has them (`of_another_kind`): the second moments in it are of directions in these bases.
+of the d rows. The report names them. The patches of a convolution are as many times as wide as its input as the kernel
+has positions. So their blocks are at most `CHANNELS` times as wide as the input: those of a 3 x 3 kernel have a third
+of the channels, each with all positions.
+
+An optimizer that loads the state of another kind of device keeps bases as the state has them (`of_another_kind`): the
+second moments in it are of directions in these bases.
 
 **Means** of gradients and of their squares over the steps, in the eigenbases of the blocks, and Adam's step with them.
 
@@ -47,7 +51,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
-from kfac_fx.fisher.groups import BlockGroup, Stack
+from kfac_fx.fisher.groups import BlockGroup, Stack, kernel_positions
 from kfac_fx.linalg.arguments import NOT_NEGATIVE, ORTHOGONAL, Values
 from kfac_fx.linalg.matrices import (
     as_blocks,
@@ -64,8 +68,10 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import version
 from kfac_fx.recording.statistics import Key
 
-DEVICE_KINDS = ("cpu", "accelerator")  # of devices, which keep wide bases in different ways
-WIDEST = {"cpu": 768}  # basis, by kind of device; accelerators have whole ones
+WHOLE_PATCHES = "cpu, whole patches"  # as earlier versions kept them
+DEVICE_KINDS = ("cpu", "accelerator", WHOLE_PATCHES)  # of devices, which keep wide bases in different ways
+WIDEST = {"cpu": 768, WHOLE_PATCHES: 768}  # basis, by kind of device; accelerators have whole ones
+CHANNELS, WORTH_CUTTING = 4, 256  # the widest basis of patches: times as many channels, or this if that is less
 BASIS_VALUES = {"basis": ORTHOGONAL, "eigenvalues": Values(least=1)}  # of the extras in a state
 # From a group and the operators of Q'ᵀ Q: pairs of a tensor that lies in the basis, and of its value in the new one.
 Carried = Callable[[BlockGroup, Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
@@ -111,7 +117,7 @@ def basis_of(group: BlockGroup, outputs: bool = True) -> list[Tensor]:
 
 
 def kind_of(device: torch.device) -> str:
-    """One of `DEVICE_KINDS`."""
+    """The first or the second of `DEVICE_KINDS`."""
     return "cpu" if device.type == "cpu" else "accelerator"
 
 
@@ -122,10 +128,18 @@ def block_width(group: BlockGroup, side: Side, kind: str | None = None) -> int:
 
     kind: of device; None: as the group keeps its bases.
     """
-    width, widest = group.size(side), WIDEST.get(kind or group.bases_as or kind_of(group.device))
+    width, widest = group.size(side), widest_basis(group, side, kind or group.bases_as or kind_of(group.device))
     if widest is None or width <= widest + 1 or group.right is None:
         return width
     return -(-width // -(-(width - 1) // widest))
+
+
+def widest_basis(group: BlockGroup, side: Side, kind: str) -> int | None:
+    """The largest width of a basis without blocks, on this kind of device; None: any."""
+    widest, kernel = WIDEST.get(kind), kernel_positions(group.registrations[0])
+    if widest is None or kind == WHOLE_PATCHES or side.factor != "A" or kernel == 1:
+        return widest
+    return min(widest, max(WORTH_CUTTING, CHANNELS * (group.size(side) // kernel)))
 
 
 def has_bases_in_blocks(groups: Iterable[BlockGroup]) -> bool:

@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.fisher.bases import of_another_kind
+from kfac_fx.fisher.bases import WHOLE_PATCHES, of_another_kind
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import (
@@ -763,6 +763,13 @@ def told(
     return texts
 
 
+BASES_OF_KINDS = {  # how they are kept, and what that does
+    "cpu": ("in blocks, as a CPU does", "turns gradients less closely"),
+    "accelerator": ("whole, as a GPU does, and as earlier versions did", "costs more on a CPU"),
+    WHOLE_PATCHES: ("of convolutions in wider blocks, as earlier versions did", "costs more on a CPU"),
+}
+
+
 def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
     """Each thing that a user may not expect of the state of another kind of device.
 
@@ -777,8 +784,7 @@ def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
             "sampled targets begins anew"
         )
     if bases_as is not None:
-        kept = "in blocks, as a CPU does" if bases_as == "cpu" else "whole, as a GPU does, and as earlier versions did"
-        costs = "turns gradients less closely" if bases_as == "cpu" else "costs more on a CPU"
+        kept, costs = BASES_OF_KINDS[bases_as]
         texts.append(
             f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change "
             "to bases of this device, load the state of the model alone"
