@@ -764,9 +764,9 @@ def told(
 
 
 BASES_OF_KINDS = {  # how they are kept, and what that does
-    "cpu": ("in blocks, as a CPU does", "turns gradients less closely"),
-    "accelerator": ("whole, as a GPU does, and as earlier versions did", "costs more on a CPU"),
-    WHOLE_PATCHES: ("of convolutions in wider blocks, as earlier versions did", "costs more on a CPU"),
+    "cpu": ("wide layers in blocks, as a CPU does", "turns gradients less closely"),
+    "accelerator": ("wide layers whole, as a GPU does, and as earlier versions did", "costs more on a CPU"),
+    WHOLE_PATCHES: ("convolutions in wider blocks, as earlier versions did", "costs more on a CPU"),
 }
 
 
@@ -786,7 +786,7 @@ def told_of_another_kind(bases_as: str | None, other_stream: bool) -> list[str]:
     if bases_as is not None:
         kept, costs = BASES_OF_KINDS[bases_as]
         texts.append(
-            f"the state has the bases of wide layers {kept}. The training goes on with these, which {costs}. To change "
+            f"the state has the bases of {kept}. The training goes on with these, which {costs}. To change "
             "to bases of this device, load the state of the model alone"
         )
     return texts

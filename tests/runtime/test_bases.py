@@ -257,6 +257,60 @@ def test_a_training_with_rounded_bases_in_blocks_resumes_to_the_same_bits(monkey
     assert first.net is not resumed.net
 
 
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+
+def convolutional(optimizer: KFAC | None, steps: int) -> tuple[KFAC, list[float]]:
+    """Patches of 9 x 4 + 1 numbers, a linear layer with a matrix of the same shape, and a wide one."""
+    torch.manual_seed(0)
+    narrow = nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 9, 1), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)
+    model = nn.Sequential(*narrow, nn.Linear(4, 80), nn.Linear(80, 2))
+    x, y = torch.randn(16, 4, 4, 4), torch.randint(2, (16,))
+    optimizer = optimizer or KFAC(compile(model, (x,), loss="categorical"), invert_every=2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(optimizer.net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return optimizer, losses
+
+
+def widths_of(optimizer: KFAC) -> dict[str, set[int]]:
+    return {
+        registration.layer: {tensor.shape[-1] for name, tensor in group.extras.items() if name == "basis/A"}
+        for group in optimizer.estimator.groups
+        for registration in group.registrations
+        if registration.matrix is not None and registration.matrix.shape[-1] == 37
+    }
+
+
+def test_patches_have_blocks_of_whole_channels_and_other_layers_of_this_shape_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bases, "WORTH_CUTTING", 10)
+    optimizer, _ = convolutional(None, 3)
+    assert widths_of(optimizer) == {"conv2d": {13}, "linear": {37}}  # 16 = 4 x 4 numbers at most: three blocks
+    assert "1 x 37 in blocks of 13" in " ".join(str(optimizer.net.report).split())
+
+
+def test_a_state_with_whole_patches_goes_on_with_these_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("cpu", bases.WHOLE_PATCHES):
+        monkeypatch.setitem(bases.WIDEST, kind, 40)
+    _, wanted = convolutional(None, 6)
+    before, _ = convolutional(None, 4)
+    state, weights = copy.deepcopy(before.state_dict()), copy.deepcopy(before.net.state_dict())
+    monkeypatch.setattr(bases, "WORTH_CUTTING", 10)
+    resumed, _ = convolutional(None, 0)
+    resumed.net.load_state_dict(weights)
+    told = r"bases of convolutions in wider blocks, as earlier versions did\. .* costs more on a CPU"
+    with pytest.warns(UserWarning, match=told):
+        resumed.load_state_dict(state)
+    assert widths_of(resumed) == {"conv2d": {37}, "linear": {37}}
+    assert convolutional(resumed, 2)[1] == wanted[4:]
+
+
 # --- states of another kind of device ---------------------------------------------------------------------------------
 
 
