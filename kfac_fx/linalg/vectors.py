@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -56,9 +56,23 @@ class VectorForm(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """The places of tensors in a vector [P], one behind the other. shapes: of the tensors, by name."""
+    """The places of tensors in a vector [P], one behind the other.
+
+    Attributes:
+        shapes: of the tensors, by name.
+        sizes: their numbers of elements.
+        places: names and shapes, None for vectors. `view` takes a tuple in half of the time that it takes a torch.Size.
+    """
 
     shapes: Mapping[str, torch.Size]
+    sizes: list[int] = field(init=False, repr=False, compare=False)
+    places: list[tuple[str, tuple[int, ...] | None]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Not cached properties, which torch.compile cannot trace.
+        object.__setattr__(self, "sizes", [shape.numel() for shape in self.shapes.values()])
+        places = [(name, None if len(shape) == 1 else tuple(shape)) for name, shape in self.shapes.items()]
+        object.__setattr__(self, "places", places)
 
     def joined(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         """[P], in the widest of the precisions, or in `out` if it is passed. Other names are ignored."""
@@ -75,15 +89,6 @@ class Flat:
         """The inverse of `joined`: views of the vector."""
         parts = zip(self.places, vector.split_with_sizes(self.sizes), strict=True)
         return {name: part if shape is None else part.view(shape) for (name, shape), part in parts}
-
-    @functools.cached_property
-    def sizes(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes.values()]
-
-    @functools.cached_property
-    def places(self) -> list[tuple[str, tuple[int, ...] | None]]:
-        """Names and shapes, None for vectors. `view` takes a tuple in half of the time that it takes a torch.Size."""
-        return [(name, None if len(shape) == 1 else tuple(shape)) for name, shape in self.shapes.items()]
 
     def spread(self, scalars: Mapping[str, Tensor]) -> Tensor:
         """The factor that multiplies each tensor by its own 0-dim scalar: [P], or 0-dim if all share one scalar."""
