@@ -5,9 +5,6 @@ Steps 1, 2, 5, 10, 20, 50 and 100 are looked at, and then every hundredth. A loo
 parameter that have the largest gradients before and after the step. The host reads it some steps later, so that it
 hardly waits.
 
-Gradients of zero behind steps that moved are those of a minimum, or of batches without a target that counts. A look
-cannot tell which. So a few have no warning, and many in a row have one that names both.
-
 A training may diverge within finite numbers. A rule without checks does not know the loss, and checks know that of the
 registered distribution, which is not the trained one where there was a LossScaleWarning. |g| |θ| grows as the loss
 does: <g, θ> is the loss times its degree, for a loss that is a power of the parameters. A look compares it with that of
@@ -112,8 +109,7 @@ def root_of_trace(block: BlockOperator) -> Tensor:
 EVERY = 100  # steps from look to look
 STILL = 3  # looks in a row that see no parameter move, or steps in a row without a gradient, for a warning
 GROWN, DIVERGED = 10.0, 1e6  # times the first look's, for a warning: |g| and |θ| each, and their product
-IN_A_ROW = 20  # steps in a row whose gradients are all zero, behind others that moved, for a warning
-KINDS = ("failed", "still", "diverged", "empty")  # of warnings that looks give
+KINDS = ("failed", "still", "diverged")  # of warnings that looks give
 LOSS, GRADIENT = "the loss is not finite", "the gradient is not finite"
 UPDATE = "the update is not finite, or so long that its square is not"
 NO_CASES = "no statistics came of the batch, as of one without cases"
@@ -136,8 +132,7 @@ class StandstillWatch:
     Attributes:
         tried: the number of steps with a gradient.
         looked: the step of the last look.
-        failed, undone, passed: the numbers of the last look that was read; `passed` of those that `idle` counts.
-        empty: the number of steps before it in a row, from look to look, whose gradients were all zero.
+        failed, undone: the numbers of the last look that was read.
         still: the steps of the looks in a row, up to this one, in which nothing moved.
         before: entries of the parameters before the present step, if it is looked at, and their places.
         sizes: |g| and |θ| before the present step, if it is looked at, [2].
@@ -153,8 +148,6 @@ class StandstillWatch:
     looked: int = 0
     failed: int = 0
     undone: int = 0
-    passed: int = 0
-    empty: int = 0
     still: list[int] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor, Tensor]] | None = None
     sizes: Tensor | None = None
@@ -218,19 +211,16 @@ class StandstillWatch:
             finite: for each cause of a failure, whether it is none in this step.
         """
         failed = skipped - undone - self.idle
-        idle = torch.zeros_like(skipped) + self.idle
-        numbers = failed, undone, idle, self.moved(skipped), pushed, rate, self.diverged(skipped), *finite.values()
+        numbers = failed, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), *finite.values()
         copy = HostCopy(torch.stack([number.to(torch.int64) for number in numbers]))
         of_look = self.looked, self.tried, list(finite), copy
         self.looked, self.before = self.tried, None
         self.read(*of_look) if copy.event is None else self.unread.append(of_look)
 
     def read(self, last: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
-        failed, undone, passed, moved, pushed, rate, diverged, *finite = copy.wait().tolist()
+        failed, undone, moved, pushed, rate, diverged, *finite = copy.wait().tolist()
         new, self.failed = failed - self.failed, failed
         withdrawn, self.undone = undone - self.undone, undone
-        self.empty = self.empty + step - last if passed - self.passed == step - last else 0
-        self.passed = passed
         if new > 0:
             because = next((cause for cause, fine in zip(causes, finite, strict=True) if not fine), None)
             self.tell_failed(new, last, step, because)
@@ -239,15 +229,12 @@ class StandstillWatch:
         self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
-        if self.trained and self.empty >= IN_A_ROW:
-            self.tell_empty(step)
         if diverged:
             self.tell_diverged(step)
 
     def forget(self, failed: int) -> None:
         """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
         self.failed, self.undone, self.looked, self.first, self.idle = failed, 0, self.tried, None, 0
-        self.passed = self.empty = 0
         self.still.clear()
         self.unread.clear()
 
@@ -271,15 +258,6 @@ class StandstillWatch:
             )
         *others, last = self.still
         self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
-
-    def tell_empty(self, step: int) -> None:
-        self.tell(
-            "empty",
-            f"steps {step - self.empty + 1} to {step} changed nothing, because all gradients are zero, and earlier "
-            "steps moved. Usual causes are batches without a target that counts, as labels that are all -100, a mask "
-            "of zeros, and a weight of zero on the loss: look at the targets of these batches, and leave such batches "
-            "out. Nothing is wrong if the loss is at its minimum. optimizer.skipped counts such steps.",
-        )
 
     def tell_diverged(self, step: int) -> None:
         self.tell(
