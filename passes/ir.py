@@ -206,8 +206,10 @@ class Registration:
 
     @property
     def kernel(self) -> int:
-        """How many places of the input meet in one row: the size of the kernel of a weight [o, c, *kernel]."""
-        return prod(self.uses[0].attrs["weight"][2:])
+        """How many places of the input meet in one row: the size of the kernel of a weight [o, c, *kernel], and 1 for
+        layers that are no convolutions."""
+        attrs = self.uses[0].attrs if self.uses else {}
+        return prod(attrs["weight"][2:]) if "stride" in attrs else 1
 
     @property
     def rows(self) -> tuple[Matrix, bool]:

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.fisher.block import BlockDiagonalFisher, key_text
-from kfac_fx.fisher.groups import BlockGroup, Stack, kernel_positions
+from kfac_fx.fisher.groups import BlockGroup, Stack
 from kfac_fx.linalg.arguments import NOT_NEGATIVE, ORTHOGONAL, Values
 from kfac_fx.linalg.matrices import (
     as_blocks,
@@ -136,7 +136,7 @@ def block_width(group: BlockGroup, side: Side, kind: str | None = None) -> int:
 
 def widest_basis(group: BlockGroup, side: Side, kind: str) -> int | None:
     """The largest width of a basis without blocks, on this kind of device; None: any."""
-    widest, kernel = WIDEST.get(kind), kernel_positions(group.registrations[0])
+    widest, kernel = WIDEST.get(kind), group.registrations[0].kernel
     if widest is None or kind == WHOLE_PATCHES or side.factor != "A" or kernel == 1:
         return widest
     return min(widest, max(WORTH_CUTTING, CHANNELS * (group.size(side) // kernel)))

@@ -78,7 +78,6 @@ from kfac_fx.linalg.vectors import Vector, VectorForm
 from kfac_fx.passes.approximations import PRODUCT_OF_SIDES, Approximation, Side, blocks_of
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
 from kfac_fx.recording.case_gradients import Cases
 
@@ -210,14 +209,6 @@ class Failures(NamedTuple):
     updates: int
 
 
-def kernel_positions(registration: Registration) -> int:
-    """The number of positions in the kernel of a convolution; 1 for other layers."""
-    matrix, layer = registration.matrix, LAYERS.get(registration.layer)
-    if layer is None or layer.tf_kind != "conv2d" or matrix is None or matrix.weight is None:
-        return 1
-    return math.prod(matrix.weight[1].shape[2:])
-
-
 @blocks_of(PRODUCT_OF_SIDES)
 class BlockGroup:
     """L blocks whose matrices are [g, o, i]. Every tensor has a leading dimension of blocks.
@@ -288,7 +279,7 @@ class BlockGroup:
     @classmethod
     def alike_in(cls, registration: Registration) -> Hashable:
         """The properties that all registrations of a group share besides matrix and sides."""
-        return kernel_positions(registration)
+        return registration.kernel
 
     # --- blocks of which other processes keep parts (`kfac_fx.fisher.placement`) --------------------------------------
 

@@ -144,7 +144,7 @@ class Nameless(Rule):
 
 class TakenNames(Rule):
     name = "with taken names"
-    scalars = ("rho", "length", "counter")
+    scalars = {"rho": 0.0, "length": 0.0, "counter": 0.0}
 
 
 # Arguments that are no options: (options next to lr=0.1, the error).
