@@ -96,3 +96,19 @@ def test_the_example_of_a_layer_uses_up_no_random_numbers() -> None:
     torch.manual_seed(0)
     kfac_fx.compile(nn.Linear(3, 2), loss="normal")
     assert torch.equal(found, torch.rand(3))
+
+
+@pytest.mark.parametrize(("derivative", "told"), [(True, True), (False, False)])
+def test_many_sizes_with_a_capture_each_are_told(derivative: bool, told: bool) -> None:
+    class Slope(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not derivative:
+                return super().forward(x)
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(torch.tanh(super().forward(x)).sum(), x, create_graph=True)[0]
+
+    net = kfac_fx.compile(Slope(2, 3), (torch.randn(4, 2),), loss="normal")
+    for points in (5, 6):
+        assert "were captured" not in str(net.report)
+        net.record((torch.randn(points, 2),), {})
+    assert ("fallback  inputs of 3 sizes were captured, and every capture" in str(net.report)) == told
