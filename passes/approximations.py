@@ -288,7 +288,7 @@ EMBEDDING_KINDS = ("embedding", "embedding_multi")
 ALL_CASES = "needs the gradients of all cases"
 CASES_APART: Needs = {
     "batch": "its gradient is summed over cases at its output",
-    "cases": "cases are merged with positions at its output",
+    "cases": "forward merges its cases with positions, as x.flatten(0, 1) does",
 }
 PIXELS: Needs = {"pixels": "its use as {layer} at {place} has no pixels"}
 TIME: Needs = {

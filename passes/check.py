@@ -242,6 +242,17 @@ def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
     return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]
 
 
+def refuse_unmatched(program: Program) -> None:
+    """Raises RegistrationError under `strict` for layers of the user that no use has: the block that was meant is
+    another one."""
+    absent = unmatched(program.layers, program) if program.options.strict else []
+    if absent:
+        raise RegistrationError(
+            "\n".join(f"{NOWHERE.format(name)}." for name in absent)
+            + "\nCorrect its form, leave it out of layers=[...], or compile with strict=False."
+        )
+
+
 def refuse_generic(program: Program) -> None:
     generic = [
         registration for registration in program.registrations if registration.generic and registration.reason != WANTED

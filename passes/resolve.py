@@ -52,6 +52,14 @@ from .parametrizations.functions import PerCase, as_per_case
 from .parametrizations.parts import reads_ids, region_of
 
 FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
+FULL_TOO_WIDE = (
+    f"its full block would be {{width:,}} wide, and the default ends at {FULL_LIMIT}; "
+    "approximations={{name: 'full'}} asks for it"
+)
+TRANSPOSED = (
+    "some uses have its transpose, as derivatives by the inputs and tied output layers do; there its inputs and output "
+    "gradients change sides"
+)
 Fields = Mapping[str, str]  # of words with names in braces
 BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
     (False, False): KRON,
@@ -93,7 +101,7 @@ def choose(
     limited = narrow(chosen, matrix, limit, makes_outputs(program, uses))
     if limited != chosen or side_blocks(program, layer, chosen, matrix) != (1, 1):
         wide = (
-            f"a full block is wider than {FULL_LIMIT}"
+            FULL_TOO_WIDE.format(width=prod(matrix.shape))
             if chosen == FULL and limit > FULL_LIMIT
             else f"a side is wider than dense_limit={limit}"
         )
@@ -624,7 +632,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     if first.part_of:
         reason = f"part of {first.part_of}"
     if any(use.transposed for use in uses):
-        reason = "tied: some uses are transposed, their inputs and output gradients change sides"
+        reason = TRANSPOSED
     chosen, why = choose(program, first.layer, matrix, uses)
     free = FREE if any(use.batch_independent for use in uses) else None
     words = "; ".join(text for text in (reason, free, why) if text) or None

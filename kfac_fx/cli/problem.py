@@ -41,7 +41,9 @@ MODEL_FORMS = (
 )
 DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 
-NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction instead of ids
+# torch's words for numbers with a fraction instead of ids, of an embedding and of an index
+NOT_LONG = "scalar types: Long"
+NO_INDEX = "tensors used as indices must be long"
 WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
 LOSS_HINT = "\nHere: --loss categorical, or, if forward computes its loss from labels, --input labels=2,16:int64:1000."
 OWN_LOSS_HINT = "\nHere: --loss FILE:NAME, the name of such a function of the outputs in a file."
@@ -120,7 +122,7 @@ class Problem:
 
 def failure(error: Exception, loss: Any = None) -> CommandError:
     """The error as one of the command, with what to write on the command line. loss: that of the command line."""
-    hints = {NOT_LONG: WHOLE_NUMBERS, NOT_STRICT: STRICT_HINT}
+    hints = {NOT_LONG: WHOLE_NUMBERS, NO_INDEX: WHOLE_NUMBERS, NOT_STRICT: STRICT_HINT}
     by_words = (hint for words, hint in hints.items() if words in str(error))
     of_loss = LOSS_HINT if loss is None else OWN_LOSS_HINT * isinstance(loss, str)
     hint = next(by_words, of_loss if isinstance(error, kfac_fx.LossError) else "")

@@ -75,6 +75,7 @@ from kfac_fx.passes.errors import (
 )
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer, collect
+from kfac_fx.passes.layers.declaration import refuse_other_examples
 from kfac_fx.passes.matrix import precise, real_numbers, real_parameters
 from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.torch_private import (
@@ -1276,7 +1277,10 @@ def prepared(
     refuse_unfit_names(model)
     refuse_other_limit(dense_limit)
     modules = {name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name}
-    declared = collect(*LAYERS.values(), *refuse_other_layers(layers))
+    mine = refuse_other_layers(layers)
+    declared = collect(*LAYERS.values(), *mine)
+    with same_random(accelerators(model.parameters())):
+        refuse_other_examples(mine)
     return model, Options(modules=modules, dense_limit=dense_limit), declared
 
 

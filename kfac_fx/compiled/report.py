@@ -45,7 +45,7 @@ from torch import Tensor, fx
 
 from kfac_fx.passes.check import NOWHERE, unmatched
 from kfac_fx.passes.errors import plural, source_line, where
-from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, symbolic_sizes, use_edges
+from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, shape_of, symbolic_sizes, use_edges
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
 from kfac_fx.passes.torch_losses import BY_NAME
@@ -274,6 +274,12 @@ NEGATIVE = (
 )
 FROZEN = "not trained while requires_grad is False; the blocks are kept"
 UNNAMED = "takes factors from training gradients because it knows no loss, and "
+MANY_SIZES = 3  # of inputs, from which on it is said that each makes a capture
+SIZES = (
+    "inputs of {} sizes were captured, and every capture is a pause of the training: forward has derivatives or other "
+    "parts that are captured for one size, so each size that a recording or a check meets first is captured anew. Keep "
+    "the sizes equal, as with equally many points at every step"
+)
 COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
     "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
@@ -797,6 +803,9 @@ def fallbacks(
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
     sentences += [NOWHERE.format(name) for name in unmatched(arguments.layers, program)]
+    captures = list(captures)
+    sizes = Counter(tuple(map(len, shapes)) for shapes in {shapes_of_inputs(capture.program) for capture in captures})
+    sentences += [SIZES.format(count) for count in sizes.values() if count >= MANY_SIZES]
     for capture in captures:
         if capture.loop_reason is not None:
             sentences.append(f"sources of the exact modes are sent back one by one: {capture.loop_reason}")
@@ -830,6 +839,11 @@ def fallbacks(
         for key, reason in apart.items()
     ]
     return list(dict.fromkeys(sentences))
+
+
+def shapes_of_inputs(program: Program) -> tuple[tuple[str, ...], ...]:
+    """The sizes of the tensors that a capture takes, by name where they may vary."""
+    return tuple(tuple(map(str, shape_of(node))) for node in program.inputs)
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

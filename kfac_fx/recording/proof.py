@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_gradient
 from kfac_fx.linalg.vectors import split
-from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
+from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, CASES_APART, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
@@ -238,7 +238,7 @@ def fitting_approximation(
     """
     name = registration.approximation
     if registration.structure.needs_cases and any(tap.cases - {n} for tap, n in zip(taps, cases, strict=True)):
-        return KRON.name, f"cases are merged with positions at its output, so not {name!r}"
+        return KRON.name, f"{CASES_APART['cases']}, so not {name!r}"
     if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
         return KRON.name, f"its rows are ids, so not {name!r}"
     if mixing:

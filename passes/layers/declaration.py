@@ -420,6 +420,19 @@ def collect(*declared: Layer) -> dict[str, Layer]:
     return layers
 
 
+def refuse_other_examples(layers: Iterable[Layer]) -> None:
+    """Raises LayerError for examples that are no (module, input), as a tensor alone."""
+    for of in layers:
+        for example in (make() for form in of.forms for make in form.examples):
+            module, x = example if isinstance(example, tuple) and len(example) == 2 else (None, None)
+            if not (isinstance(module, nn.Module) and isinstance(x, Tensor)):
+                raise LayerError(
+                    f"the example of layer {of.name!r} ({of.location}) returns a {type(example).__name__} and not "
+                    "(module, input): write example=lambda: (Module(...), torch.randn(...)), with a module that "
+                    "contains the layer once, and an input for it"
+                )
+
+
 # --- shared by several families: from tensors to rows, and the module of the examples ---------------------------------
 
 

@@ -237,11 +237,15 @@ class PerCase(Parametrization):
 
     all_rows = "its rows are gradients of cases"
     unmasked = "its rows are gradients of whole cases"
-    default = "full", all_rows
 
     layout: Layout
     jacobian: Value | None = None
     of_complex: bool = False
+
+    @property
+    def default(self) -> tuple[str, str]:
+        why = "its uses lay it out in different ways" if self.jacobian is None else "forward uses a function of it"
+        return "full", f"{why}: its block is made of the gradients of whole examples"
 
     def step(self) -> RowsStep:
         """(rows, gradient rows) -> rows of ones and gradients, [N, 1, elements, 1] both."""

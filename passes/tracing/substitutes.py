@@ -543,7 +543,18 @@ def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[list[ToldCases]]:
         layers = self.num_layers * (2 if self.bidirectional else 1)
         return layers, mode.batches[id(batch_sizes)].cases, self.hidden_size
 
-    with replaced_in_thread(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected), mode:
+    def attention(below: Callable[..., Any], self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        mode.batch_first = self.batch_first
+        try:
+            return below(self, *args, **kwargs)
+        finally:
+            mode.batch_first = False
+
+    with (
+        replaced_in_thread(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected),
+        replaced_in_thread(nn.MultiheadAttention, "forward", attention),
+        mode,
+    ):
         yield mode.told
 
 
@@ -617,6 +628,9 @@ class RecurrentMode(TorchFunctionMode):
         self.batches: dict[int, PackedBatch] = {}  # by the id of `sizes`
         self.longest = iter(longest)
         self.told: list[ToldCases] = []
+        self.batch_first = (
+            False  # of the attention that runs, whose function gets its inputs as [positions, cases, ...]
+        )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -624,7 +638,8 @@ class RecurrentMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         if name == ATTENTION and args and args[0].dim() == 3:
-            self.tell("attention of torch takes [positions, cases, features]", args[0].shape[1])
+            layout = "[cases, positions, features]" if self.batch_first else "[positions, cases, features]"
+            self.tell(f"attention of torch takes {layout}", args[0].shape[1])
         if kwargs or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         if name in CELL_KINDS:

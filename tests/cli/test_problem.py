@@ -66,9 +66,14 @@ def test_a_wrong_input_says_what_to_write(text: str, complaint: str, capsys: pyt
     assert status == 2 and complaint in err
 
 
-def test_ids_with_a_fraction_are_told_how_whole_numbers_are_written(capsys: pytest.CaptureFixture[str]) -> None:
-    embedding = ("torch.nn:Embedding", "--arg", "num_embeddings=5", "--arg", "embedding_dim=3")
-    status, _, err = run(capsys, "report", *embedding, "--input", "2,4")
+@pytest.mark.parametrize(
+    "model",
+    [("torch.nn:Embedding", "--arg", "num_embeddings=5", "--arg", "embedding_dim=3"), ("cli_models:Table",)],
+)
+def test_ids_with_a_fraction_are_told_how_whole_numbers_are_written(
+    model: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, "report", *model, "--input", "2,4")
     assert status == 1
     assert err.endswith("\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000.\n")
 

@@ -119,7 +119,10 @@ def test_a_full_block_that_is_too_wide_to_invert_cheaply_becomes_diagonal_unless
     assert [(registration.approximation, registration.reason) for registration in found.values()] == [
         ("full", None),
         ("kron", None),
-        ("diagonal", "a full block is wider than 512"),
+        (
+            "diagonal",
+            "its full block would be 514 wide, and the default ends at 512; approximations={name: 'full'} asks for it",
+        ),
     ]
     asked = registered(nn.Sequential(nn.LayerNorm(257)), approximations={"layer_norm": "full"})
     assert [registration.approximation for registration in asked.values()] == ["full"]
@@ -163,7 +166,9 @@ def test_cases_that_are_merged_with_positions_have_no_gradient_of_their_own(aske
     (one,) = resolve(program).registrations
     assert one.approximation == expected
     assert one.reason == (
-        f"cases are merged with positions at its output, so not {asked!r}" if asked != "kron" else None
+        f"forward merges its cases with positions, as x.flatten(0, 1) does, so not {asked!r}"
+        if asked != "kron"
+        else None
     )
 
 

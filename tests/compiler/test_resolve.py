@@ -121,13 +121,16 @@ def test_a_tied_output_layer_is_the_embedding_with_its_sides_swapped() -> None:
     (one,) = resolve(before("resolve", model)).registrations
     assert (one.layer, one.matrix and one.matrix.shape) == ("embedding", (1, 3, 5))
     assert [use.transposed for use in one.uses] == [False, True]
-    assert one.reason == "tied: some uses are transposed, their inputs and output gradients change sides"
+    assert one.reason == (
+        "some uses have its transpose, as derivatives by the inputs and tied output layers do; there its inputs and "
+        "output gradients change sides"
+    )
 
 
 def test_the_report_says_tied_of_a_tied_weight_that_has_left_its_biases_behind() -> None:
     program = resolved(lambda x, w, b, c: torch.tanh(x @ w + b) @ w.T + c, **TIED)
     reasons = {registration.parameters: str(registration.reason) for registration in program.registrations}
-    assert reasons[("w",)].startswith("tied: some uses are transposed")
+    assert reasons[("w",)].startswith("some uses have its transpose")
     assert reasons[("b",)] == reasons[("c",)] == "w is shared by uses with other parameters"
 
 

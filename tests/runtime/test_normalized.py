@@ -86,7 +86,7 @@ def test_the_block_of_a_normalized_weights_length() -> None:
     torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
-OF_CASES = "its rows are gradients of cases, so not 'kron'"
+OF_CASES = "forward uses a function of it: its block is made of the gradients of whole examples, so not 'kron'"
 
 
 class Divided(nn.Module):

@@ -242,6 +242,16 @@ def test_a_size_that_is_fixed_counts_no_cases() -> None:
         ),
         (Attention, {"batch_dim": 1}, "dimension 1 of x: batch_dim=1"),
         (
+            lambda: nn.TransformerEncoderLayer(D, 1, D),
+            {},
+            "dimension 1 of src: attention of torch takes [positions, cases, features]",
+        ),
+        (
+            lambda: nn.TransformerEncoderLayer(D, 1, D, batch_first=True),
+            {},
+            "dimension 0 of src: attention of torch takes [cases, positions, features]",
+        ),
+        (
             lambda: nn.Linear(D, C),
             {},
             "dimension 0 of input: by convention, as no layer and no batch_dim= says another",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -190,3 +193,21 @@ def test_a_rule_without_a_state_of_its_own_need_not_return_the_usual_velocity() 
 
 def test_what_is_right_steps() -> None:
     step_with(Mine(returned=lambda step: Update(step.g + step.state["velocity"], {"velocity": step.g})))
+
+
+def test_the_rule_of_the_guide_for_contributors_trains() -> None:
+    guide = (Path(kfac_fx.__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^   ```\n(   from dataclasses.*?)^   ```$", guide, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(textwrap.dedent(code), "CONTRIBUTING.md", "exec", dont_inherit=True), names)
+    torch.manual_seed(0)
+    x = torch.randn(20, 3)
+    net = kfac_fx.compile(torch.nn.Linear(3, 2), loss="mse")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, rule=names["Heavy"](damping=0.1))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(torch.nn.functional.mse_loss(net(x), x[:, :2]))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.1 * losses[0]

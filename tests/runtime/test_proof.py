@@ -211,7 +211,7 @@ def test_cases_that_turn_out_merged_are_told_apart_from_cases() -> None:
     assert program.registrations[0].approximation == "full"
     (one,) = prove(Recorder(EmittedGraph(traced, program, model)), (torch.randn(5, 4, 3),), {}).program.registrations
     assert (one.layer, one.approximation) == ("layer_norm", "kron")
-    assert one.reason == "cases are merged with positions at its output, so not 'full'"
+    assert one.reason == "forward merges its cases with positions, as x.flatten(0, 1) does, so not 'full'"
 
 
 def test_what_nothing_trains_is_proved() -> None:

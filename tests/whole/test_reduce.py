@@ -249,7 +249,7 @@ IDS = torch.randint(7, (6, 5))
         (
             lambda: Merged(nn.Linear(3, 4)),
             (torch.randn(6, 5, 3).double(),),
-            ("kron", "cases are merged with positions at its output, so not 'kron_reduce'"),
+            ("kron", "forward merges its cases with positions, as x.flatten(0, 1) does, so not 'kron_reduce'"),
         ),
         (
             Learned,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import kfac_fx
+from kfac_fx.optim.rules import EVERY_RULE
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     named = [name for names in groups().values() for name in names]
     rules = {name for name in named if name.startswith("rules.")}
     assert all(hasattr(kfac_fx.rules, name.removeprefix("rules.")) for name in rules)
+    of_library = {rule.__name__ for rule in EVERY_RULE}
+    assert of_library <= {*kfac_fx.rules.__all__}, "a rule is missing in __all__ of kfac_fx/optim/rules/__init__.py"
+    assert {f"rules.{name}" for name in of_library} <= rules, "a rule is missing in docs/reference.md"
     assert sorted({*named} - rules | {"rules"}) == sorted(kfac_fx.__all__) and len(named) == len({*named})
 
 
