@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.compiled.report import factor_dtype, fold
 from kfac_fx.estimator.batches import (
@@ -618,7 +618,7 @@ def fit_spectrum(
     batch = first_batch(net, iterator) if replicas is None else replicas.together(partial(first_batch, net, iterator))
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
-    args, kwargs, _ = net.placed(batch.args, batch.kwargs)
+    args, kwargs, _ = net.placed(batch.args, *arguments_of_call(net, batch.args, batch.kwargs, batch.targets))
     with telling_how_read(batch, 1):
         recorder = net.recorder(args, kwargs)  # proves the registrations, which may change them
     if recorder.whole and net.knows_no_loss:

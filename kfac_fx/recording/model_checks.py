@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -316,6 +317,42 @@ def required_arguments(model: nn.Module) -> list[str]:
     arguments = signature_of(model).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [a.name for a in arguments if a.default is inspect.Parameter.empty and a.kind not in optional]
+
+
+def with_targets(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, declared: bool
+) -> dict[str, Any]:
+    """The arguments by name of a call, with the targets of a batch where forward has an argument of that name that the
+    call does not give. Those of a declared loss are in them only if forward needs them.
+
+    declared: whether the loss is declared, and not computed by forward.
+    """
+    try:
+        signature = signature_of(model)
+        given = {**signature.bind_partial(*args).arguments, **kwargs}
+    except (TypeError, ValueError):  # of a callable of C, or too many arguments
+        return dict(kwargs)
+    argument = signature.parameters.get("targets")
+    by_name = argument is not None and argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    if targets is None or argument is None or not by_name or "targets" in given:
+        return dict(kwargs)
+    return {**kwargs, "targets": targets} if not declared or argument.default is argument.empty else dict(kwargs)
+
+
+def how_to_give_labels(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The sentence of an error about a call that lacks what forward computes its loss from."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        signature = signature_of(model)
+        names = [name for name, argument in signature.parameters.items() if argument.kind in kinds]
+        given = [name for name in names if name in {**signature.bind_partial(*args).arguments, **kwargs}]
+    except (TypeError, ValueError):  # of a callable of C
+        names, given = [], []
+    left = [name for name in names if name not in given]
+    labels = next((name for name in left if re.search("label|target", name)), (*left, "labels")[0])
+    known = [name if n < len(args) else f"{name}={name}" for n, name in enumerate(given)] or ["ids"]
+    pair = "" if labels == "targets" else "; a pair (x, y) has y for targets= of a declared loss, and not for forward"
+    return f"Pass it as forward takes it, as in kfac_fx.Batch({', '.join([*known, f'{labels}=y'])}){pair}."
 
 
 def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:

@@ -604,10 +604,55 @@ def test_a_batch_without_the_labels_of_the_loss_in_forward_says_so() -> None:
 
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
     net = kfac_fx.compile(Labelled(), (x,), {"labels": y})
-    text = r"Labelled computes no loss in this call, .* as in kfac_fx\.Batch\(ids, labels=labels\)"
+    text = r"Labelled computes no loss in this call, .* as in kfac_fx\.Batch\(x, labels=y\); a pair \(x, y\) has y for"
     for batch in (x, (x, y), kfac_fx.Batch(x, targets=y)):
         with pytest.raises(LossError, match=text):
             fit_spectrum(net, [batch])
+
+
+class WithTargets(nn.Module):
+    """The signature of nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.head(torch.tanh(self.table(idx)))
+        return logits, None if targets is None else F.cross_entropy(logits.view(-1, 9), targets.view(-1))
+
+
+class NeedsTargets(WithTargets):
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return super().forward(idx, targets)
+
+
+@pytest.mark.parametrize("model", [WithTargets, NeedsTargets])
+def test_targets_are_the_argument_of_forward_that_has_this_name(model: type[nn.Module]) -> None:
+    """The batch was said to lack them, with the advice to write it as it was."""
+    torch.manual_seed(0)
+    x, y = torch.randint(9, (2, 6, 5))
+    net = kfac_fx.compile(model().eval(), (x, y))
+    expected = fit_spectrum(net, [Batch(x, y)], mode="empirical", damping=0.1)
+    scores = expected.self_scores(Batch(x, y))
+    for batch in ((x, y), [x, y], {"idx": x, "targets": y}, Batch(x, targets=y), Batch(idx=x, targets=y)):
+        spectrum = fit_spectrum(net, [batch], mode="empirical", damping=0.1, case="row")
+        torch.testing.assert_close(spectrum.self_scores(batch), spectrum.self_scores(Batch(x, y)))
+        torch.testing.assert_close(expected.self_scores(batch), scores)
+        measured = expected.self_scores(batch, measurement=lambda out, t: out[0].mean((1, 2)) + 0 * t[:, 0])
+        assert measured.shape == (6,)
+    est, v = kfac_fx.FisherEstimator(net), {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    est.update_covariances(x, targets=y)
+    torch.testing.assert_close(net.fisher_product(x, targets=y)(v), net.fisher_product(x, y)(v))
+
+
+def test_targets_are_of_the_declared_loss_where_forward_can_do_without_them() -> None:
+    x, y = torch.randint(9, (2, 6, 5))
+    net = kfac_fx.compile(
+        WithTargets().eval(), (x,), loss=lambda outputs: kfac_fx.losses.Categorical(outputs[0].flatten(0, 1))
+    )
+    spectrum = fit_spectrum(net, [(x, y.flatten())], mode="empirical", damping=0.1)
+    assert spectrum.self_scores((x, y.flatten())).shape == (6,)
 
 
 class WithUnnamedLoss(nn.Module):
