@@ -88,6 +88,7 @@ from kfac_fx.recording.model_checks import (
     mapping_of_arguments,
     misfit_of_call,
     not_running,
+    of_derivatives,
     refuse_inference_mode,
     refuse_unfit,
     refuse_without_values,
@@ -386,6 +387,7 @@ class Capturing:
                 named = NAMED_BY_MAPPING if mapping_of_arguments(self.model, args) is not None else ""
                 raise UntraceableError(
                     f"{not_running(self.model, failure)}\n{named}"
+                    f"{of_derivatives(self.model, args, kwargs, failure)}"
                     "Correct the inputs or the model. The error of torch.export is:\n"
                     + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
                 ) from failure

@@ -21,14 +21,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.processes import is_sharded
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, first_line, nearest, table
+from kfac_fx.passes.errors import (
+    ModelChangedError,
+    RegistrationError,
+    UntraceableError,
+    fatal,
+    first_line,
+    nearest,
+    running_line,
+    table,
+)
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.results import tree_leaves
 from kfac_fx.passes.torch_private import class_of, compiled_from, in_functional_call, parameters_of, submodules_of
-from kfac_fx.passes.tracing.effects import address
+from kfac_fx.passes.tracing.effects import accelerators, address, same_random, values_kept
 from kfac_fx.passes.tracing.signature import signature_of
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
@@ -230,6 +240,52 @@ def dtypes_noted(
 def not_running(model: nn.Module, error: Exception) -> str:
     """The first line of the error for inputs on which the model's own forward fails."""
     return f"{class_of(model).__name__} does not run on these inputs: {type(error).__name__}: {first_line(error)}"
+
+
+class ConstantDerivatives(TorchFunctionMode):
+    """Inside, notes the lines of forward that take derivatives by torch.autograd.grad without create_graph=True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad and not (kwargs or {}).get("create_graph", False):
+            self.lines.append(running_line())
+        return func(*args, **(kwargs or {}))
+
+    def told(self, error: Exception) -> str | None:
+        """The sentence about an error that such a derivative causes; None if there is no such derivative, or the error
+        is another."""
+        if not self.lines or not any(text in str(error) for text in OF_CONSTANTS):
+            return None
+        lines = list(dict.fromkeys(self.lines))
+        many = f"derivative at {lines[0]} has" if len(lines) == 1 else f"derivatives at {listed(lines)} have"
+        return (
+            f"The {many} no create_graph=True, so the result is a constant, and the graph is freed: write "
+            "torch.autograd.grad(..., create_graph=True) in every derivative that forward takes."
+        )
+
+
+OF_CONSTANTS = ("does not require grad", "backward through the graph a second time")
+
+
+def of_derivatives(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
+    """The line of an error of the model's own forward that derivatives without create_graph=True cause; one forward,
+    if the error is of that kind."""
+    if not any(text in str(error) for text in OF_CONSTANTS):
+        return ""
+    with same_random(accelerators(model.parameters())), values_kept(model.buffers()):
+        derivatives = ConstantDerivatives()
+        try:
+            with derivatives:
+                model(*args, **kwargs)
+        except Exception as models_own:
+            if fatal(models_own):
+                raise
+            told = derivatives.told(models_own)
+            return "" if told is None else f"{told}\n"
+    return ""
 
 
 def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
