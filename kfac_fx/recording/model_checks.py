@@ -503,6 +503,9 @@ def refuse_without_blocks(registrations: Sequence[Registration], named: Iterable
         )
 
 
+NAMED = 6  # culprits, of a list of many
+
+
 class Structure:
     """The modules and parameters of a model when it was compiled. A check costs one dictionary look-up for each."""
 
@@ -571,9 +574,10 @@ class Structure:
         inner = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
         many = "1 parameter or module was" if len(inner) == 1 else f"{len(inner)} parameters or modules were"
         raise ModelChangedError(
-            f"{many} replaced, added or removed after kfac_fx.compile: {', '.join(map(repr, inner))}.\n"
+            f"{many} replaced, added or removed after kfac_fx.compile: {', '.join(map(repr, inner[:NAMED]))}"
+            f"{f' and {len(inner) - NAMED} more' if len(inner) > NAMED else ''}.\n"
             "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
-            "parameter.data.copy_(...) or load_state_dict."
+            "parameter.data.copy_(...) or load_state_dict without assign=True, which replaces parameters."
         )
 
     def check_shapes(self) -> None:

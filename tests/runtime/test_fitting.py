@@ -166,10 +166,24 @@ def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest
         fit_spectrum(net, batches, case="row", folder=tmp_path, seed=1)
 
 
+def test_a_folder_of_other_weights_says_what_to_do(tmp_path: Path) -> None:
+    """The error had two digests and no remedy."""
+    net, batches = net_and_data()
+    fit_spectrum(net, batches, folder=tmp_path)
+    with torch.no_grad():
+        next(net.parameters()).mul_(2.0)
+    with pytest.raises(ValueError, match=r"weights  is .*\nPass another folder=, or delete .*any_weights=True\)\.$"):
+        fit_spectrum(net, batches, folder=tmp_path)
+    with pytest.warns(UserWarning, match="any_weights=True"):
+        kfac_fx.load_spectrum(net, tmp_path, any_weights=True)
+
+
 def test_a_folder_is_of_one_loss_of_one_model_on_one_set_of_batches(tmp_path: Path) -> None:
     net, batches = net_and_data()
     fit_spectrum(net, batches, folder=tmp_path)
-    with pytest.raises(ValueError, match=r"(?s)holds something else:.*first batch .*in the folder, and"):
+    with pytest.raises(
+        ValueError, match=r"(?s)something else:.*first batch .*in the folder, and.*another folder=, or del"
+    ):
         fit_spectrum(net, batches[1:], folder=tmp_path)
     with pytest.raises(ValueError, match=rf"batches  is {len(batches)} in the folder, and {len(batches) - 1} here"):
         fit_spectrum(net, batches[:-1], folder=tmp_path)
