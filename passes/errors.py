@@ -184,6 +184,12 @@ def source_line(node: fx.Node) -> str | None:
     return innermost
 
 
+def is_constant_derivative(node: fx.Node) -> bool:
+    """Whether a node detaches the result of torch.autograd.grad without create_graph=True, by the user's line."""
+    frames = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return node.name.startswith("detach_copy") and source_line(node) is not None and "grad(" in frames[-1]
+
+
 def where(node: fx.Node) -> str:
     """`"linear_1 (model.py:33)"`: the node and the innermost line of the user's behind it."""
     line = source_line(node)

@@ -36,6 +36,7 @@ from kfac_fx.cli.problem import (
 from kfac_fx.estimator.batches import batch_for
 from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.model_checks import with_targets
 
 FORMATS = ("text", "json", "html", "dot")
 FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -241,7 +242,8 @@ def write_factors(options: argparse.Namespace) -> None:
         raise CommandError(f"{options.data} has no batches", status=1)
     try:
         batch = batch_for(model, first, "the first batch")
-        net = kfac_fx.compile(model, batch.args, batch.kwargs, loss=loss)
+        kwargs = with_targets(model, batch.args, batch.kwargs, batch.targets, loss is not None)
+        net = kfac_fx.compile(model, batch.args, kwargs, loss=loss)
         spectrum = kfac_fx.fit_spectrum(
             net,
             batches,

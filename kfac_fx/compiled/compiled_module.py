@@ -115,6 +115,7 @@ from kfac_fx.recording.model_checks import (
     refuse_inference_mode,
     refuse_unfit,
     unwrapped,
+    with_targets,
 )
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Examples, ExamplesOf, Moments, PendingMoments
@@ -142,6 +143,16 @@ def refuse_batch(model: nn.Module, inputs: Sequence[Any]) -> None:
             f"fisher_product takes the arguments of forward, and got a {kind} of them: write "
             f"net.fisher_product({instead})"
         )
+
+
+def arguments_of_call(
+    net: CompiledModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
+) -> tuple[dict[str, Any], Any]:
+    """The arguments by name of a call, and the targets of its loss. Those that forward computes its loss from are
+    arguments alone; see `with_targets`."""
+    declared = net.captures.arguments.loss is not None
+    named = with_targets(net.model, args, kwargs, targets, declared)
+    return named, targets if declared or "targets" in kwargs or "targets" not in named else None
 
 
 class FisherProduct:
@@ -667,7 +678,10 @@ class CompiledModule(nn.Module):
 
         Args: see `kfac_fx.recording.case_gradients.CaseRecorder.record`; `args` and `kwargs` are those of forward.
         """
-        args, kwargs, options["targets"] = self.placed(args, kwargs, options.get("targets"))
+        targets = options.get("targets")
+        kwargs, of_loss = arguments_of_call(self, args, kwargs, targets)
+        of_loss = of_loss if options.get("measurement") is None else targets
+        args, kwargs, options["targets"] = self.placed(args, kwargs, of_loss)
         function = self.captures.arguments.examples
         grouped = None if function is None else Examples.of_call(function, args, kwargs)
         return self.captures.run(
@@ -768,6 +782,7 @@ class CompiledModule(nn.Module):
         Raises TypeError for a `Batch` or a dict of the arguments instead of these.
         """
         refuse_batch(self.model, inputs)
+        kwargs, targets = arguments_of_call(self, inputs, kwargs, targets)
 
         def losses(parameters: Mapping[str, Tensor]) -> list[tuple[float, Any]]:
             outputs, fisher = self.functional(parameters, inputs, kwargs)

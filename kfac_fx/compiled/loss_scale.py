@@ -46,7 +46,7 @@ from kfac_fx.compiled.report import fold
 from kfac_fx.linalg.matrices import dense, is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import MultiBernoulli, Normal
-from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses, expression_of
+from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses, expression_of, place_of_leaf
 from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction, NormalMeanVariance
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
@@ -436,6 +436,12 @@ WHY = (
 )
 
 
+SQUARES = (
+    "the trained loss is a sum of the squares of what forward returns, and no loss is named. So the factors are those "
+    "of the gradients that training sends back, with which residuals train far slower than with those of the squares: "
+    "write kfac_fx.compile(model, ..., loss=lambda outputs: {}). If that is on purpose, write KFAC(..., "
+    'estimation_mode="empirical"). This was seen at the first step.'
+)
 DERIVATIVES_OUTSIDE = (
     "the trained loss has derivatives of the outputs, which torch.autograd.grad(..., create_graph=True) takes outside "
     "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. If "
@@ -447,7 +453,7 @@ DERIVATIVES_OUTSIDE = (
 
 class LossScaleWarning(UserWarning):
     """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
-    it, has derivatives of the outputs, or reaches other parameters."""
+    it, has derivatives of the outputs, or reaches other parameters; or it is one of residuals, and has no name."""
 
     __module__ = "kfac_fx"
 
@@ -636,6 +642,24 @@ def watch(
         of_losses = places_of_losses(recorder, leaves) if watched.apart else ()
         for leaf in {**watched.numbers[0], **watched.numbers[1], **dict.fromkeys((*watched.apart, *of_losses))}:
             take_gradient(leaves[leaf], watched.take_number, leaf)
+    return watched
+
+
+def watch_unnamed(recorder: Recorder, outputs: Any) -> Watched | None:
+    """Watch the gradients of what the model returned, where no loss is known; None if that is too large, or numbers."""
+    leaves, spec = results.tree_flatten(outputs)
+    hooked = [
+        n
+        for n, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and is_differentiable(leaf) and leaf.requires_grad and leaf.numel() >= RESIDUALS
+    ]
+    if not hooked or sum(leaves[n].numel() for n in hooked) > LIMIT:
+        return None
+    kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    autocast = any(torch.is_autocast_enabled(kept[n].device.type) for n in hooked)
+    watched = Watched(recorder, kept, spec, hooked, [kept[n] for n in hooked], None, {}, None, 1.0, autocast)
+    for leaf in hooked:
+        take_gradient(leaves[leaf], watched.take, leaf)
     return watched
 
 
@@ -1053,6 +1077,37 @@ def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
     return varies and ratio([gradient], [outputs]) is not None
 
 
+def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float) -> list[str]:
+    """The line of the warning about a loss without a name that is a sum of the mean squares of all trained outputs.
+
+    The gradient of a norm, or of its logarithm, is a multiple of the outputs, too: the value tells, or weights that
+    people write.
+    """
+    if not forwards:
+        return []
+    forward, parts = forwards[0], len(forwards)
+    outputs, value = results.tree_unflatten(forward.outputs, forward.spec), forward.value
+    terms, total, nominal = [], 0.0, True
+    for n, gradient in sorted(forward.gradients.items()):
+        output = forward.outputs[n]
+        place = place_of_leaf(outputs, output)
+        if place is None or output.is_complex() or not are_residuals(output, gradient):
+            return []
+        factor = ratio([gradient], [output]) or 0.0  # positive, for residuals
+        loss = Normal(output)
+        weight = factor / loss_scale * parts * loss.all_cases / 2
+        if is_loss_scale(weight, forward.autocast):
+            return []
+        number = SquaredError(loss, 1.0, gradient).nominal(weight, parts)
+        total, nominal = total + factor / 2 * float(output.double().square().sum()), nominal and number is not None
+        normal, written = f"kfac_fx.losses.Normal({place})", weight if number is None else number
+        terms.append(normal if number == 1.0 else f"({written:.4g}, {normal})")
+    is_sum = nominal if value is None or parts > 1 else abs(total - value) <= SCALE_TOLERANCE * total
+    if not terms or not is_sum:
+        return []
+    return [SQUARES.format(terms[0] if len(terms) == 1 else f"[{', '.join(terms)}]")]
+
+
 def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
     """How far the predictions p of a Categorical or MultiBernoulli loss are from uniform, relative to its gradient
     p - t.
@@ -1105,7 +1160,10 @@ def check_scale(
         derived: the loss has derivatives of the outputs, which the user took outside of forward.
         replicas: the processes whose gradients are averaged. All of them call this.
     """
-    used = [forward for forward in watched if forward.gradients]
+    unnamed = [forward for forward in watched if forward.gradients and not forward.recorder.losses.are_known]
+    for told in squares_without_a_name(unnamed, loss_scale):
+        warn_user(LossScaleWarning(told))
+    used = [forward for forward in watched if forward.gradients and forward.recorder.losses.are_known]
     of_losses = used[:1] if are_compared(used) else used
     roots = Counter(root for forward in of_losses for root in forward.roots)
     each: list[list[LossFactor]] = []

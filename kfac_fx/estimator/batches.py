@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from kfac_fx.estimator.files import digest
 from kfac_fx.passes.errors import warn_user
-from kfac_fx.recording.model_checks import misfit_of_call, required_arguments
+from kfac_fx.recording.model_checks import misfit_of_call, required_arguments, with_targets
 
 A_BATCH = "the batch"
 
@@ -29,7 +29,8 @@ class Batch:
 
     Attributes:
         args, kwargs: of forward.
-        targets: one a loss, in a list or tuple, or one for all; None if forward computes the loss.
+        targets: one a loss, in a list or tuple, or one for all; None if forward computes the loss. Where forward
+            computes it and has an argument of this name, they are that argument.
     """
 
     def __init__(self, *args: Any, targets: Any = None, **kwargs: Any) -> None:
@@ -69,7 +70,7 @@ def as_batch(batch: Any) -> Batch:
 def batch_for(model: nn.Module, batch: Any, name: str = A_BATCH) -> Batch:
     """The batch, read by `as_batch`. Raises TypeError if its arguments do not fit the model's forward, too."""
     read = as_batch(batch)
-    wrong = misfit_of_call(model, read.args, read.kwargs)
+    wrong = misfit_of_call(model, read.args, with_targets(model, read.args, read.kwargs, read.targets, declared=True))
     if wrong is None:
         return read
     names, targets, item = required_arguments(model), [] if read.targets is None else ["targets=y"], "batch"

@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled.compiled_module import CompiledModule, compiled_collection
+from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call, compiled_collection
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
@@ -304,7 +304,8 @@ class FisherEstimator(BlockDiagonalFisher):
 
         Args:
             inputs, kwargs: the arguments of forward. A batch on the CPU moves to the accelerator of the parameters.
-            targets: for "empirical": one a loss, in a list or tuple, or one for all.
+            targets: for "empirical": one a loss, in a list or tuple, or one for all. Where forward computes the loss
+                and has an argument of this name, they are that argument.
             should_decay: False gives the past its full weight: a plain average over batches, for a burn-in.
             fold: False keeps the batch for the next `fold()`, which takes all kept batches as one. Over a DataLoader
                 this is a mean in which all cases have the same weight, whatever the sizes of the batches.
@@ -313,7 +314,7 @@ class FisherEstimator(BlockDiagonalFisher):
         after it was compiled.
         """
         if isinstance(self.net, CompiledModule):
-            inputs, kwargs, targets = self.net.placed(inputs, kwargs, targets)
+            inputs, kwargs, targets = self.net.placed(inputs, *arguments_of_call(self.net, inputs, kwargs, targets))
         differs: Callable[..., Tensor] | None = getattr(self.net, "differs", None)
         compared = differs is not None and self.outputs.due()
         beside = compared and self.fraction == 1.0 and self.net.repeats_recordings

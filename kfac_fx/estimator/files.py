@@ -277,6 +277,8 @@ NAME = "manifest.json"
 FORMAT = 2  # of the folders; another format is refused
 WITHOUT_DIGESTS = 1  # of the folders whose files have no digests, which are read with a warning
 
+OTHER_FOLDER = "Pass another folder=, or delete this one if it is not needed any more."
+
 Manifest = dict[str, Any]
 
 
@@ -294,10 +296,10 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any], place: str = 
     return rows
 
 
-def refuse_other(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ValueError with all entries of two manifests that differ."""
+def refuse_other(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], remedy: str = OTHER_FOLDER) -> None:
+    """Raises ValueError with all entries of two manifests that differ. remedy: the sentence that says what to do."""
     if rows := differences(saved, here):
-        raise ValueError(f"the folder {str(folder)!r} holds something else:\n{table(rows)}")
+        raise ValueError(f"the folder {str(folder)!r} holds something else:\n{table(rows)}\n{remedy}")
 
 
 def is_written(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.compiled.report import factor_dtype, fold
 from kfac_fx.estimator.batches import (
@@ -47,9 +47,11 @@ from kfac_fx.estimator.estimator import FisherEstimator, frozen_after
 from kfac_fx.estimator.files import (
     FORMAT,
     NAME,
+    OTHER_FOLDER,
     WITHOUT_DIGESTS,
     Manifest,
     damaged,
+    differences,
     digest,
     is_there,
     is_written,
@@ -389,7 +391,7 @@ def read_spectrum(
     registrations = [block for block in net.registrations if not manifest["parameters"].keys().isdisjoint(block.owners)]
     here = manifest_of(net, registrations, manifest["mode"])
     settings = {name: value for name, value in manifest.items() if name not in here}
-    refuse_other(folder, compared(manifest), compared(here | settings))
+    refuse_other(folder, compared(manifest), compared(here | settings), OTHER_NET)
     origin = manifest.get("made of", {})
     unknown = origin.get("data") is None
     if data is not None and unknown:
@@ -400,6 +402,13 @@ def read_spectrum(
     else:
         warn_of_no_digests(folder)
     return manifest, registrations, read_systems(folder, manifest["blocks"], registrations, parameters)
+
+
+OTHER_NET = "Compile the model with the arguments that it had when the folder was written, or read another folder."
+OR_AS_IT_IS = (
+    " A fit that has ended may be taken as it is, with the numbers of the weights of its time: "
+    "kfac_fx.load_spectrum(net, folder, any_weights=True)."
+)
 
 
 def tell_unknown_data(folder: Path, allowed: bool) -> None:
@@ -618,7 +627,7 @@ def fit_spectrum(
     batch = first_batch(net, iterator) if replicas is None else replicas.together(partial(first_batch, net, iterator))
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
-    args, kwargs, _ = net.placed(batch.args, batch.kwargs)
+    args, kwargs, _ = net.placed(batch.args, *arguments_of_call(net, batch.args, batch.kwargs, batch.targets))
     with telling_how_read(batch, 1):
         recorder = net.recorder(args, kwargs)  # proves the registrations, which may change them
     if recorder.whole and net.knows_no_loss:
@@ -951,8 +960,12 @@ class FitFolder:
                 "there: pass another folder. load_spectrum reads it."
             )
         weights_and_loss = {name: value for name, value in saved.get("made of", {}).items() if name != "data"}
+        settings = not differences(compared(saved), compared(here))
         refuse_other(
-            path, compared(saved) | {"made of": weights_and_loss}, compared(here) | {"made of": here["made of"]}
+            path,
+            compared(saved) | {"made of": weights_and_loss},
+            compared(here) | {"made of": here["made of"]},
+            OTHER_FOLDER + (OR_AS_IT_IS if settings else ""),
         )
         return FitFolder(path, saved, save_every, replicas)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.compiled.compiled_module import CompiledModule
+from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.batches import NotFinite, batch_for, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
@@ -459,7 +459,8 @@ class ModelSpectrum(Spectrum):
                 found = variance_of_outputs(system, index, weights[key], gradients, outputs, diagonal)
             parts.setdefault(key, []).append((gradients.first, found))
 
-        examples, number = self.net.record_outputs(batch.args, batch.kwargs, add, only=self.keys, outputs=outputs)
+        kwargs, _ = arguments_of_call(self.net, batch.args, batch.kwargs, batch.targets)
+        examples, number = self.net.record_outputs(batch.args, kwargs, add, only=self.keys, outputs=outputs)
         shape = (examples, number) if diagonal else (examples, number, number)
         by_block = [in_order(parts[key]) if key in parts else weights[key].new_zeros(shape) for key in self.keys]
         return torch.stack(by_block).sum(0)

@@ -762,6 +762,18 @@ def place_of_tensor(outputs: Any) -> str:
     return f"outputs.{key}" if attributes else f"outputs[{key!r}]"
 
 
+def place_of_leaf(outputs: Any, leaf: Tensor) -> str | None:
+    """The expression of one tensor that a model returns; None if it is deeper than in one list or dictionary."""
+    if outputs is leaf:
+        return "outputs"
+    if attributes := attributes_of_object(outputs):
+        return next((f"outputs.{name}" for name, value in attributes.items() if value is leaf), None)
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(outputs, (Mapping, list, tuple)):
+        pairs = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
+    return next((f"outputs[{key!r}]" for key, value in pairs if value is leaf), None)
+
+
 def key_of_tensor(outputs: Any) -> Any:
     """The key of an output that a loss may be of: logits, or the first tensor that is more than one number."""
     if isinstance(outputs, Mapping):

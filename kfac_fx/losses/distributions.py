@@ -45,7 +45,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -170,6 +170,32 @@ class LossFunction(ABC):
             self.targets = None if self.targets is None else self.targets.movedim(axis, 0)
             self.kept = None if self.kept is None else self.kept.movedim(axis, 0)
         return self
+
+    def scaled(self, factor: object) -> NoReturn:
+        """Raises LossError: a loss is no number, so it is not multiplied."""
+        weight = f"{factor:g}" if isinstance(factor, int | float) else "weight"
+        kind = type(self).__name__
+        raise LossError(
+            f"a {kind} was multiplied or divided, and a loss is no number: its coefficient is in front of it, in a "
+            f"pair, as in loss=lambda outputs: ({weight}, kfac_fx.losses.{kind}(...))"
+        )
+
+    def divided(self, divisor: object) -> NoReturn:
+        """Raises LossError: a loss is no number, so it is not divided."""
+        self.scaled(1 / divisor if isinstance(divisor, int | float) and divisor else None)
+
+    def added(self, other: object) -> NoReturn:
+        """Raises LossError: a loss is no number, so it is not added."""
+        kinds = [type(of).__name__ for of in (self, other if isinstance(other, LossFunction) else self)]
+        raise LossError(
+            f"a {kinds[0]} was added to something, and a loss is no number: several losses are a list, each with its "
+            f"coefficient in front, as in loss=lambda outputs: [kfac_fx.losses.{kinds[0]}(...), "
+            f"(0.5, kfac_fx.losses.{kinds[1]}(...))]"
+        )
+
+    __mul__ = __rmul__ = scaled
+    __truediv__ = divided
+    __add__ = __radd__ = __sub__ = __rsub__ = added
 
     def at(self, inputs: Tensor) -> Self:
         """The same loss at other inputs."""

@@ -32,7 +32,7 @@ from kfac_fx.linalg.processes import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import COARSE, SHARE, BatchLoss, Values, part_of_batch, share_of_checks
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.passes.errors import warn_user, where
+from kfac_fx.passes.errors import is_constant_derivative, source_line, warn_user, where
 from kfac_fx.passes.graphs.labels import gradient_stop
 from kfac_fx.passes.torch_private import version
 
@@ -386,7 +386,12 @@ def against_quotients(batch: BatchLoss) -> str | None:
         return "no single graph holds the model, and what Python does between its graphs may jump"
     stops = (gradient_stop(forward.recorder.program) for forward in batch.forwards)
     stop = next((node for node in stops if node is not None), None)
-    return None if stop is None else f"{where(stop)} has no gradient, so it may jump where parameters change"
+    if stop is None:
+        return None
+    if is_constant_derivative(stop):
+        line = source_line(stop)
+        return f"the derivative at {line} has no create_graph=True, so no gradient passes it"
+    return f"{where(stop)} has no gradient, so it may jump where parameters change"
 
 
 # --- steps that made the loss rise ------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from kfac_fx.compiled.compiled_module import CompiledModule, own_saved_tensors
-from kfac_fx.compiled.loss_scale import Watched, check_scale, watch
+from kfac_fx.compiled.loss_scale import Watched, check_scale, watch, watch_unnamed
 from kfac_fx.estimator.estimator import FisherEstimator, PendingBatch
 from kfac_fx.linalg.arguments import number, wrong_value
 from kfac_fx.linalg.matrices import dense, dense_or_zero
@@ -663,7 +663,10 @@ class Forwards:
             self.has_learned_inputs |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if not self.checked and self.before is not None:
             with own_saved_tensors():
-                batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
+                if self.recorder.knows_loss or self.schedule.options.estimation_mode is not None:
+                    batch.watched = watch(self.recorder, args, kwargs, outputs, self.before)
+                else:
+                    batch.watched = watch_unnamed(self.recorder, outputs)
 
     def gradients_zeroed(self) -> None:
         if not self.paused:

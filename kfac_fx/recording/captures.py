@@ -85,9 +85,11 @@ from kfac_fx.recording.model_checks import (
     Trained,
     dtypes_noted,
     how_to_call,
+    how_to_give_labels,
     mapping_of_arguments,
     misfit_of_call,
     not_running,
+    of_derivatives,
     refuse_inference_mode,
     refuse_unfit,
     refuse_without_values,
@@ -386,6 +388,7 @@ class Capturing:
                 named = NAMED_BY_MAPPING if mapping_of_arguments(self.model, args) is not None else ""
                 raise UntraceableError(
                     f"{not_running(self.model, failure)}\n{named}"
+                    f"{of_derivatives(self.model, args, kwargs, failure)}"
                     "Correct the inputs or the model. The error of torch.export is:\n"
                     + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
                 ) from failure
@@ -769,21 +772,23 @@ class CaptureCache:
                 self.capture_call(recorder, args, kwargs, uncaptured)
                 last = uncaptured
             except LossError as error:
-                self.raise_of_missing_loss(error, recorder)
+                self.raise_of_missing_loss(error, recorder, args, kwargs)
                 raise
             except RuntimeError as error:
                 self.raise_the_models_own(error, args, kwargs)
                 raise
         raise self.capturing.unstable(last)
 
-    def raise_of_missing_loss(self, error: LossError, recorder: Recorder) -> None:
+    def raise_of_missing_loss(
+        self, error: LossError, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Say that the call lacks the arguments of a loss that forward computes in other calls."""
         others = (of.program.losses for recorders in self.recorders.values() for of in recorders)
         if self.arguments.loss is None and not recorder.program.losses and any(others):
             raise LossError(
                 f"the forward of {class_of(self.model).__name__} computes no loss in this call, and computes one in "
-                "other calls of this net: the inputs lack what the loss is computed from, such as labels. Pass it as "
-                "forward takes it, as in kfac_fx.Batch(ids, labels=labels) or {'input_ids': ids, 'labels': labels}."
+                "other calls of this net: the inputs lack what the loss is computed from, such as labels. "
+                f"{how_to_give_labels(self.model, args, kwargs)}"
             ) from error
 
     def raise_the_models_own(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, nam
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.passes.unroll import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
-from kfac_fx.recording.model_checks import DOES_NOT_RUN
+from kfac_fx.recording.model_checks import DOES_NOT_RUN, ConstantDerivatives
 from kfac_fx.recording.recorder import Recorder
 
 GRADIENT_TOLERANCE = 1e-3  # relative
@@ -266,19 +266,27 @@ def model_kept(recorder: Recorder) -> Iterator[Trace]:
 
 def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
     """args, kwargs: copies, into which forward may write."""
-    model = recorder.model
+    model, derivatives = recorder.model, ConstantDerivatives()
     with model_kept(recorder) as trace:
         try:
-            outputs = results.tree_leaves(model(*args, **kwargs))
+            with derivatives:
+                outputs = results.tree_leaves(model(*args, **kwargs))
         except Exception as error:
             if not fatal(error):
+                if (told := derivatives.told(error)) is not None:
+                    error.add_note(told)
                 error.add_note(
                     f"{class_of(model).__name__} {DOES_NOT_RUN}: the error is of its own forward, which runs here to "
                     "be compared with its graph."
                 )
             raise
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-        gradients = gradients_by_name(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
+        try:
+            gradients = gradients_by_name(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
+        except RuntimeError as error:
+            if (told := derivatives.told(error)) is not None:
+                error.add_note(told)
+            raise
     if trace.written and recorder.whole:
         raise UntraceableError(
             f"{class_of(model).__name__} writes into its parameters {', '.join(trace.written)} in forward, which a "

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.processes import is_sharded
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, first_line, nearest, table
+from kfac_fx.passes.errors import (
+    ModelChangedError,
+    RegistrationError,
+    UntraceableError,
+    fatal,
+    first_line,
+    nearest,
+    running_line,
+    table,
+)
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.results import tree_leaves
 from kfac_fx.passes.torch_private import class_of, compiled_from, in_functional_call, parameters_of, submodules_of
-from kfac_fx.passes.tracing.effects import address
+from kfac_fx.passes.tracing.effects import accelerators, address, same_random, values_kept
 from kfac_fx.passes.tracing.signature import signature_of
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
@@ -231,6 +242,52 @@ def not_running(model: nn.Module, error: Exception) -> str:
     return f"{class_of(model).__name__} does not run on these inputs: {type(error).__name__}: {first_line(error)}"
 
 
+class ConstantDerivatives(TorchFunctionMode):
+    """Inside, notes the lines of forward that take derivatives by torch.autograd.grad without create_graph=True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad and not (kwargs or {}).get("create_graph", False):
+            self.lines.append(running_line())
+        return func(*args, **(kwargs or {}))
+
+    def told(self, error: Exception) -> str | None:
+        """The sentence about an error that such a derivative causes; None if there is no such derivative, or the error
+        is another."""
+        if not self.lines or not any(text in str(error) for text in OF_CONSTANTS):
+            return None
+        lines = list(dict.fromkeys(self.lines))
+        many = f"derivative at {lines[0]} has" if len(lines) == 1 else f"derivatives at {listed(lines)} have"
+        return (
+            f"The {many} no create_graph=True, so the result is a constant, and the graph is freed: write "
+            "torch.autograd.grad(..., create_graph=True) in every derivative that forward takes."
+        )
+
+
+OF_CONSTANTS = ("does not require grad", "backward through the graph a second time")
+
+
+def of_derivatives(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
+    """The line of an error of the model's own forward that derivatives without create_graph=True cause; one forward,
+    if the error is of that kind."""
+    if not any(text in str(error) for text in OF_CONSTANTS):
+        return ""
+    with same_random(accelerators(model.parameters())), values_kept(model.buffers()):
+        derivatives = ConstantDerivatives()
+        try:
+            with derivatives:
+                model(*args, **kwargs)
+        except Exception as models_own:
+            if fatal(models_own):
+                raise
+            told = derivatives.told(models_own)
+            return "" if told is None else f"{told}\n"
+    return ""
+
+
 def misfit_of_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call does not fit the arguments of forward, with all culprits; None if it does."""
     try:
@@ -316,6 +373,42 @@ def required_arguments(model: nn.Module) -> list[str]:
     arguments = signature_of(model).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [a.name for a in arguments if a.default is inspect.Parameter.empty and a.kind not in optional]
+
+
+def with_targets(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, declared: bool
+) -> dict[str, Any]:
+    """The arguments by name of a call, with the targets of a batch where forward has an argument of that name that the
+    call does not give. Those of a declared loss are in them only if forward needs them.
+
+    declared: whether the loss is declared, and not computed by forward.
+    """
+    try:
+        signature = signature_of(model)
+        given = {**signature.bind_partial(*args).arguments, **kwargs}
+    except (TypeError, ValueError):  # of a callable of C, or too many arguments
+        return dict(kwargs)
+    argument = signature.parameters.get("targets")
+    by_name = argument is not None and argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    if targets is None or argument is None or not by_name or "targets" in given:
+        return dict(kwargs)
+    return {**kwargs, "targets": targets} if not declared or argument.default is argument.empty else dict(kwargs)
+
+
+def how_to_give_labels(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The sentence of an error about a call that lacks what forward computes its loss from."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        signature = signature_of(model)
+        names = [name for name, argument in signature.parameters.items() if argument.kind in kinds]
+        given = [name for name in names if name in {**signature.bind_partial(*args).arguments, **kwargs}]
+    except (TypeError, ValueError):  # of a callable of C
+        names, given = [], []
+    left = [name for name in names if name not in given]
+    labels = next((name for name in left if re.search("label|target", name)), (*left, "labels")[0])
+    known = [name if n < len(args) else f"{name}={name}" for n, name in enumerate(given)] or ["ids"]
+    pair = "" if labels == "targets" else "; a pair (x, y) has y for targets= of a declared loss, and not for forward"
+    return f"Pass it as forward takes it, as in kfac_fx.Batch({', '.join([*known, f'{labels}=y'])}){pair}."
 
 
 def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:
@@ -410,6 +503,9 @@ def refuse_without_blocks(registrations: Sequence[Registration], named: Iterable
         )
 
 
+NAMED = 6  # culprits, of a list of many
+
+
 class Structure:
     """The modules and parameters of a model when it was compiled. A check costs one dictionary look-up for each."""
 
@@ -478,9 +574,10 @@ class Structure:
         inner = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
         many = "1 parameter or module was" if len(inner) == 1 else f"{len(inner)} parameters or modules were"
         raise ModelChangedError(
-            f"{many} replaced, added or removed after kfac_fx.compile: {', '.join(map(repr, inner))}.\n"
+            f"{many} replaced, added or removed after kfac_fx.compile: {', '.join(map(repr, inner[:NAMED]))}"
+            f"{f' and {len(inner) - NAMED} more' if len(inner) > NAMED else ''}.\n"
             "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
-            "parameter.data.copy_(...) or load_state_dict."
+            "parameter.data.copy_(...) or load_state_dict without assign=True, which replaces parameters."
         )
 
     def check_shapes(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,52 @@ def test_a_model_of_which_nothing_is_trained_has_no_fisher(model: nn.Module, tex
         kfac_fx.KFAC(net, lr=0.1, damping=0.1)
     with pytest.raises(RegistrationError, match=text):
         kfac_fx.FisherEstimator(net).update_covariances(X)
+
+
+class Wave(nn.Module):
+    """An equation whose first or second derivative lacks create_graph=True."""
+
+    def __init__(self, *lacking: int, retain: bool = True) -> None:
+        super().__init__()
+        self.u, self.lacking, self.retain = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), lacking, retain
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        u = self.u(x).sum()
+        kept = {"retain_graph": True} if self.retain else {}
+        (first,) = torch.autograd.grad(u, x, **(kept if 1 in self.lacking else {"create_graph": True}))
+        if self.lacking == (1,) and not self.retain:
+            return first + u
+        (second,) = torch.autograd.grad(first[:, 0].sum(), x, **(kept if 2 in self.lacking else {"create_graph": True}))
+        return first[:, 1:] - second[:, :1]
+
+
+@pytest.mark.parametrize("model", [Wave(1), Wave(1, 2), Wave(1, retain=False)], ids=["first", "both", "freed"])
+@pytest.mark.parametrize("example", [True, False], ids=["captured", "symbolic"])
+def test_a_failing_derivative_without_its_graph_is_named_by_its_line(model: nn.Module, example: bool) -> None:
+    """The errors of torch do not have the word create_graph."""
+    x, text = torch.rand(5, 2), r"test_compiled_module\.py:\d+ ha(s|ve) no create_graph=True, so the result is"
+    with pytest.raises((RuntimeError, kfac_fx.UntraceableError)) as caught:
+        net = kfac_fx.compile(model, (x,) if example else None, loss="normal")
+        kfac_fx.KFAC(net)
+        net(x)
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(text, told)
+
+
+def test_a_second_derivative_without_its_graph_is_named_in_the_report() -> None:
+    """The report had the name of an operation that the capture writes."""
+    x, text = (
+        torch.rand(5, 2),
+        r"the derivative at test_compiled_module\.py:\d+ has no create_graph=True, so no gradient",
+    )
+    net = kfac_fx.compile(Wave(2), (x,), loss="normal")
+    optimizer = kfac_fx.KFAC(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    assert re.search(text, " ".join(optimizer.fallbacks()))
 
 
 def test_a_collection_of_a_frozen_model_has_no_fisher() -> None:

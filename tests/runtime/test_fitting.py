@@ -166,10 +166,24 @@ def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest
         fit_spectrum(net, batches, case="row", folder=tmp_path, seed=1)
 
 
+def test_a_folder_of_other_weights_says_what_to_do(tmp_path: Path) -> None:
+    """The error had two digests and no remedy."""
+    net, batches = net_and_data()
+    fit_spectrum(net, batches, folder=tmp_path)
+    with torch.no_grad():
+        next(net.parameters()).mul_(2.0)
+    with pytest.raises(ValueError, match=r"weights  is .*\nPass another folder=, or delete .*any_weights=True\)\.$"):
+        fit_spectrum(net, batches, folder=tmp_path)
+    with pytest.warns(UserWarning, match="any_weights=True"):
+        kfac_fx.load_spectrum(net, tmp_path, any_weights=True)
+
+
 def test_a_folder_is_of_one_loss_of_one_model_on_one_set_of_batches(tmp_path: Path) -> None:
     net, batches = net_and_data()
     fit_spectrum(net, batches, folder=tmp_path)
-    with pytest.raises(ValueError, match=r"(?s)holds something else:.*first batch .*in the folder, and"):
+    with pytest.raises(
+        ValueError, match=r"(?s)something else:.*first batch .*in the folder, and.*another folder=, or del"
+    ):
         fit_spectrum(net, batches[1:], folder=tmp_path)
     with pytest.raises(ValueError, match=rf"batches  is {len(batches)} in the folder, and {len(batches) - 1} here"):
         fit_spectrum(net, batches[:-1], folder=tmp_path)
@@ -604,10 +618,55 @@ def test_a_batch_without_the_labels_of_the_loss_in_forward_says_so() -> None:
 
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
     net = kfac_fx.compile(Labelled(), (x,), {"labels": y})
-    text = r"Labelled computes no loss in this call, .* as in kfac_fx\.Batch\(ids, labels=labels\)"
+    text = r"Labelled computes no loss in this call, .* as in kfac_fx\.Batch\(x, labels=y\); a pair \(x, y\) has y for"
     for batch in (x, (x, y), kfac_fx.Batch(x, targets=y)):
         with pytest.raises(LossError, match=text):
             fit_spectrum(net, [batch])
+
+
+class WithTargets(nn.Module):
+    """The signature of nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.head(torch.tanh(self.table(idx)))
+        return logits, None if targets is None else F.cross_entropy(logits.view(-1, 9), targets.view(-1))
+
+
+class NeedsTargets(WithTargets):
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return super().forward(idx, targets)
+
+
+@pytest.mark.parametrize("model", [WithTargets, NeedsTargets])
+def test_targets_are_the_argument_of_forward_that_has_this_name(model: type[nn.Module]) -> None:
+    """The batch was said to lack them, with the advice to write it as it was."""
+    torch.manual_seed(0)
+    x, y = torch.randint(9, (2, 6, 5))
+    net = kfac_fx.compile(model().eval(), (x, y))
+    expected = fit_spectrum(net, [Batch(x, y)], mode="empirical", damping=0.1)
+    scores = expected.self_scores(Batch(x, y))
+    for batch in ((x, y), [x, y], {"idx": x, "targets": y}, Batch(x, targets=y), Batch(idx=x, targets=y)):
+        spectrum = fit_spectrum(net, [batch], mode="empirical", damping=0.1, case="row")
+        torch.testing.assert_close(spectrum.self_scores(batch), spectrum.self_scores(Batch(x, y)))
+        torch.testing.assert_close(expected.self_scores(batch), scores)
+        measured = expected.self_scores(batch, measurement=lambda out, t: out[0].mean((1, 2)) + 0 * t[:, 0])
+        assert measured.shape == (6,)
+    est, v = kfac_fx.FisherEstimator(net), {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    est.update_covariances(x, targets=y)
+    torch.testing.assert_close(net.fisher_product(x, targets=y)(v), net.fisher_product(x, y)(v))
+
+
+def test_targets_are_of_the_declared_loss_where_forward_can_do_without_them() -> None:
+    x, y = torch.randint(9, (2, 6, 5))
+    net = kfac_fx.compile(
+        WithTargets().eval(), (x,), loss=lambda outputs: kfac_fx.losses.Categorical(outputs[0].flatten(0, 1))
+    )
+    spectrum = fit_spectrum(net, [(x, y.flatten())], mode="empirical", damping=0.1)
+    assert spectrum.self_scores((x, y.flatten())).shape == (6,)
 
 
 class WithUnnamedLoss(nn.Module):

@@ -1,6 +1,7 @@
 """The values that a user may write as `loss=`."""
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import kfac_fx
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
 from kfac_fx.losses.declared import loss_from
 from kfac_fx.passes.errors import LossError
@@ -319,3 +321,30 @@ def test_the_loss_of_a_training_is_no_distribution() -> None:
     )
     with pytest.raises(LossError, match=text):
         loss_from(lambda outputs: outputs.square().mean())(X)
+
+
+NO_NUMBERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a number in front": (
+        lambda a, b: [a, 10 * b],
+        r"a pair, as in loss=lambda outputs: \(10, kfac_fx.losses.Normal\(",
+    ),
+    "a number behind": (lambda a, b: a * 10.0, r"\(10, kfac_fx.losses.Normal\("),
+    "a tensor in front": (lambda a, b: torch.tensor(3.0) * a, r"\(weight, kfac_fx.losses.Normal\("),
+    "a divisor": (lambda a, b: a / 2, r"\(0\.5, kfac_fx.losses.Normal\("),
+    "a sum": (
+        lambda a, b: a + b,
+        r"loss=lambda outputs: \[kfac_fx.losses.Normal\(\.\.\.\), \(0\.5, kfac_fx.losses.Normal",
+    ),
+    "a sum of a list": (lambda a, b: sum([a, b]), "several losses are a list"),
+    "a difference": (lambda a, b: a - b, "several losses are a list"),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBERS)
+def test_arithmetic_of_losses_says_how_coefficients_and_several_losses_are_written(case: str) -> None:
+    """It ended in a TypeError of Python about unsupported operands."""
+    combined, text = NO_NUMBERS[case]
+    with pytest.raises(LossError, match=text):
+        kfac_fx.compile(
+            nn.Linear(3, 2), (torch.randn(4, 3),), loss=lambda r: combined(Normal(r[:, :1]), Normal(r[:, 1:]))
+        )

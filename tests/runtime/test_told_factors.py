@@ -265,3 +265,42 @@ def test_a_backward_that_makes_a_graph_is_no_derivative_of_the_outputs() -> None
         opt.step()
     opt.zero_grad()  # ends the cycle of gradients and their graph
     assert not [entry for entry in caught if entry.category is LossScaleWarning]
+
+
+TRAINED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "mean squares": (lambda a, b: a.square().mean() + b.square().mean(), "[Normal(outputs[0]), Normal(outputs[1])]"),
+    "weighted": (
+        lambda a, b: a.square().mean() + 10 * b.square().mean(),
+        "[Normal(outputs[0]), (10, Normal(outputs[1]))]",
+    ),
+    "an odd weight": (lambda a, b: 0.123 * a.square().sum() / 20, "(0.123, Normal(outputs[0]))"),
+    "torch's": (lambda a, b: F.mse_loss(b, torch.zeros_like(b)), "Normal(outputs[1])"),
+    "targets": (lambda a, b: a.square().mean() + (b - 0.3).square().mean(), ""),
+    "a norm": (lambda a, b: a.norm(), ""),
+    "a logarithm": (lambda a, b: a.square().mean().log(), ""),
+    "a root": (lambda a, b: a.square().mean().sqrt(), ""),
+    "absolute": (lambda a, b: a.abs().mean(), ""),
+    "huber": (lambda a, b: F.huber_loss(a, torch.zeros_like(a), delta=0.1), ""),
+    "weights of cases": (lambda a, b: (torch.linspace(0, 1, 20).unsqueeze(1) * a.square()).mean(), ""),
+    "logits": (lambda a, b: F.binary_cross_entropy_with_logits(a, (a > 0).float()), ""),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_squares_of_residuals_without_a_loss_are_told(case: str) -> None:
+    """The factors were those of the empirical Fisher, without a word."""
+    torch.manual_seed(0)
+    loss, expected = TRAINED[case]
+    net = kfac_fx.compile(Residuals(), (INSIDE, ENDS))
+    lines = told(net, lambda: loss(*net(INSIDE, ENDS)))
+    assert len(lines) == bool(expected)
+    if expected:
+        assert f"loss=lambda outputs: {expected.replace('Normal', 'kfac_fx.losses.Normal')})." in lines[0]
+
+
+def test_squares_of_residuals_are_told_once_for_all_parts_and_not_where_the_mode_is_named() -> None:
+    net = kfac_fx.compile(Residuals(), (INSIDE, ENDS))
+    (line,) = told(net, lambda: sum(r.square().mean() for r in net(INSIDE, ENDS)) / 2, parts=2)
+    assert "[kfac_fx.losses.Normal(outputs[0]), kfac_fx.losses.Normal(outputs[1])]" in line
+    net = kfac_fx.compile(Residuals(), (INSIDE, ENDS))
+    assert told(net, lambda: sum(r.square().mean() for r in net(INSIDE, ENDS)), estimation_mode="empirical") == []

@@ -32,8 +32,17 @@ def test_every_name_that_changed_is_in_the_text() -> None:
         "3 parameters or modules were replaced, added or removed after kfac_fx.compile: "
         "'1.0.weight', '1.0.bias', 'new'.",
         "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
-        "parameter.data.copy_(...) or load_state_dict.",
+        "parameter.data.copy_(...) or load_state_dict without assign=True, which replaces parameters.",
     ]
+
+
+def test_assigned_parameters_are_told_and_a_long_list_is_cut() -> None:
+    """The text had all names, and advised to call load_state_dict, as the user had."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    structure = Structure(model, lambda: None)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    with pytest.raises(ModelChangedError, match=r"^10 .*: '0\.weight', .*, '2\.bias' and 4 more\.\n.* without assign="):
+        structure.check()
 
 
 def test_only_parameters_that_were_swapped_for_shards_are_emptied() -> None:
