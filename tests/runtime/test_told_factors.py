@@ -304,3 +304,13 @@ def test_squares_of_residuals_are_told_once_for_all_parts_and_not_where_the_mode
     assert "[kfac_fx.losses.Normal(outputs[0]), kfac_fx.losses.Normal(outputs[1])]" in line
     net = kfac_fx.compile(Residuals(), (INSIDE, ENDS))
     assert told(net, lambda: sum(r.square().mean() for r in net(INSIDE, ENDS)), estimation_mode="empirical") == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_squared_error_against_one_hot_targets_is_told_for_every_seed(seed: int) -> None:
+    """The sums over the classes are a tenth of the gradient, more or less, and the warning depended on them."""
+    torch.manual_seed(seed)
+    x, y = torch.randn(64, 5), torch.randint(10, (64,))
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 10)), (x,), loss="categorical")
+    (line,) = told(net, lambda: F.mse_loss(net(x), F.one_hot(y, 10).float()))
+    assert 'write loss="mse"' in line
