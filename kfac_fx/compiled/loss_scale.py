@@ -1564,7 +1564,9 @@ def without_targets(reached: Reached) -> str | None:
     Over the classes of a case the gradient of every cross entropy sums to zero, with any targets, weights, smoothing.
     """
     loss = reached.loss
-    if not isinstance(loss, Categorical) or rest_of_classes(reached.gradient) <= NO_CLASSES:
+    if not isinstance(loss, Categorical):
+        return None
+    if rest_of_classes(reached.gradient) <= NO_CLASSES and not is_square_of_classes(loss.inputs, reached.gradient):
         return None
     return (
         f"the trained loss fits no targets of the registered {type(loss).__name__} loss: the outputs "
@@ -1647,6 +1649,15 @@ def rest_of_classes(gradient: Tensor) -> float:
     """The sums of a gradient over the last axis, relative to its size: from 0 to 1."""
     size = float(gradient.abs().sum())
     return float(gradient.sum(-1).abs().sum()) / size if size else 0.0
+
+
+def is_square_of_classes(outputs: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient is that of the squared error of outputs m against one-hot targets e: a multiple of m - e."""
+    if gradient.shape != outputs.shape or rest_of_classes(gradient) <= PROPORTIONAL:  # a cross entropy has no rest
+        return False
+    m = outputs.detach()
+    classes = torch.nn.functional.one_hot(gradient.argmin(-1), m.shape[-1])
+    return ratio([gradient], [m - classes.to(m.dtype)]) is not None
 
 
 def misplaced_classes(reached: Reached) -> str | None:

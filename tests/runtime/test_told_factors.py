@@ -304,3 +304,18 @@ def test_squares_of_residuals_are_told_once_for_all_parts_and_not_where_the_mode
     assert "[kfac_fx.losses.Normal(outputs[0]), kfac_fx.losses.Normal(outputs[1])]" in line
     net = kfac_fx.compile(Residuals(), (INSIDE, ENDS))
     assert told(net, lambda: sum(r.square().mean() for r in net(INSIDE, ENDS)), estimation_mode="empirical") == []
+
+
+@pytest.mark.parametrize("size", [0.03, 0.1, 1.0])
+def test_a_squared_error_against_one_hot_targets_is_told_whatever_its_sums_over_classes(size: float) -> None:
+    """The sums of the gradient over the classes are a few percent of it where the outputs sum to about one, and the
+    warning depended on them."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 5), torch.randint(10, (64,))
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 10))
+    with torch.no_grad():
+        model[2].weight.mul_(size)
+        model[2].bias.fill_(0.1)
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    (line,) = told(net, lambda: F.mse_loss(net(x), F.one_hot(y, 10).float()))
+    assert 'write loss="mse"' in line
