@@ -208,8 +208,10 @@ class Registration:
     def kernel(self) -> int:
         """How many places of the input meet in one row: the size of the kernel of a weight [o, c, *kernel], and 1 for
         layers that are no convolutions."""
-        attrs = self.uses[0].attrs if self.uses else {}
-        return prod(attrs["weight"][2:]) if "stride" in attrs else 1
+        weight = None if self.matrix is None else self.matrix.weight
+        positions = () if weight is None else weight[1].shape[2:]
+        convolved = bool(positions) and (self.structure.needs_pixels or "stride" in self.uses[0].attrs)
+        return prod(positions) if convolved else 1
 
     @property
     def rows(self) -> tuple[Matrix, bool]:
