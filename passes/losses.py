@@ -99,6 +99,7 @@ SMOOTH = {
     "detach",
 }
 SCATTERS = {"scatter_add", "index_add"}
+KEEPS_VALUE = "kfac_fx_keeps_value"  # in the meta of a node without a gradient that takes a value away again
 OF_MEMORY = {"device", "pin_memory", "layout"}  # arguments of `arange` that change no number
 KEEP_ORDER = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
 ValueOf = Callable[[fx.Node], Any]
@@ -134,7 +135,8 @@ def way_of(
     """
     inside = {site: None}
     for node in site.graph.nodes:
-        if node in behind and node is not site and any(operand in inside for operand in node.all_input_nodes):
+        of_site = any(operand in inside for operand in node.all_input_nodes)
+        if node in behind and node is not site and of_site and KEEPS_VALUE not in node.meta:
             inside[node] = None
     linear, elementwise, dropped, read = True, True, dict[fx.Node, None](), False
     for node in [node for node in inside if node is not site]:
@@ -482,8 +484,7 @@ class TargetKind(Enum):
 
     NUMBERS = auto()
     PROBABILITIES = auto()
-    DIVERGENCE = auto()  # probabilities
-    DIVERGENCE_OF_LOGARITHMS = auto()  # of probabilities
+    LOGARITHMS = auto()  # of probabilities
 
 
 @dataclass(frozen=True)
@@ -494,7 +495,7 @@ class OfClasses:
         inputs: logits, which logarithms of probabilities are, too.
         targets: numbers of classes, without the axis of the classes or with one number on it; or probabilities.
         axis: of the classes in the inputs, not the first.
-        kind: of the targets; a divergence is the cross-entropy without that of the targets themselves.
+        kind: of the targets.
         reduction: "none" or "sum".
         sign: of the cross-entropy in the node.
     """
@@ -635,9 +636,7 @@ def of_probabilities(terms: fx.Node, dims: Any, learned: Container[fx.Node]) -> 
         axis = next((axis for axis in wanted if axis and adds_up(logarithms, axis, number)), None)
         if axis is not None and (dims is None or wanted == [axis]):
             reduction, sign = "sum" if dims is None else "none", 1 if divergence else -1
-            of_logarithms = bool(terms.kwargs.get("log_target"))
-            of_divergence = TargetKind.DIVERGENCE_OF_LOGARITHMS if of_logarithms else TargetKind.DIVERGENCE
-            kind = of_divergence if divergence else TargetKind.PROBABILITIES
+            kind = TargetKind.LOGARITHMS if terms.kwargs.get("log_target") else TargetKind.PROBABILITIES
             return OfClasses(logarithms, others, axis, kind, reduction, sign)
     return None
 
@@ -687,7 +686,8 @@ def name_loss(graph: fx.Graph, node: fx.Node, loss: OfClasses | None) -> None:
     """Spell a loss by hand as that of torch.
 
     `r.square()` -> `F.mse_loss(r, torch.zeros_like(r), reduction="none")`: the loss of a normal distribution
-    `z.log_softmax(1).gather(1, y)` -> `-F.cross_entropy(z.log_softmax(1), y.squeeze(1), reduction="none")[:, None]`
+    `g = z.log_softmax(1).gather(1, y)` -> `c - c.detach() + g.detach()`, with
+        `c = -F.cross_entropy(z.log_softmax(1), y.squeeze(1), reduction="none")[:, None]`
     """
     with graph.inserting_before(node):
         if loss is not None:
@@ -703,7 +703,9 @@ def name_loss(graph: fx.Graph, node: fx.Node, loss: OfClasses | None) -> None:
 
 
 def name_entropy(graph: fx.Graph, node: fx.Node, loss: OfClasses) -> None:
-    """Write a cross-entropy before a node, which becomes it up to its sign and one axis."""
+    """Write a cross-entropy before a node, which gets its gradient and keeps the value that it has by hand: rounding
+    differs, and more than a small loss.
+    """
 
     def call(function: Any, *args: Any, val: Tensor) -> fx.Node:
         write = graph.call_method if isinstance(function, str) else graph.call_function
@@ -718,27 +720,25 @@ def name_entropy(graph: fx.Graph, node: fx.Node, loss: OfClasses) -> None:
 
     inputs, target, value = loss.inputs, loss.targets, loss.inputs.meta["val"].select(loss.axis, 0)
     value = value.sum() if loss.reduction == "sum" else value
-    keeps = dims_of(node) > value.dim()
-    after: list[tuple[Any, tuple[Any, ...]]] = [(torch.unsqueeze, (loss.axis,))] if keeps else []
-    if loss.kind is TargetKind.DIVERGENCE_OF_LOGARITHMS:
+    if loss.kind is TargetKind.LOGARITHMS:
         target = call(torch.exp, target, val=target.meta["val"])
-    if loss.kind in (TargetKind.DIVERGENCE, TargetKind.DIVERGENCE_OF_LOGARITHMS):
-        of_targets = call(torch.xlogy, target, target, val=target.meta["val"])
-        over = () if loss.reduction == "sum" else ([loss.axis], keeps)
-        total = call(torch.sum, of_targets, *over, val=node.meta["val"])
-        after.append((torch.add, (total,)))
-    elif loss.sign < 0:
-        after.append((torch.neg, ()))
     if loss.kind is not TargetKind.NUMBERS:
         typed = call("type_as", target, inputs, val=target.meta["val"].to(inputs.meta["val"].dtype))
         target = classes_second(typed)
     elif dims_of(target) == dims_of(inputs):
         target = call(torch.squeeze, target, loss.axis, val=target.meta["val"].squeeze(loss.axis))
-    function, args = F.cross_entropy, (classes_second(inputs), target, None, None, -100, None, loss.reduction, 0.0)
-    for following, further in after:
-        function, args = following, (call(function, *args, val=value), *further)
-        value = value.unsqueeze(loss.axis) if following is torch.unsqueeze else value
-    node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
+    arguments = (classes_second(inputs), target, None, None, -100, None, loss.reduction, 0.0)
+    entropy = call(F.cross_entropy, *arguments, val=value)
+    if dims_of(node) > value.dim():
+        entropy = call(torch.unsqueeze, entropy, loss.axis, val=value.unsqueeze(loss.axis))
+    if loss.sign < 0:
+        entropy = call(torch.neg, entropy, val=entropy.meta["val"])
+    by_hand = graph.node_copy(node)
+    same = call(torch.detach, entropy, val=entropy.meta["val"])
+    same.meta[KEEPS_VALUE] = True
+    nothing = call(torch.sub, entropy, same, val=entropy.meta["val"])
+    constant = call(torch.detach, by_hand, val=node.meta["val"])
+    node.op, node.target, node.args, node.kwargs = "call_function", torch.add, (nothing, constant), {}
 
 
 def has_soft_targets(site: LossSite) -> bool:

@@ -112,6 +112,7 @@ def test_a_cross_entropy_by_hand_has_the_value_and_the_factors_of_torch_s(
         estimator.update_covariances(*batch(9))
         factors.append([block.full_fisher_block() for block in estimator.blocks.values()])
         assert not [note for note in net.program.dropped if "term" in note.subject]
+        assert all(site.way is not None and site.way.linear for site in net.program.losses)
     torch.testing.assert_close(*values)
     torch.testing.assert_close(*factors)
 
@@ -133,6 +134,33 @@ def test_scores_of_a_cross_entropy_by_hand_are_of_its_gradients(
         [sum(g.square().sum() for g in torch.autograd.grad(value, parameters)) for value in by_example]  # type: ignore[misc]
     )
     torch.testing.assert_close(scores, wanted * (POSITIONS**2 if positions else 1))
+
+
+def test_a_small_loss_by_hand_keeps_its_value() -> None:
+    """A cross-entropy rounds otherwise, by a large part of a small loss: training ended in a ModelChangedError."""
+    torch.set_default_dtype(torch.float32)  # the fixture brings back what was before
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return -self.head(self.table(x).tanh()).log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean()
+
+    torch.manual_seed(0)
+    x = torch.randint(20, (64, 6))
+    y = (3 * x + 1) % 20
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Tokens(), (x, y))
+    optimizer = kfac_fx.KFAC(net)
+    for step in range(80):
+        rows = torch.randint(64, (16,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = net(x[rows], y[rows])
+        loss.backward()
+        optimizer.step()
+    assert 0 < loss < 1e-4
 
 
 NO_LOSS: dict[str, Loss] = {
