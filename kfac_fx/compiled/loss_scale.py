@@ -1502,20 +1502,20 @@ def outputs_apart(watched: Watched) -> list[str]:
     if again is None:
         return []
     leaves, learned = again
-    found: dict[int, dict[str, Tensor]] = {}
+    by_output: dict[int, dict[str, Tensor]] = {}
     for n in (*trained, *(n for n in places_of_losses(recorder, leaves) if n in arrived)):
         gradients = torch.autograd.grad(
             leaves[n], list(learned.values()), arrived[n], retain_graph=True, allow_unused=True
         )
-        found[n] = {name: of for name, of in zip(learned, gradients, strict=True) if of is not None}
-    reached = {name for n, of in found.items() if n not in trained for name in of}
-    sizes = {n: size_of(gradients.values()) for n, gradients in found.items()}
+        by_output[n] = {name: of for name, of in zip(learned, gradients, strict=True) if of is not None}
+    reached = {name for n, of in by_output.items() if n not in trained for name in of}
+    sizes = {n: size_of(gradients.values()) for n, gradients in by_output.items()}
     total = sum(sizes.values())
     told = [n for n in trained if sizes[n] > SMALL * total]  # NaN has no warning
     if not told:
         return []
     nodes = results.tree_leaves(recorder.capture.unflatten(recorder.program.returned))
-    alone = sorted({name for n in told for name in found[n]} - reached)
+    alone = sorted({name for n in told for name in by_output[n]} - reached)
     names = " and ".join(dict.fromkeys(where(nodes[n]) for n in told))
     return [APART.format(sum(sizes[n] for n in told) / total, names, ALONE.format(fold(alone)) if alone else "")]
 

@@ -69,7 +69,7 @@ from kfac_fx.passes.torch_private import version
 from kfac_fx.recording.statistics import Key
 
 WHOLE_PATCHES = "cpu, whole patches"  # as earlier versions kept them
-DEVICE_KINDS = ("cpu", "accelerator", WHOLE_PATCHES)  # of devices, which keep wide bases in different ways
+BASES_AS = ("cpu", "accelerator", WHOLE_PATCHES)  # who keeps wide bases in a way of their own
 WIDEST = {"cpu": 768, WHOLE_PATCHES: 768}  # basis, by kind of device; accelerators have whole ones
 CHANNELS, WORTH_CUTTING = 4, 256  # the widest basis of patches: times as many channels, or this if that is less
 BASIS_VALUES = {"basis": ORTHOGONAL, "eigenvalues": Values(least=1)}  # of the extras in a state
@@ -117,7 +117,7 @@ def basis_of(group: BlockGroup, outputs: bool = True) -> list[Tensor]:
 
 
 def kind_of(device: torch.device) -> str:
-    """The first or the second of `DEVICE_KINDS`."""
+    """The kind of a device among `BASES_AS`."""
     return "cpu" if device.type == "cpu" else "accelerator"
 
 
@@ -156,7 +156,7 @@ def of_another_kind(fisher: BlockDiagonalFisher, state: Mapping[str, object]) ->
         for side in block.group.decomposed
         if f"basis/{side}" in block.group.extras and block.group.here
     }
-    for kind in (fisher.bases_as, None, *DEVICE_KINDS):
+    for kind in (fisher.bases_as, None, *BASES_AS):
         like: Tensors = {}
         for name, (group, side) in present.items():
             basis = group.extras[f"basis/{side}"]

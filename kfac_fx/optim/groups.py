@@ -510,7 +510,7 @@ class GroupedParameters:
             self.last[first_order] = StateVectors.of(new, division, parameters, here, states)
         state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
         lr = flat.spread(self.scalars["lr"])
-        made = FlatParameters(
+        flat_parameters = FlatParameters(
             flat,
             division,
             here,
@@ -529,11 +529,11 @@ class GroupedParameters:
             weights_of(division, flat, lr),
         )
         # Parameters of one group have its scalars, which `refresh` writes in place.
-        whole = all(here[name] is parameter is made.copies[name] for name, parameter in parameters.items())
+        whole = all(here[name] is parameter is flat_parameters.copies[name] for name, parameter in parameters.items())
         self.kept.pop(first_order, None)
         if whole and len({id(self.scalars["lr"][name]) for name in parameters}) == 1:
-            self.kept[first_order] = replace(made, gradients={})
-        return made
+            self.kept[first_order] = replace(flat_parameters, gradients={})
+        return flat_parameters
 
     def with_gradients(self, kept: FlatParameters, parameters: Tensors) -> FlatParameters:
         """`kept` with the present gradients and the present options of its one group."""

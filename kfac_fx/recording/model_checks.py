@@ -383,6 +383,8 @@ def with_targets(
 
     declared: whether the loss is declared, and not computed by forward.
     """
+    if targets is None:
+        return dict(kwargs)
     try:
         signature = signature_of(model)
         given = {**signature.bind_partial(*args).arguments, **kwargs}
@@ -390,7 +392,7 @@ def with_targets(
         return dict(kwargs)
     argument = signature.parameters.get("targets")
     by_name = argument is not None and argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
-    if targets is None or argument is None or not by_name or "targets" in given:
+    if argument is None or not by_name or "targets" in given:
         return dict(kwargs)
     return {**kwargs, "targets": targets} if not declared or argument.default is argument.empty else dict(kwargs)
 

@@ -260,13 +260,8 @@ def test_a_training_with_rounded_bases_in_blocks_resumes_to_the_same_bits(monkey
 # --- patches ----------------------------------------------------------------------------------------------------------
 
 
-def convolutional(optimizer: KFAC | None, steps: int) -> tuple[KFAC, list[float]]:
-    """Patches of 9 x 4 + 1 numbers, a linear layer with a matrix of the same shape, and a wide one."""
-    torch.manual_seed(0)
-    narrow = nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 9, 1), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)
-    model = nn.Sequential(*narrow, nn.Linear(4, 80), nn.Linear(80, 2))
-    x, y = torch.randn(16, 4, 4, 4), torch.randint(2, (16,))
-    optimizer = optimizer or KFAC(compile(model, (x,), loss="categorical"), invert_every=2)
+def steps_on(optimizer: KFAC, x: Tensor, y: Tensor, steps: int) -> list[float]:
+    """The losses of steps of a classifier on one batch."""
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -274,7 +269,17 @@ def convolutional(optimizer: KFAC | None, steps: int) -> tuple[KFAC, list[float]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return optimizer, losses
+    return losses
+
+
+def convolutional(optimizer: KFAC | None, steps: int) -> tuple[KFAC, list[float]]:
+    """Patches of 9 x 4 + 1 numbers, a linear layer with a matrix of the same shape, and a wide one."""
+    torch.manual_seed(0)
+    narrow = nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 9, 1), nn.Tanh(), nn.Flatten(), nn.Linear(36, 4)
+    model = nn.Sequential(*narrow, nn.Linear(4, 80), nn.Linear(80, 2))
+    x, y = torch.randn(16, 4, 4, 4), torch.randint(2, (16,))
+    optimizer = optimizer or KFAC(compile(model, (x,), loss="categorical"), invert_every=2)
+    return optimizer, steps_on(optimizer, x, y, steps)
 
 
 def widths_of(optimizer: KFAC) -> dict[str, set[int]]:
@@ -319,14 +324,7 @@ def gone_on(optimizer: KFAC, steps: int) -> list[float]:
     torch.manual_seed(0)
     nn.Sequential(nn.Linear(20, 140), nn.Tanh(), nn.Linear(140, 10))
     x, y = torch.randn(64, 20), torch.randint(10, (64,))
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(optimizer.net(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return steps_on(optimizer, x, y, steps)
 
 
 KINDS = {"whole": "accelerator", "in blocks": "cpu"}

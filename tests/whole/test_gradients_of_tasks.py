@@ -92,12 +92,12 @@ def trained(
 def test_tasks_that_are_differentiated_one_by_one_are_all_trained(
     tasks: Callable[[nn.Module], list[Tensor]], differentiate: Differentiate
 ) -> None:
-    said = trained(tasks, differentiate)
+    told = trained(tasks, differentiate)
     if differentiate is by_grad:
-        assert said == ""
+        assert told == ""
     else:
-        assert said.startswith("whether the training loss is the registered one was not checked: the gradients of the")
-        assert said.endswith("behind several backwards, between which gradients were zeroed")
+        assert told.startswith("whether the training loss is the registered one was not checked: the gradients of the")
+        assert told.endswith("behind several backwards, between which gradients were zeroed")
 
 
 def test_forwards_of_tasks_are_micro_batches() -> None:
@@ -106,8 +106,8 @@ def test_forwards_of_tasks_are_micro_batches() -> None:
 
 @pytest.mark.parametrize("way", EVERY_WAY)
 def test_a_task_that_no_gradient_is_of_is_told(way: str) -> None:
-    said = trained(of_heads, EVERY_WAY[way], 1)
-    assert said.startswith("the trained loss does not depend on Normal of [40, 2], 1 of the 2 registered losses")
+    told = trained(of_heads, EVERY_WAY[way], 1)
+    assert told.startswith("the trained loss does not depend on Normal of [40, 2], 1 of the 2 registered losses")
 
 
 def test_cases_that_no_task_has_are_told() -> None:
