@@ -18,7 +18,7 @@ from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.estimator.batches import NotFinite, batch_for, refuse_no_batches
+from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
@@ -331,6 +331,7 @@ class ModelSpectrum(Spectrum):
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
+    @of_one_batch
     def precondition(self, batch: Any, *, measurement: Measurement | None = None, rank: int | None = None) -> Queries:
         """(s F + δ I)⁻¹ ∇m of every example of a batch, to score training examples with.
 
@@ -395,6 +396,7 @@ class ModelSpectrum(Spectrum):
         ordered = of_rank({key: matrices[key] for key in self.keys}, rank)
         return Queries(ordered, recording(self.net, self.keys, self.weights), net=self.net, weights=self.weights)
 
+    @of_one_batch
     def self_scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
         """∇ℓᵀ (s F + δ I)⁻¹ ∇ℓ of every example: [N], or by block {key: [N]} with by="block".
 
@@ -425,6 +427,7 @@ class ModelSpectrum(Spectrum):
 
     # --- outputs ------------------------------------------------------------------------------------------------------
 
+    @of_one_batch
     def functional_variance(self, batch: Any, *, outputs: OutputsOf | None = None, diagonal: bool = False) -> Tensor:
         """J (s F + δ I)⁻¹ Jᵀ of every example, with J the Jacobian of its outputs: their covariance, to first order,
         under the Laplace approximation of the posterior, whose precision is s F + δ I (Immer, Korzepa & Bauer 2021,

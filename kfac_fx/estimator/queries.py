@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.estimator.batches import batch_for, digest_of, draws_order, refuse_no_batches, samplers_of
+from kfac_fx.estimator.batches import batch_for, digest_of, draws_order, of_one_batch, refuse_no_batches, samplers_of
 from kfac_fx.estimator.files import (
     FORMAT,
     WITHOUT_DIGESTS,
@@ -231,6 +231,7 @@ class Queries:
     def __repr__(self) -> str:
         return f"Queries({len(self)} queries, {len(self.matrices)} blocks)"
 
+    @of_one_batch
     def scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
         """The scores of the examples of a batch for all queries.
 

@@ -100,3 +100,22 @@ def test_variances_that_are_not_positive_are_among_the_causes_of_sums_that_are_n
     net = kfac_fx.compile(model, (x,), loss=lambda out: kfac_fx.losses.NormalMeanVariance(out[:, :2], out[:, 2:]))
     with pytest.raises(ValueError, match=r"is finite.*and for variances of a NormalMeanVariance that are not positive"):
         kfac_fx.fit_spectrum(net, [(x, torch.randn(6, 2))])
+
+
+def test_inputs_and_targets_apart_are_refused_in_words(fitted: Fitted) -> None:
+    _, spectrum, queries, (x, y) = fitted
+    functional: Any = spectrum.functional_variance
+    calls: dict[str, tuple[Callable[..., Any], str]] = {
+        "precondition": (spectrum.precondition, "measurement=, rank="),
+        "self_scores": (spectrum.self_scores, "by=, measurement="),
+        "functional_variance": (functional, "outputs=, diagonal="),
+        "scores": (queries.scores, "by=, measurement="),
+    }
+    for name, (function, options) in calls.items():
+        wanted = (
+            f"{name} takes one batch, and got 2 arguments without names. Inputs and targets are one batch, as a "
+            f"DataLoader yields them: write {name}((x, y)). Arguments of forward are one, too: write "
+            f"{name}(kfac_fx.Batch(a, b, targets=y)). All options have names: {options}."
+        )
+        with pytest.raises(TypeError, match=f"^{re.escape(wanted)}$"):
+            function(x, y)
