@@ -8,7 +8,7 @@ another version of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -306,6 +306,11 @@ StorageWeakRef = reductions.StorageWeakRef
 def version(tensor: Tensor) -> int:
     """How often a tensor was written into. A copy of the values would be the public way to notice a write."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """`version` of each."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 # Sets the versions of tensors back at the end. Autograd refuses a tensor that it saved and that was written into since,

@@ -465,8 +465,11 @@ class Means:
     def worth_parts(self) -> bool:
         """Whether a step should take the numbers part by part: they do not fit into the cache of a CPU, and some ten
         operations read and write all of them."""
-        large = sum(stack.moment.numel() for stack in self.averages) >= WORTH_PARTS
-        return large and self.groups[0].device.type == "cpu" and not torch.compiler.is_compiling()
+        return self.are_large and self.groups[0].device.type == "cpu" and not torch.compiler.is_compiling()
+
+    @property
+    def are_large(self) -> bool:
+        return sum(stack.moment.numel() for stack in self.averages) >= WORTH_PARTS
 
     def directions_by_parts(
         self,

@@ -74,11 +74,12 @@ from kfac_fx.linalg.matrices import (
     unsqueeze_like,
     zero_unless_,
 )
-from kfac_fx.linalg.vectors import Vector, VectorForm
+from kfac_fx.linalg.vectors import Tensors, Vector, VectorForm
 from kfac_fx.passes.approximations import PRODUCT_OF_SIDES, Approximation, Side, blocks_of
 from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
+from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
 from kfac_fx.recording.case_gradients import Cases
 
 ALL_BLOCKS = slice(None)
@@ -666,6 +667,35 @@ class BlockGroup:
                 copy_if_(unsqueeze_like(good, operator), last_operator, operator)
         self.failed += ~good
         self.inverted = True
+
+
+@dataclass(frozen=True)
+class FixedMatrices:
+    """The matrices of groups in memory that stays where it is, and views of the parameters in them.
+
+    In small networks the host takes longer to make the views than to compute with their numbers.
+    """
+
+    matrices: list[Tensor]  # [L, g, o, i] of every group
+    views: Tensors  # by the names of the registrations
+
+    @staticmethod
+    def of(groups: Sequence[BlockGroup]) -> FixedMatrices | None:
+        """None if the layout of a parameter has no views."""
+        matrices = [torch.zeros(len(group), *group.shape, dtype=group.dtype, device=group.device) for group in groups]
+        views: Tensors = {}
+        for group, matrix in zip(groups, matrices, strict=True):
+            of_group = group.by_name(matrix)
+            memory = StorageWeakRef(matrix.untyped_storage())
+            if any(StorageWeakRef(view.untyped_storage()) != memory for view in of_group.values()):
+                return None
+            views |= of_group
+        return FixedMatrices(matrices, views)
+
+    def filled(self, tensors: Vector) -> list[Tensor]:
+        """The matrices, after the tensors have been copied into them. Other names are ignored."""
+        foreach_copy_([*self.views.values()], [tensors[name] for name in self.views])
+        return self.matrices
 
 
 class FailureWatch:

@@ -98,6 +98,21 @@ class Flat:
         return torch.cat([scalars[name].expand(shape.numel()) for name, shape in self.shapes.items()])
 
 
+class FixedVector:
+    """A vector [P] that stays where it is, and the views of `Flat.parts` into it.
+
+    In small networks the host takes longer to make the views than to compute with their numbers.
+    """
+
+    def __init__(self, flat: Flat, vector: Tensor) -> None:
+        self.vector, self.parts = vector, flat.parts(vector)
+
+    def filled(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The vector, after the tensors have been copied into it. Other names are ignored."""
+        foreach_copy_([*self.parts.values()], [tensors[name] for name in self.parts])
+        return self.vector
+
+
 class ColumnForm(Flat):
     """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
 

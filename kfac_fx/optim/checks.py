@@ -34,7 +34,7 @@ from kfac_fx.optim.batch_loss import COARSE, SHARE, BatchLoss, Values, part_of_b
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.passes.errors import is_constant_derivative, source_line, warn_user, where
 from kfac_fx.passes.graphs.labels import gradient_stop
-from kfac_fx.passes.torch_private import version
+from kfac_fx.passes.torch_private import versions
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
@@ -244,7 +244,7 @@ class Place:
 
     def note(self, parameters: Tensors) -> None:
         """parameters: by name, as this process has them."""
-        self.versions = {name: version(parameter) for name, parameter in parameters.items()}
+        self.versions = dict(zip(parameters, versions(parameters.values()), strict=True))
         self.values = self.sample(parameters)
 
     def left(self, parameters: Tensors) -> Tensor | None:
@@ -257,7 +257,8 @@ class Place:
         there = self.values
         if there is None or parameters.keys() != self.versions.keys():
             return None
-        written = [name for name, parameter in parameters.items() if version(parameter) != self.versions[name]]
+        now_written = zip(parameters, versions(parameters.values()), strict=True)
+        written = [name for name, times in now_written if times != self.versions[name]]
         if not written and there.device.type != "cpu":
             return None
         now = self.sample(parameters)

@@ -54,7 +54,7 @@ from kfac_fx.optim.standstill import check_coverage
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import plural, warn_user
 from kfac_fx.passes.matrix import HALVES, complex_numbers, real_numbers
-from kfac_fx.passes.torch_private import after_backward, backward_here, grad_runs, version
+from kfac_fx.passes.torch_private import after_backward, backward_here, grad_runs, version, versions
 from kfac_fx.passes.tracing.effects import RandomState, closure_undone
 from kfac_fx.passes.tracing.signature import autocast
 from kfac_fx.recording.captures import drop_gathered
@@ -96,7 +96,7 @@ class LeftGradients:
     @property
     def versions(self) -> list[int]:
         """How often every parameter was written into."""
-        return [version(parameter) for parameter in self.parameters()]
+        return versions(self.parameters())
 
     @property
     def are_others(self) -> bool:

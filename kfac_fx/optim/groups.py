@@ -32,7 +32,7 @@ from kfac_fx.linalg.arguments import (
 )
 from kfac_fx.linalg.matrices import all_true, copy_if_, dense, zero_unless_
 from kfac_fx.linalg.processes import Replicas, Shards, divided_like, shard, sharded_like
-from kfac_fx.linalg.vectors import Flat, Tensors
+from kfac_fx.linalg.vectors import FixedVector, Flat, Tensors
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.matrix import precise, real_numbers
 from kfac_fx.passes.torch_private import foreach_add_
@@ -268,7 +268,7 @@ class FlatParameters:
     @cached_property
     def g(self) -> Tensor:
         """The gradient [P], in float32 at least."""
-        return self.flat.joined(self.gradients, out=self.vectors.g)
+        return self.flat.joined(self.gradients, out=self.vectors.g.vector)
 
     @property
     def one_scale(self) -> bool:
@@ -302,7 +302,11 @@ class FlatParameters:
 
     def everywhere(self, vector: Tensor) -> Tensors:
         """The tensors of a vector by name, of the shapes that the parameters have in this process."""
-        return self.division.to_copies(self.flat.parts(vector), self.copies)
+        return self.division.to_copies(self.parts(vector), self.copies)
+
+    def parts(self, vector: Tensor) -> Tensors:
+        """The tensors of a vector by name, as `Flat.parts`; those of the gradient's memory were made before."""
+        return self.vectors.g.parts if vector is self.vectors.g.vector else self.flat.parts(vector)
 
     def inner(self, first: Tensor, second: Tensor) -> Tensor:
         """<a, b>, 0-dim, in float32 at least."""
@@ -399,15 +403,31 @@ class StateVectors:
         return StateVectors(tuple(parameters), parts, vectors, views)
 
     @cached_property
-    def g(self) -> Tensor:
-        """The buffer of the gradient, [P]."""
-        return torch.empty_like(precise(torch.cat([part.detach().reshape(-1) for part in self.parts.values()])))
+    def g(self) -> FixedVector:
+        """The memory of the gradient."""
+        return self.new_vector()
+
+    @cached_property
+    def update(self) -> FixedVector:
+        """Memory for the update of a rule that has use for it."""
+        return self.new_vector()
+
+    def new_vector(self) -> FixedVector:
+        """[P], in float32 at least."""
+        like = precise(torch.cat([part.detach().reshape(-1) for part in self.parts.values()]))
+        return FixedVector(Flat({name: part.shape for name, part in self.parts.items()}), torch.empty_like(like))
 
     def hold(self, parameters: Tensors, states: Mapping[Any, Any]) -> bool:
         """Whether these are the parameters, and the optimizer's state is still made of the views."""
-        return self.names == tuple(parameters) and all(
-            states[parameters[name]].get(key) is views[name] for key, views in self.views.items() for name in views
-        )
+        if self.names != tuple(parameters):
+            return False
+        # A lookup by a tensor is slow: one for every parameter, and a plain loop.
+        by_parameter = {name: states[parameters[name]] for name in self.names}
+        for key, views in self.views.items():
+            for name, view in views.items():
+                if by_parameter[name].get(key) is not view:
+                    return False
+        return True
 
 
 # The values that a loop may write into a group between two steps. Schedulers end at an lr of 0 up to rounding.

@@ -132,7 +132,7 @@ from kfac_fx.fisher.bases import (
     without_basis,
 )
 from kfac_fx.fisher.block import BlockDiagonalFisher
-from kfac_fx.fisher.groups import BlockGroup
+from kfac_fx.fisher.groups import BlockGroup, FixedMatrices
 from kfac_fx.fisher.placement import UNDIVIDED
 from kfac_fx.linalg.arguments import (
     A_FLAG,
@@ -345,8 +345,9 @@ class EigenMoments(CheckedRule):
         product, squared, squared_last = flat.products(flat.g, flat.state["last_update"])
         ok = step.ok & (MOST_SUMMED * squared).isfinite()
         self.grow(step, ok, product, squared, squared_last)
-        parts = flat.flat.parts(zero_unless_(ok, flat.g))
+        parts = flat.parts(zero_unless_(ok, flat.g))
         gradient, absent, run = flat.division.to_blocks(parts), step.absent, step.compiled(directions)
+        fixed = memory.fixed(flat) if run is directions else None
         by_name = step_in_bases(
             step.estimator,
             memory.means,
@@ -358,10 +359,13 @@ class EigenMoments(CheckedRule):
             accept=ok,
             most=most_momentum(step.scalars["steps"]),
             still=absent.keys(),
-            run=run,
+            run=run if fixed is None else partial(directions, fixed=fixed),
         )
-        wholes = {name: by_name[name] for name in gradient}
-        update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
+        if fixed is not None:
+            update = flat.vectors.update.filled(by_name)
+        else:
+            wholes = {name: by_name[name] for name in gradient}
+            update = flat.flat.joined(flat.division.from_blocks(wholes, parts))
         # The way back, up to a factor: weight decay moves parameters, too, and those whose lr is zero did not move.
         return Update(update, {"last_update": update if flat.one_scale else -flat.displacement(update)}, ok=ok)
 
@@ -551,12 +555,23 @@ class EigenMemory(Memory):
         self.rule, self.scalar, self.estimator = rule, scalar, estimator
         self._means: Means | None = None
         self._padded: PaddedStep | None = None
+        self._fixed: FixedMatrices | None = None  # of the groups of the means
 
     @property
     def means(self) -> Means:
         if self._means is None or not self._means.are_of(self.estimator):
-            self._means = Means.of(self.estimator)
+            self._means, self._fixed = Means.of(self.estimator), None
         return self._means
+
+    def fixed(self, flat: FlatParameters) -> FixedMatrices | None:
+        """The matrices of all groups; None if the parameters do not lie in them as views, or if the network is so large
+        that the host's time does not count, and the memory does."""
+        means = self.means
+        if flat.division is not UNDIVIDED or self.scalar.device.type != "cpu" or means.are_large:
+            return None
+        if self._fixed is None:
+            self._fixed = FixedMatrices.of(means.groups)
+        return self._fixed if self._fixed is not None and self._fixed.views.keys() == flat.parameters.keys() else None
 
     def padded(self, flat: FlatParameters) -> PaddedStep | None:
         """The step by products in bfloat16; None where gradients are multiplied as they are."""
@@ -667,9 +682,15 @@ def directions(
     exponent: float,
     bases: Sequence[Sequence[Tensor]],
     eigenvalues: Sequence[Sequence[Tensor]],
+    fixed: FixedMatrices | None = None,
 ) -> Tensors:
-    """Δ by parameter; the gradient enters the sums of both means. scalars: of `Means.advance`. bases, eigenvalues: of
-    every group."""
+    """Δ by parameter; the gradient enters the sums of both means.
+
+    Args:
+        scalars: of `Means.advance`.
+        bases, eigenvalues: of every group.
+        fixed: memory for the matrices of all groups, which has Δ then; None: new memory.
+    """
 
     def updates(groups: Sequence[BlockGroup], matrices: Iterable[Tensor]) -> list[Tensor]:
         each = zip(groups, matrices, bases, strict=True)
@@ -684,7 +705,11 @@ def directions(
             directions = [pair[1 if exponent else 0] for pair in by_group]
         return [turned(group, d, q) for group, d, q in zip(groups, directions, bases, strict=True)]
 
-    return fisher.of_groups(means.groups, updates, gradient, kept=True)
+    if fixed is None:
+        return fisher.of_groups(means.groups, updates, gradient, kept=True)
+    for matrices, update in zip(fixed.matrices, updates(means.groups, fixed.filled(gradient)), strict=True):
+        matrices.copy_(update)
+    return fixed.views
 
 
 def graft(
