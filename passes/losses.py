@@ -517,10 +517,15 @@ def losses_by_hand(
 
     named: the value that forward returns under the name "loss"; otherwise the only one that it returns is the loss, or
     those behind which a loss of torch is. A loss is a sum or a mean over everything, so that squares that the model
-    returns as its outputs are none. sites: the losses of torch.
+    returns as its outputs are none. A number next to outputs, as in (logits, loss), is a loss if a cross-entropy is in
+    it: one of squares may be a penalty, next to which the outputs are trained. sites: the losses of torch.
     """
     losses = {site.node for site in sites}
-    alone = [named] if named is not None else returned if len(returned) == 1 else []
+    alone = [named] if named is not None else returned
+    next_to_outputs = len(alone) > 1
+    if next_to_outputs:
+        alone = [value for value in returned if "val" in value.meta and not shape_of(value)]
+        alone = alone if len(alone) == 1 else []
     ends = returned_losses(returned, losses, named) if sites else alone
     if not any(op_name(end) in LINEAR | ADDS | {"mul", "div"} for end in ends):
         return {}  # before labels, which take time
@@ -557,6 +562,8 @@ def losses_by_hand(
             stack += [(operand, is_sum, sign if operand is node.args[0] else -sign) for operand in operands]
         elif not sites:
             return {}
+    if next_to_outputs and not sites and not any(by_hand.values()):
+        return {}
     # A square that another term is a function of, as the distance in a contrastive loss, is no loss alone.
     others = [node for node in behind if node not in walked]
     beyond = ancestors(other for other in others if other in behind)

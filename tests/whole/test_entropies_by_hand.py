@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,45 @@ def test_a_small_loss_by_hand_keeps_its_value() -> None:
         loss.backward()
         optimizer.step()
     assert 0 < loss < 1e-4
+
+
+class Pair(Trained):
+    """Returns logits and loss, as small GPTs do."""
+
+    def forward(self, x: Tensor, y: Tensor, p: Tensor) -> Any:
+        z = self.net(x)[:, 0]
+        return z, self.loss(z, y[:, 0], p[:, 0])
+
+
+def picked(z: Tensor, y: Tensor, p: Tensor) -> Tensor:
+    return -z.log_softmax(1).gather(1, y[:, None]).mean()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_a_cross_entropy_by_hand_next_to_the_logits_is_the_loss(penalty: float) -> None:
+    def loss(z: Tensor, y: Tensor, p: Tensor) -> Tensor:
+        return picked(z, y, p) + penalty * z.square().mean() if penalty else picked(z, y, p)
+
+    factors = []
+    for kind in (Pair, Trained):
+        torch.manual_seed(0)
+        net = kfac_fx.compile(kind(loss), batch())
+        estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+        estimator.update_covariances(*batch(9))
+        factors.append([block.full_fisher_block() for block in estimator.blocks.values()])
+        names = [site.loss for site in net.program.losses]
+        assert names == ["cross_entropy", "mse_loss"][: 2 if penalty else 1]
+    torch.testing.assert_close(*factors)
+
+
+def test_numbers_next_to_outputs_that_may_be_penalties_stay_without_a_name() -> None:
+    class Two(Pair):
+        def forward(self, x: Tensor, y: Tensor, p: Tensor) -> Any:
+            z, loss = super().forward(x, y, p)
+            return z, loss, z.square().mean()
+
+    for model in (Pair(lambda z, y, p: 0.1 * z.square().mean()), Two(picked)):
+        assert not kfac_fx.compile(model, batch()).program.losses
 
 
 NO_LOSS: dict[str, Loss] = {
