@@ -335,12 +335,17 @@ def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str], pure: Iterabl
 
 
 def as_written(graph: fx.Graph) -> None:
-    """Undo `order_operands` and `subtract_by_adding` in a graph that is going to run.
+    """Undo `order_operands` and `subtract_by_adding` in a graph that is going to run, and let it run in any layout.
 
     The first operand decides how the result lies in memory, and random numbers are drawn in the order of memory: a
     dropout behind a sum would have another mask.
+
+    A capture drops `contiguous` where it copies nothing. Kernels that run later may lay out their results otherwise, as
+    the plain formula of attention does, and then torch refuses a view. `reshape` is that view, or else a copy.
     """
     for node in graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.reshape
         if node.meta.get(SWAPPED):
             node.args = node.args[::-1]
         if node.meta.get(SUBTRACTED):

@@ -166,7 +166,7 @@ class Walk:
             return kind, *(self.of(mapping, named, depth) for mapping in gc.get_referents(value))
         if isinstance(value, ContextVar):
             self.holders.append(ContextValue(value))
-            return kind, Same(value), self.of(value.get(MISSING), named, depth)
+            return kind, Same(value), self.of(in_context(value), named, depth)
         if isinstance(value, BUFFERS):
             self.holders.append(BufferBytes(value))
             return kind, bytes(value)
@@ -445,14 +445,22 @@ class ContextValue:
     """The value of a context variable."""
 
     def __init__(self, variable: ContextVar[Any]) -> None:
-        self.variable, self.value = variable, variable.get(MISSING)
+        self.variable, self.value = variable, in_context(variable)
 
     def same(self) -> bool:
-        return self.variable.get(MISSING) is self.value
+        return in_context(self.variable) is self.value
 
     def put_back(self) -> None:
         if self.value is not MISSING:
             self.variable.set(self.value)
+
+
+def in_context(variable: ContextVar[Any]) -> Any:
+    """Its value in the present context, which may be its default, or `MISSING`."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 class FunctionCode:

@@ -206,3 +206,56 @@ def test_a_graph_draws_the_numbers_of_its_model(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_random_operation_on_every_layout_draws_the_numbers_of_the_model(name: str) -> None:
     assert not other_draws(name, EVERY_PAIR)
+
+
+# --- views of what a kernel lays out ----------------------------------------------------------------------------------
+
+
+class GPTAttention(nn.Module):
+    """`contiguous` copies nothing behind a fused kernel, and is needed behind the plain formula of attention."""
+
+    def __init__(self, views: bool) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head, self.views = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9), views
+
+    def forward(self, ids: Tensor) -> Tensor:
+        cases, places = ids.shape
+        q, k, v = (part.view(cases, places, 2, 4).transpose(1, 2) for part in self.qkv(self.table(ids)).split(8, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        y = y.contiguous().view(cases, places, 8) if self.views else y.flatten(2)
+        logits: Tensor = self.head(y)
+        return logits
+
+
+def test_views_behind_an_attention_are_those_of_its_plain_formula() -> None:
+    products = []
+    for views in (True, False):
+        torch.manual_seed(0)
+        model, ids = GPTAttention(views).double(), torch.randint(9, (5, 6))
+        net = kfac_fx.compile(model, (ids,), loss="categorical")
+        vector = {name: torch.randn_like(parameter) for name, parameter in net.named_parameters()}
+        products.append(net.fisher_product(ids)(vector))
+    torch.testing.assert_close(*products)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"momentum_type": "adaptive"}),
+        (torch.float32, {"momentum_type": "qmodel", "momentum": None, "damping": 1.0}),
+    ],
+    ids=["bfloat16", "adaptive", "qmodel"],
+)
+def test_rules_train_through_views_behind_an_attention(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, ids = GPTAttention(True).to(dtype), torch.randint(9, (8, 6))
+    net = kfac_fx.compile(model, (ids,), loss="categorical")
+    optimizer, losses = kfac_fx.KFAC(net, **options), []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(ids).flatten(0, 1), (3 * ids + 1).flatten() % 9)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
