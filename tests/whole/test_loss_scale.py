@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +47,14 @@ def bce(reduction: str, scale: float = 1.0) -> Loss:
     return lambda y, t, _: scale * F.binary_cross_entropy_with_logits(y, t, reduction=reduction)
 
 
+@cache  # many cases have one loss
+def compiled(loss: Any) -> tuple[kfac_fx.CompiledModule, dict[str, Tensor]]:
+    """A model, and the parameters that it begins with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
+    return kfac_fx.compile(model, (X,), loss=loss), copy.deepcopy(model.state_dict())
+
+
 def warned(
     loss: Any,
     targets: Tensor,
@@ -56,16 +66,17 @@ def warned(
     **options: Any,
 ) -> str:
     """The warning of the first step; "" for none."""
+    net, start = compiled(loss)
+    net.model.load_state_dict(start)
+    net.zero_grad()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
-    net = kfac_fx.compile(model, (X,), loss=loss)
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LossScaleWarning)
         for _ in range(2):  # steps
             for _ in range(forwards):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                    found = trained(net(X), targets, model)
+                    found = trained(net(X), targets, net.model)
                 found.backward()
             optimizer.step(loss=found if value else None)
     texts = [warning for warning in caught if issubclass(warning.category, LossScaleWarning)]
