@@ -52,7 +52,7 @@ def compiled(loss: Any) -> tuple[kfac_fx.CompiledModule, dict[str, Tensor]]:
     """A model, and the parameters that it begins with."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
-    return kfac_fx.compile(model, (X,), loss=loss), copy.deepcopy(model.state_dict())
+    return kfac_fx.compile(model, loss=loss), copy.deepcopy(model.state_dict())
 
 
 def warned(
@@ -761,7 +761,7 @@ def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: st
     def trained(y: Tensor, t: Tensor) -> Tensor:
         return F.mse_loss(y, t) if kind == "mse" else (y - t).square().sum(1).mean()
 
-    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    net = kfac_fx.compile(nn.Linear(3, 4), loss=kind)
     for factor in (1.0, 10.0, 100.0, 0.1, 0.37):
         text = first_step(net, parts, lambda y, t, factor=factor: factor * trained(y, t))
         told = factor not in (1, 0.37)  # the latter is no number that people write
@@ -802,7 +802,7 @@ def test_the_factor_of_a_squared_error_next_to_another_loss_is_told(first: str, 
         )
         return of_kind + factor * 0.2 * (out[1] - y[:, 2:]).square().sum(1).mean()
 
-    net = kfac_fx.compile(TwoHeads(), (X,), loss=registered)
+    net = kfac_fx.compile(TwoHeads(), loss=registered)
     for factor in (1, 10, 0.1):
         text = first_step(net, parts, lambda out, y, c=factor: trained(out, y, c))
         told = factor != 1 and not smooth  # with smoothing the value of the first loss is not known
@@ -1071,8 +1071,11 @@ def test_a_returned_number_that_is_no_known_loss_is_told_if_it_is_trained(name: 
     torch.manual_seed(0)
     inputs = X, CLASSES, 3 * VALUES
 
+    net = kfac_fx.compile(Apart(APART[name]), inputs if examples else None)
+    start = copy.deepcopy(net.model.state_dict())
+
     def texts(trained: Callable[[dict[str, Tensor]], Tensor], **options: Any) -> list[str]:
-        net = kfac_fx.compile(Apart(APART[name]), inputs if examples else None)
+        net.model.load_state_dict(start)
         return in_steps(net, trained, *inputs, **options)  # type: ignore[arg-type]
 
     (text,) = texts(lambda losses: losses["classes"] + losses["boxes"])
@@ -1324,7 +1327,7 @@ def test_the_factor_of_a_loss_in_forward_that_fits_no_targets_is_told(
 @pytest.mark.parametrize("kind", ["mse", "normal"])
 def test_the_factor_of_a_squared_error_of_two_forwards_is_told(kind: str) -> None:
     """One forward is the target of the other: the gradient of one is minus that of the other."""
-    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    net = kfac_fx.compile(nn.Linear(3, 4), loss=kind)
     for factor, wanted in ((1.0, ""), (2.0, "2"), (8.0, "8"), (0.1, "0.1")):
 
         def loss(factor: float = factor) -> Tensor:
