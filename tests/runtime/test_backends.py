@@ -170,18 +170,20 @@ def test_a_compiled_forward_runs_under_a_profiler() -> None:
 
 
 def test_any_number_of_nets_is_compiled_in_one_process() -> None:
-    """torch.compile counts graphs by code objects, and gives up at the ninth; ours have code of their own."""
+    """torch.compile counts graphs by code objects, and gives up at the ninth; ours have code of their own.
+
+    Texts, because it compiles one graph for all numbers."""
 
     class Scaled:
-        def __init__(self, factor: int) -> None:
-            self.factor = factor
+        def __init__(self, text: str) -> None:
+            self.text = text
 
         def method(self, x: Tensor, *, more: float = 1.0) -> Tensor:
-            return self.factor * x + more
+            return len(self.text) * x + more
 
-    def function_of(factor: int) -> Callable[[Tensor], Tensor]:
+    def function_of(text: str) -> Callable[[Tensor], Tensor]:
         def function(x: Tensor, more: float = 1.0) -> Tensor:
-            return factor * x + more
+            return len(text) * x + more
 
         return function
 
@@ -190,7 +192,8 @@ def test_any_number_of_nets_is_compiled_in_one_process() -> None:
 
     x = torch.ones(2)
     for factor in range(2, 12):
-        for callable_ in (function_of(factor), Scaled(factor).method, torch.no_grad()(function_of(factor))):
+        text = factor * "a"
+        for callable_ in (function_of(text), Scaled(text).method, torch.no_grad()(function_of(text))):
             compiled = compiled_function(callable_, backend)  # type: ignore[arg-type]
             assert torch.equal(compiled(x), factor * x + 1)
             assert isinstance(compiled, CompiledOrPlain) and compiled.reason is None
