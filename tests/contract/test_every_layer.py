@@ -12,6 +12,7 @@ import itertools
 import math
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def matches(module: nn.Module, x: Tensor, exported: bool) -> Program:
     return match(program.but(outputs=(returned,)))
 
 
+@cache  # for all tests of the example, which draw what else they need behind it
+def computed(example: Example, exported: bool) -> tuple[Program, Values, Tensor]:
+    """The program of an example, the values of its nodes, and its input."""
+    torch.manual_seed(0)
+    module, x = prepared(example)
+    program = matches(module, x, exported)
+    values = Values(program)
+    values.run(x)
+    return program, values, x
+
+
 def evaluated(value: Value, values: Mapping[str, Any]) -> Any:
     """The value of a node, or of what `rewrite` computes from nodes."""
     if isinstance(value, fx.Node):
@@ -128,13 +140,11 @@ def ids() -> Tensor:
     ],
 )
 def test_rows_make_the_gradient(layer: str, form: Form, example: Example, exported: bool) -> None:
-    module, x = prepared(example)
-    program = matches(module, x, exported)
+    program, values, _ = computed(example, exported)
+    torch.manual_seed(1)
     whole = [use for use in program.matches if use.layer == layer and len(use.parameters) == len(program.parameters)]
     use = max(whole, key=lambda use: len(use.nodes))
     assert exported or LAYERS[layer].forms[use.form] is form, "another form takes the example"
-    values = Values(program)
-    values.run(x)
     output = values.value[use.output.name]
     grad = torch.randn_like(output)
 
@@ -161,11 +171,8 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
 )
 def test_rows_compile_without_graph_breaks(layer: str, form: Form, example: Example) -> None:
     torch.compiler.reset()
-    module, x = prepared(example)
-    program = matches(module, x, exported=False)
+    program, values, _ = computed(example, exported=False)
     use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
-    values = Values(program)
-    values.run(x)
     grad = torch.randn_like(values.value[use.output.name])
 
     known = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.value.items()}
@@ -304,11 +311,10 @@ def test_a_form_and_its_bias_are_one_block_and_other_sums_are_not(
 ) -> None:
     """every_turn: whether biases of all shapes are added to the turned output, and not only those that are a column of
     the matrix, and the smallest and the largest."""
-    module, x = prepared(example)
-    program = matches(module, x, exported=True)
+    program, values, x = computed(example, exported=True)
+    torch.manual_seed(1)
+    module, _ = prepared(example)
     use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
-    values = Values(program)
-    values.run(x)
     output = values.value[use.output.name]
     shapes = bias_shapes(output)
     columns = [is_a_bias(shape, layer, form, use, values.value) for shape in shapes]

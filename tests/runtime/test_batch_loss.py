@@ -86,7 +86,7 @@ def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], 
 def test_a_change_of_the_loss_is_that_of_the_users_loss_whose_targets_are_unknown(
     distribution: Any, loss: Callable[[Tensor], Tensor], loss_scale: float
 ) -> None:
-    net = compile(network(), (X,), loss=distribution)
+    net = compile(network(), loss=distribution)
     batch = observed(net, ((X,), loss), loss_scale=loss_scale)
     assert batch.observed
     here, there = parameters_of(net), parameters_of(net, 0.5)
@@ -100,7 +100,7 @@ def test_a_change_of_the_loss_is_that_of_the_users_loss_whose_targets_are_unknow
 def test_the_slope_and_the_fisher_along_a_direction_are_those_of_the_loss(
     distribution: Any, loss: Callable[[Tensor], Tensor]
 ) -> None:
-    net = compile(network(), (X,), loss=distribution)
+    net = compile(network(), loss=distribution)
     batch, here = observed(net, ((X,), loss)), parameters_of(net)
     d = {name: value - here[name] for name, value in parameters_of(net, 0.5).items()}
 
@@ -117,7 +117,7 @@ def test_the_slope_and_the_fisher_along_a_direction_are_those_of_the_loss(
 def test_a_difference_quotient_of_the_values_is_the_product_with_the_jacobian_up_to_its_step(
     distribution: Any, loss: Callable[[Tensor], Tensor]
 ) -> None:
-    net = compile(network(), (X,), loss=distribution)
+    net = compile(network(), loss=distribution)
     batch, here = observed(net, ((X,), loss)), parameters_of(net)
     d = {name: value - here[name] for name, value in parameters_of(net, 0.5).items()}
     exact, before = torch.stack(batch.along(here, d)[:2]), batch.at(here)
@@ -134,7 +134,7 @@ def test_a_difference_quotient_of_the_values_is_the_product_with_the_jacobian_up
 def test_what_the_forward_returned_and_the_primals_of_a_product_are_the_values_at_its_parameters(
     distribution: Any, loss: Callable[[Tensor], Tensor]
 ) -> None:
-    net = compile(network(), (X,), loss=distribution)
+    net = compile(network(), loss=distribution)
     outputs = net(X)
     forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
     batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, Replicas(), (), None)
@@ -164,7 +164,7 @@ def test_the_value_of_squared_errors_of_several_outputs_is_known() -> None:
     def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
         return (outputs[0] - VALUES).square().sum(1).mean() + 0.3 * outputs[1].square().sum(1).mean()
 
-    net = compile(Heads(), (X,), loss=lambda outputs: [losses.Normal(outputs[0]), (0.3, losses.Normal(outputs[1]))])
+    net = compile(Heads(), loss=lambda outputs: [losses.Normal(outputs[0]), (0.3, losses.Normal(outputs[1]))])
     batch, here, there = observed(net, ((X,), loss)), parameters_of(net), parameters_of(net, 0.5)
     for values in batch.at(here), batch.returned(here):
         torch.testing.assert_close(batch.value(values), loss(net(X)).detach())
@@ -181,7 +181,7 @@ def test_the_value_of_squared_errors_of_several_outputs_is_known() -> None:
     ],
 )
 def test_the_value_of_squared_errors_of_parts_of_an_output_is_not_known(spec: Any) -> None:
-    net = compile(network(), (X,), loss=spec)
+    net = compile(network(), loss=spec)
     batch = observed(net, ((X,), lambda outputs: (outputs - VALUES).square().sum(1).mean()))
     assert batch.value(batch.at(parameters_of(net))).isinf()
 
@@ -246,7 +246,7 @@ def test_a_change_has_the_weights_that_forward_computed_before_the_step(no_grad:
 
 
 def test_a_loss_whose_terms_have_a_backward_each_is_their_sum() -> None:
-    net = compile(network(), (X,), loss="categorical")
+    net = compile(network(), loss="categorical")
     outputs = net(X)
     forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
     loss = TRAINED["categorical"][1]
@@ -259,7 +259,7 @@ def test_a_loss_whose_terms_have_a_backward_each_is_their_sum() -> None:
 
 
 def test_noise_is_that_of_the_forward_at_all_points() -> None:
-    net = compile(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double(), (X,), loss="categorical")
+    net = compile(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double(), loss="categorical")
     start = RandomState.now(())
     outputs = net(X)
     forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
@@ -302,7 +302,7 @@ def of_heads(outputs: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["normal", "categorical", "two outputs"])
 def test_micro_batches_of_different_sizes_are_one_batch(kind: str) -> None:
-    net = compile(Heads(), (X,), loss=of_heads) if kind == "two outputs" else compile(network(), (X,), loss=kind)
+    net = compile(Heads(), loss=of_heads) if kind == "two outputs" else compile(network(), loss=kind)
 
     def part(start: int, stop: int) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
         return (X[start:stop],), lambda outputs: summed(kind, outputs, slice(start, stop))
@@ -324,7 +324,7 @@ def test_micro_batches_of_different_sizes_are_one_batch(kind: str) -> None:
 
 
 def test_without_gradients_only_the_curvature_is_known() -> None:
-    net = compile(network(), (X,), loss="normal")
+    net = compile(network(), loss="normal")
     batch = observed(net)
     batch.forwards = [ObservedForward(net.recorder((X,), {}), (X,), {}, None, [], False)]
     here, there = parameters_of(net), parameters_of(net, 0.5)

@@ -46,7 +46,7 @@ def test_rows_that_all_cases_share_count_for_every_case(name: str) -> None:
 
 
 def estimated(model: nn.Module, x: Tensor, **options: int) -> kfac_fx.FisherEstimator:
-    net = kfac_fx.compile(model, (x,), loss="normal", **options)
+    net = kfac_fx.compile(model, loss="normal", **options)
     estimator = kfac_fx.FisherEstimator(net, damping=0.1, seed=0)
     estimator.update_covariances(x)
     estimator.update_inverses()
@@ -75,7 +75,7 @@ def test_every_estimation_mode_knows_wide_sides(mode: str) -> None:
     model, x = model_and_batch()
     found = {}
     for limit in (4096, 8):
-        net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=limit)
+        net = kfac_fx.compile(model, loss="normal", dense_limit=limit)
         estimator = kfac_fx.FisherEstimator(net, estimation_mode=mode, seed=0)
         estimator.update_covariances(x, targets=x[:, :4] if mode == "empirical" else None)
         found[limit] = estimator.blocks["0.weight", "0.bias"].factors
@@ -88,7 +88,7 @@ def test_the_training_backward_records_wide_sides_over_micro_batches() -> None:
     model, x = model_and_batch()
     found = {}
     for limit in (4096, 8):
-        net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=limit)
+        net = kfac_fx.compile(model, loss="normal", dense_limit=limit)
         optimizer = kfac_fx.KFAC(net, lr=0.0, damping=1.0, estimation_mode="empirical")
         for half in x.split(25):
             ((net(half) - half[:, :4]).square().sum() / 50).backward()
@@ -108,7 +108,7 @@ def test_products_compile_whole_and_the_state_is_resumed() -> None:
     compiled = torch.compile(estimator.multiply_inverse, fullgraph=True, backend="aot_eager")
     for name, product in compiled(vector).items():
         torch.testing.assert_close(product, expected[name])
-    net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=8)
+    net = kfac_fx.compile(model, loss="normal", dense_limit=8)
     other = kfac_fx.FisherEstimator(net, damping=0.1, seed=1)
     other.load_state_dict(estimator.state_dict())
     assert all(torch.equal(product, expected[name]) for name, product in other.multiply_inverse(vector).items())
@@ -116,7 +116,7 @@ def test_products_compile_whole_and_the_state_is_resumed() -> None:
 
 def test_the_report_shows_the_blocks_and_the_memory_they_take() -> None:
     model, x = model_and_batch()
-    net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=8)
+    net = kfac_fx.compile(model, loss="normal", dense_limit=8)
     first = net.report.to_dict()["registrations"][0]
     assert first["factors"] == {"A": [3, 4, 4], "G": [2, 5, 5]}
     assert first["reason"] == "a side is wider than dense_limit=8"

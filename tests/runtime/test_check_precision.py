@@ -159,7 +159,7 @@ AROUND = {
 def test_a_check_knows_the_fisher_along_a_step_whatever_precision_the_user_allows(forward: Any, step: Any) -> None:
     """By a difference quotient, up to twice its step."""
     with forward() if forward is half else nullcontext():
-        net = compile(Net(), (X,), loss="categorical")
+        net = compile(Net(), loss="categorical")
     for check, fisher, move in checks(net, forward, step):
         assert check.quotient_step == torch.finfo(torch.float32).eps ** (1 / 3)
         torch.testing.assert_close(fisher.double(), exact(check, move), rtol=2 * check.quotient_step, atol=0)
@@ -170,7 +170,7 @@ def test_the_settings_of_the_user_are_as_they_were_after_a_check(forward: Any, s
     def settings() -> tuple[Any, ...]:
         return autocast(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
-    net = compile(Net(), (X,), loss="categorical")
+    net = compile(Net(), loss="categorical")
     found = []
     with step():
         before = settings()
@@ -196,7 +196,7 @@ FINE = {"region that is off": WithRegionThatIsOff, "cast of inputs": WithCastOfI
 
 @pytest.mark.parametrize("model", [*COARSE.values(), *FINE.values()], ids=[*COARSE, *FINE])
 def test_a_check_takes_the_product_where_the_graph_itself_rounds_coarsely(model: Callable[[], nn.Module]) -> None:
-    net = compile(model(), (X,), loss="categorical")
+    net = compile(model(), loss="categorical")
     assert net.recorder((X,), {}).whole
     for check, _, _ in checks(net, nullcontext, nullcontext, 1):
         assert (check.quotient_step is None) == (model in COARSE.values())
@@ -204,7 +204,7 @@ def test_a_check_takes_the_product_where_the_graph_itself_rounds_coarsely(model:
 
 def test_what_the_forward_returned_serves_only_in_the_precision_of_the_check() -> None:
     for forward, taken in ((nullcontext, True), (half, False), (tf32, False)):
-        net = compile(Net(), (X,), loss="categorical")
+        net = compile(Net(), loss="categorical")
         with mock.patch("kfac_fx.optim.batch_loss.BatchLoss.returned", autospec=True) as returned:
             returned.side_effect = lambda batch, parameters: batch.at(parameters)
             checks(net, forward, nullcontext, 1)
@@ -213,7 +213,7 @@ def test_what_the_forward_returned_serves_only_in_the_precision_of_the_check() -
 
 def test_only_products_with_the_jacobian_need_the_plain_formula_of_attention() -> None:
     """Quotients take forwards, in which attention runs as it does in the user's."""
-    net = compile(Net(), (X,), loss="categorical")
+    net = compile(Net(), loss="categorical")
     with mock.patch("kfac_fx.compiled.jacobian_products.sdpa_kernel", side_effect=AssertionError):
         checks(net, nullcontext, nullcontext, 1)
 

@@ -66,7 +66,7 @@ def test_pending_rows_count_positions_and_of_generic_parameters_cases() -> None:
             return y
 
     x = torch.randn(4, 5, 3)
-    est = FisherEstimator(compile(Positions(), (x,), loss="normal"))
+    est = FisherEstimator(compile(Positions(), loss="normal"))
     assert est.pending_rows() == {}
     for part in (x, x[:1]):
         est.update_covariances(part, fold=False)
@@ -76,7 +76,7 @@ def test_pending_rows_count_positions_and_of_generic_parameters_cases() -> None:
 def test_a_block_without_factors_waits_for_them_while_some_of_its_parameters_are_trained() -> None:
     x = torch.randn(4, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    est = FisherEstimator(compile(model, (x,), loss="normal"))
+    est = FisherEstimator(compile(model, loss="normal"))
     blocks = {("0.weight", "0.bias"), ("2.weight", "2.bias")}
     assert est.unrecorded() == blocks
     model[0].bias.requires_grad_(False)
@@ -301,12 +301,12 @@ def test_inverses_before_factors_say_what_to_call() -> None:
 
 def test_a_spectrum_names_parameters_that_were_frozen_before_anything_was_recorded_of_them() -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4)
-    net = kfac_fx.compile(model, (x,), loss="categorical")
+    net = kfac_fx.compile(model, loss="categorical")
     model[0].requires_grad_(False)
     text = r"^0\.weight, 0\.bias were frozen after the model was compiled, so nothing is recorded of them, and their"
     with pytest.raises(FactorNotReady, match=text):
         kfac_fx.fit_spectrum(net, [x], damping=0.1)
-    again = kfac_fx.compile(model, (x,), loss="categorical")
+    again = kfac_fx.compile(model, loss="categorical")
     assert kfac_fx.fit_spectrum(again, [x], damping=0.1).keys == [("2.weight", "2.bias")]
     model[0].requires_grad_(True)
     assert len(kfac_fx.fit_spectrum(net, [x], damping=0.1).keys) == 2

@@ -20,7 +20,7 @@ from tests.runtime.test_fitting import same
 
 def saved(folder: Path, **options: object) -> tuple[kfac_fx.ModelSpectrum, Text]:
     model, x, y = Text(), torch.randint(V, (3, T)), torch.randint(V, (3, T))
-    net = kfac_fx.compile(model, (x,), loss="categorical", **options)  # type: ignore[arg-type]
+    net = kfac_fx.compile(model, loss="categorical", **options)  # type: ignore[arg-type]
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
     estimator.update_covariances(x, targets=y)
     spectrum = estimator.spectrum(damping=0.1).correct([(x, y)], "sequence")
@@ -43,7 +43,7 @@ def test_a_folder_has_the_spectrum_bit_by_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"approximations": {"0": "kron_sua"}}, {"dense_limit": 8}])
 def test_sides_in_parts_come_back(options: dict[str, object], tmp_path: Path) -> None:
     model, x, y = classifier(), torch.randn(4, 2, 3, 3), torch.randint(3, (4,))
-    net = kfac_fx.compile(model, (x,), loss="categorical", **options)  # type: ignore[arg-type]
+    net = kfac_fx.compile(model, loss="categorical", **options)  # type: ignore[arg-type]
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
     estimator.update_covariances(x, targets=y)
     spectrum = estimator.spectrum(damping=0.1)
@@ -66,7 +66,7 @@ class Sliced(nn.Module):
 
 
 def test_pieces_of_a_parameter_come_back_together(tmp_path: Path) -> None:
-    net = kfac_fx.compile(Sliced(), (torch.randn(4, 3),), loss="normal")
+    net = kfac_fx.compile(Sliced(), loss="normal")
     estimator = kfac_fx.FisherEstimator(net, seed=0)
     estimator.update_covariances(torch.randn(4, 3))
     spectrum = estimator.spectrum(damping=0.1)
@@ -77,7 +77,7 @@ def test_pieces_of_a_parameter_come_back_together(tmp_path: Path) -> None:
 
 def test_a_spectrum_of_some_parameters_comes_back_as_that(tmp_path: Path) -> None:
     model, x, y = classifier(), torch.randn(4, 2, 3, 3), torch.randint(3, (4,))
-    net = kfac_fx.compile(model, (x,), loss="categorical")
+    net = kfac_fx.compile(model, loss="categorical")
     first = net.registrations[0].parameters
     estimator = kfac_fx.FisherEstimator(net, variables=first, estimation_mode="empirical")
     estimator.update_covariances(x, targets=y)
@@ -87,14 +87,13 @@ def test_a_spectrum_of_some_parameters_comes_back_as_that(tmp_path: Path) -> Non
 
 def test_all_differences_of_another_model_are_named(tmp_path: Path) -> None:
     saved(tmp_path)
-    x = torch.randint(V, (3, T))
 
     class Other(Text):
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 3)
 
-    net = kfac_fx.compile(Other(), (x,), loss="categorical", approximations={"norm": "diagonal"})
+    net = kfac_fx.compile(Other(), loss="categorical", approximations={"norm": "diagonal"})
     with pytest.raises(ValueError, match=r"holds something else:") as caught:
         load_spectrum(net, tmp_path)
     for words in (
@@ -122,7 +121,7 @@ def test_folders_without_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_has_the_factors_that_were_decomposed(tmp_path: Path) -> None:
     model, x, y = classifier(), torch.randn(4, 2, 3, 3), torch.randint(3, (4,))
-    net = kfac_fx.compile(model, (x,), loss="categorical", approximations={"0.bias": "kron", "3": "full"})
+    net = kfac_fx.compile(model, loss="categorical", approximations={"0.bias": "kron", "3": "full"})
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
     estimator.update_covariances(x, targets=y)
     spectrum, expected = estimator.spectrum(), {}
@@ -148,7 +147,7 @@ def test_other_weights_and_losses_are_refused_and_allowed_in_words(tmp_path: Pat
     def twice(outputs: Tensor) -> object:
         return 2.0, kfac_fx.losses.Categorical(outputs)
 
-    other = kfac_fx.compile(model, (x,), loss=twice)
+    other = kfac_fx.compile(model, loss=twice)
     with pytest.raises(ValueError, match=r"of other loss:\n  loss  is .*'categorical'.*\n.*any_weights=True"):
         load_spectrum(other, tmp_path)
     with pytest.raises(ValueError, match=r"The weights are the same in torch.float32: write model.to\(torch.float32\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -100,31 +101,35 @@ SAME = [(name, *losses, positions) for name, losses in EITHER.items() for positi
 SAME += [(name, *losses, False) for name, losses in OF_CASES.items()]
 
 
+@cache  # most rows have the same loss of torch, and both tests of a row the same model
+def compiled(loss: Loss, positions: bool) -> kfac_fx.CompiledModule:
+    torch.manual_seed(0)
+    return kfac_fx.compile(Trained(loss, positions), batch())
+
+
+@cache
+def value_and_factors(loss: Loss, positions: bool) -> tuple[Tensor, list[Tensor]]:
+    net, other = compiled(loss, positions), batch(9)  # another number of cases
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(*other)
+    assert not [note for note in net.program.dropped if "term" in note.subject]
+    assert all(site.way is not None and site.way.linear for site in net.program.losses)
+    return net(*other).detach(), [block.full_fisher_block() for block in estimator.blocks.values()]
+
+
 @pytest.mark.parametrize(("name", "by_hand", "named", "positions"), SAME)
 def test_a_cross_entropy_by_hand_has_the_value_and_the_factors_of_torch_s(
     name: str, by_hand: Loss, named: Loss, positions: bool
 ) -> None:
-    values, factors = [], []
-    for loss in (by_hand, named):
-        torch.manual_seed(0)
-        net = kfac_fx.compile(Trained(loss, positions), batch())
-        values.append(net(*batch(9)))  # another number of cases
-        estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
-        estimator.update_covariances(*batch(9))
-        factors.append([block.full_fisher_block() for block in estimator.blocks.values()])
-        assert not [note for note in net.program.dropped if "term" in note.subject]
-        assert all(site.way is not None and site.way.linear for site in net.program.losses)
-    torch.testing.assert_close(*values)
-    torch.testing.assert_close(*factors)
+    torch.testing.assert_close(value_and_factors(by_hand, positions), value_and_factors(named, positions))
 
 
 @pytest.mark.parametrize(("name", "by_hand", "named", "positions"), SAME)
 def test_scores_of_a_cross_entropy_by_hand_are_of_its_gradients(
     name: str, by_hand: Loss, named: Loss, positions: bool
 ) -> None:
-    model, args = Trained(by_hand, positions), batch()
-    parameters = list(model.parameters())
-    net = kfac_fx.compile(model, args)
+    net, args = compiled(by_hand, positions), batch()
+    model, parameters = net.model, list(net.model.parameters())
     case = "sequence" if positions else "row"
     spectrum = kfac_fx.fit_spectrum(net, [kfac_fx.Batch(*args)], case=case).at(scale=0.0, damping=1.0)
     scores = spectrum.self_scores(kfac_fx.Batch(*args))

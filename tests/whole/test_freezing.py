@@ -33,11 +33,11 @@ def batch(number: int, cases: int = 8) -> tuple[Tensor, Tensor]:
 
 
 class Training:
-    """A compiled model with its optimizer."""
+    """A compiled model with its optimizer. inputs: for models that torch.fx alone cannot trace."""
 
-    def __init__(self, model: nn.Module, params: Any = None, **options: Any) -> None:
+    def __init__(self, model: nn.Module, params: Any = None, inputs: Any = None, **options: Any) -> None:
         self.model = model
-        self.net = kfac_fx.compile(model, (batch(0)[0],), loss="categorical")
+        self.net = kfac_fx.compile(model, inputs, loss="categorical")
         options = {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "seed": 0, **options}
         self.opt = kfac_fx.KFAC(self.net, params=params, **options)
 
@@ -193,9 +193,7 @@ def fresh(model: nn.Module, number: int) -> kfac_fx.FisherEstimator:
     """The empirical Fisher of one batch alone, at the present parameters."""
     copied = copy.deepcopy(model).requires_grad_(True)
     x, y = batch(number)
-    est = kfac_fx.FisherEstimator(
-        kfac_fx.compile(copied, (x,), loss="categorical"), estimation_mode="empirical", damping=0.1
-    )
+    est = kfac_fx.FisherEstimator(kfac_fx.compile(copied, loss="categorical"), estimation_mode="empirical", damping=0.1)
     est.update_covariances(x, targets=y)
     est.update_inverses()
     return est
@@ -285,7 +283,7 @@ def test_an_unfrozen_layer_follows_k_fac_and_what_has_no_block_follows_the_first
     model = Two()
     model.inner[0].requires_grad_(False)
     model.beside.requires_grad_(False)
-    net = kfac_fx.compile(model, (batch(0)[0],), loss="categorical")
+    net = kfac_fx.compile(model, loss="categorical")
     params = [p for p in model.parameters() if p.requires_grad] if added else None
     opt = kfac_fx.KFAC(net, params=params, lr=0.1, damping=0.1, first_order={"lr": 0.01})
 
@@ -419,7 +417,7 @@ class Branching(nn.Module):
 def test_submodules_of_a_divided_model_are_frozen_and_unfrozen(mode: str) -> None:
     model = Branching()
     model.head.requires_grad_(False)
-    training = Training(model, estimation_mode=mode)
+    training = Training(model, inputs=batch(0)[:1], estimation_mode=mode)
     training.step(0)
     assert ("head.weight", "head.bias") not in training.opt.estimator.blocks
     model.head.requires_grad_(True)
@@ -436,7 +434,7 @@ def test_an_estimator_pauses_what_is_frozen_and_starts_what_is_unfrozen(mode: st
     model = mlp()
     model[0].requires_grad_(False)
     x, _ = batch(0)
-    est = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="categorical"), estimation_mode=mode, seed=0)
+    est = kfac_fx.FisherEstimator(kfac_fx.compile(model, loss="categorical"), estimation_mode=mode, seed=0)
     est.update_covariances(x)
     model.requires_grad_(True)
     model[4].requires_grad_(False)
@@ -456,7 +454,7 @@ def test_what_was_frozen_in_every_batch_waits_for_its_first() -> None:
     """Its parameters need not be in a vector, and its group is not decomposed."""
     model = mlp()
     x, _ = batch(0)
-    est = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="categorical"), estimation_mode="exact")
+    est = kfac_fx.FisherEstimator(kfac_fx.compile(model, loss="categorical"), estimation_mode="exact")
     model[2].requires_grad_(False)
     est.update_covariances(x)
     est.update_inverses()

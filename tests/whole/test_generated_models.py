@@ -20,7 +20,7 @@ from tests.whole.generated import BATCH, Recipe, Step, recipes
 from tests.whole.training import differences, step
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)  # of the generator: no model is compiled
 @given(recipes())
 def test_a_generated_model_runs_and_every_parameter_moves(recipe: Recipe) -> None:
     model = recipe.model()

@@ -1,6 +1,7 @@
 """A count takes operations by their shapes, and needs no numbers."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -35,8 +36,15 @@ def counted(run: object, *args: torch.Tensor) -> Counts:
     return counting.counts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kept_shapes() -> Iterator[None]:
+    """Whole trainings repeat shapes, so torch keeps those that it worked out, as it does outside of `make test`."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
+        yield
+
+
 @pytest.fixture(scope="module")
-def without_numbers() -> tuple[dict[str, launches.Sections], StepIntervals, float]:
+def without_numbers(kept_shapes: None) -> tuple[dict[str, launches.Sections], StepIntervals, float]:
     """The count of a small GPT."""
     with fake_accelerator(replace(QUICK["gpt2"].make(), cast=torch.bfloat16)) as problem, launches.true_rows(problem):
         return launches.ours(problem)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +47,14 @@ def bce(reduction: str, scale: float = 1.0) -> Loss:
     return lambda y, t, _: scale * F.binary_cross_entropy_with_logits(y, t, reduction=reduction)
 
 
+@cache  # many cases have one loss
+def compiled(loss: Any) -> tuple[kfac_fx.CompiledModule, dict[str, Tensor]]:
+    """A model, and the parameters that it begins with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
+    return kfac_fx.compile(model, loss=loss), copy.deepcopy(model.state_dict())
+
+
 def warned(
     loss: Any,
     targets: Tensor,
@@ -56,16 +66,17 @@ def warned(
     **options: Any,
 ) -> str:
     """The warning of the first step; "" for none."""
+    net, start = compiled(loss)
+    net.model.load_state_dict(start)
+    net.zero_grad()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
-    net = kfac_fx.compile(model, (X,), loss=loss)
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LossScaleWarning)
         for _ in range(2):  # steps
             for _ in range(forwards):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                    found = trained(net(X), targets, model)
+                    found = trained(net(X), targets, net.model)
                 found.backward()
             optimizer.step(loss=found if value else None)
     texts = [warning for warning in caught if issubclass(warning.category, LossScaleWarning)]
@@ -750,7 +761,7 @@ def test_the_factor_of_a_squared_error_is_told_by_the_value_of_the_loss(kind: st
     def trained(y: Tensor, t: Tensor) -> Tensor:
         return F.mse_loss(y, t) if kind == "mse" else (y - t).square().sum(1).mean()
 
-    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    net = kfac_fx.compile(nn.Linear(3, 4), loss=kind)
     for factor in (1.0, 10.0, 100.0, 0.1, 0.37):
         text = first_step(net, parts, lambda y, t, factor=factor: factor * trained(y, t))
         told = factor not in (1, 0.37)  # the latter is no number that people write
@@ -791,7 +802,7 @@ def test_the_factor_of_a_squared_error_next_to_another_loss_is_told(first: str, 
         )
         return of_kind + factor * 0.2 * (out[1] - y[:, 2:]).square().sum(1).mean()
 
-    net = kfac_fx.compile(TwoHeads(), (X,), loss=registered)
+    net = kfac_fx.compile(TwoHeads(), loss=registered)
     for factor in (1, 10, 0.1):
         text = first_step(net, parts, lambda out, y, c=factor: trained(out, y, c))
         told = factor != 1 and not smooth  # with smoothing the value of the first loss is not known
@@ -1060,8 +1071,11 @@ def test_a_returned_number_that_is_no_known_loss_is_told_if_it_is_trained(name: 
     torch.manual_seed(0)
     inputs = X, CLASSES, 3 * VALUES
 
+    net = kfac_fx.compile(Apart(APART[name]), inputs if examples else None)
+    start = copy.deepcopy(net.model.state_dict())
+
     def texts(trained: Callable[[dict[str, Tensor]], Tensor], **options: Any) -> list[str]:
-        net = kfac_fx.compile(Apart(APART[name]), inputs if examples else None)
+        net.model.load_state_dict(start)
         return in_steps(net, trained, *inputs, **options)  # type: ignore[arg-type]
 
     (text,) = texts(lambda losses: losses["classes"] + losses["boxes"])
@@ -1313,7 +1327,7 @@ def test_the_factor_of_a_loss_in_forward_that_fits_no_targets_is_told(
 @pytest.mark.parametrize("kind", ["mse", "normal"])
 def test_the_factor_of_a_squared_error_of_two_forwards_is_told(kind: str) -> None:
     """One forward is the target of the other: the gradient of one is minus that of the other."""
-    net = kfac_fx.compile(nn.Linear(3, 4), (X,), loss=kind)
+    net = kfac_fx.compile(nn.Linear(3, 4), loss=kind)
     for factor, wanted in ((1.0, ""), (2.0, "2"), (8.0, "8"), (0.1, "0.1")):
 
         def loss(factor: float = factor) -> Tensor:

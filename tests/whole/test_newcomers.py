@@ -85,27 +85,39 @@ class Training:
 WAYS = ["unfrozen", "a group", "an lr of zero", "a path", "a raised lr"]
 
 
+SAVED = [AT - 1, AT, AT + 1, AT + 2]
+
+
+@functools.cache
+def trained(way: str) -> tuple[list[float], dict[int, Any]]:
+    """The losses of a training, and the weights and the state that it had before each step of `SAVED`."""
+    training, states, done = Training(way), {}, 0
+    for saved in SAVED:
+        training.run(done, saved)
+        states[saved] = copy.deepcopy((training.model.state_dict(), training.opt.state_dict()))
+        done = saved
+    training.run(done, STEPS)
+    return training.losses, states
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loss_stays_low_where_parameters_begin_to_move(way: str) -> None:
-    training = Training(way)
-    training.run(0, STEPS)
-    assert sum(training.losses[AT - 10 : AT]) / 10 < 0.5
-    assert max(training.losses[AT:]) < UNTRAINED / 2
-    assert sum(training.losses[-10:]) / 10 < 0.25
+    losses, _ = trained(way)
+    assert sum(losses[AT - 10 : AT]) / 10 < 0.5
+    assert max(losses[AT:]) < UNTRAINED / 2
+    assert sum(losses[-10:]) / 10 < 0.25
 
 
-@pytest.mark.parametrize("saved", [AT - 1, AT, AT + 1, AT + 2])
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("way", ["unfrozen", "an lr of zero", "a raised lr"])
 def test_a_resumed_training_begins_anew_where_the_first_did(way: str, saved: int) -> None:
-    first = Training(way)
-    first.run(0, saved)
-    weights, state = copy.deepcopy(first.model.state_dict()), copy.deepcopy(first.opt.state_dict())
-    first.run(saved, AT + 20)
+    losses, states = trained(way)
+    weights, state = states[saved]
     resumed = Training(way, begun=saved > AT)
     resumed.model.load_state_dict(weights)
-    resumed.opt.load_state_dict(state)
+    resumed.opt.load_state_dict(copy.deepcopy(state))
     resumed.run(saved, AT + 20)
-    assert resumed.losses == first.losses[saved:]
+    assert resumed.losses == losses[saved : AT + 20]
 
 
 def test_networks_that_take_turns_begin_once() -> None:
