@@ -158,6 +158,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def kind_and_line(error: Exception) -> str:
+    """`"ValueError: its first line"`; the type alone where the error says nothing, as a plain `assert` does."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
+
+
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"  # this library's
 # Packages that call the library for the user.

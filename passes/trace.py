@@ -57,7 +57,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from .complex_parameters import real_parameter, with_real_parts
-from .errors import LayerError, UntraceableError, fatal, first_line, line_of
+from .errors import LayerError, UntraceableError, fatal, kind_and_line, line_of
 from .graphs.edit import attribute, holder
 from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
 from .ir import Autocast, Copies, Options, Program, copy_nodes, returned_by
@@ -946,7 +946,7 @@ def untraceable(model: nn.Module, error: Exception) -> UntraceableError:
             place, source = f" ({line[0]})", line[1]
         step = step.tb_next
     gave_up = "" if path is None else f"torch gave up in {path or type(model).__name__}{place}"
-    lines = [text for text in (source, f"{type(error).__name__}: {without_symbols(first_line(error))}") if text]
+    lines = [text for text in (source, without_symbols(kind_and_line(error))) if text]
     if any(word in str(error) for word in VALUE_ERRORS):
         advice = (
             "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "

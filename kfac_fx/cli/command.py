@@ -288,7 +288,7 @@ FACTORS = Subcommand(
         argument("--factors", choices=FACTOR_DTYPES, help="the precision of the factors"),
         argument("--decompositions", choices=FACTOR_DTYPES, help="the precision of the decompositions"),
     ],
-    "example: kfac-fx factors mine.py:net --data mine.py:loader --loss categorical --case sequence --parts 4 --out "
+    "example: kfac-fx factors mine.py:Net --data mine.py:loader --loss categorical --case sequence --parts 4 --out "
     "factors",
 )
 

@@ -43,7 +43,7 @@ from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import CapturedModel, as_written
 from kfac_fx.compiled.report import Report, fallbacks
 from kfac_fx.fisher.block import one_by_one
-from kfac_fx.linalg.arguments import a_flag, choice
+from kfac_fx.linalg.arguments import a_flag, choice, explains_calls
 from kfac_fx.linalg.matrices import dense, full_precision, products_are_full
 from kfac_fx.linalg.processes import Shard, unsharded
 from kfac_fx.linalg.vectors import (
@@ -128,20 +128,21 @@ def at_least_one(cases: int | Tensor) -> int | Tensor:
     return cases.clamp(min=1) if isinstance(cases, Tensor) else max(1, cases)
 
 
-def refuse_batch(model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Raises TypeError for a batch in one object instead of the arguments of forward: a `Batch`, or a dict of them."""
-    names = signature_of(model).parameters
+def refuse_batch(by: str, model: nn.Module, inputs: Sequence[Any]) -> None:
+    """Raises TypeError for a batch in one object instead of the arguments of forward: a `Batch`, or a dict of them.
+
+    by: the function, as in "net.fisher_product".
+    """
     for given in inputs:
         kind = type(given).__name__
         if kind == "Batch" and type(given).__module__.startswith("kfac_fx."):
             instead = "*batch.args, targets=batch.targets, **batch.kwargs"
-        elif isinstance(given, Mapping) and given and all(name in names for name in given):
+        elif isinstance(given, Mapping) and given and signature_of(model).parameters.keys() >= given.keys():
             instead = "**batch"
         else:
             continue
         raise TypeError(
-            f"fisher_product takes the arguments of forward, and got a {kind} of them: write "
-            f"net.fisher_product({instead})"
+            f"{by.rpartition('.')[2]} takes the arguments of forward, and got a {kind} of them: write {by}({instead})"
         )
 
 
@@ -781,7 +782,7 @@ class CompiledModule(nn.Module):
 
         Raises TypeError for a `Batch` or a dict of the arguments instead of these.
         """
-        refuse_batch(self.model, inputs)
+        refuse_batch("net.fisher_product", self.model, inputs)
         kwargs, targets = arguments_of_call(self, inputs, kwargs, targets)
 
         def losses(parameters: Mapping[str, Tensor]) -> list[tuple[float, Any]]:
@@ -1069,6 +1070,19 @@ ONE_GRAPH = (
 )
 
 
+WITHOUT_NAMES = "Several inputs of forward are one argument: write {}(model, (x, mask))."
+MEANT = {
+    "mask": (
+        "Write padding_mask=..., the name of the argument of forward that says where a position is real; the mask "
+        "itself is an example input, as in example_kwargs={'mask': mask}."
+    ),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "Write loss=..., as in loss='cross_entropy'."),
+    "inputs": "Write example_inputs=(x,).",
+    **dict.fromkeys(("kwargs", "args"), "Write example_inputs=(x,) and example_kwargs={'mask': mask}."),
+}
+
+
+@explains_calls(several=WITHOUT_NAMES.format("compile"), meant=MEANT)
 def compile(
     model: nn.Module | LayerCollection,
     example_inputs: tuple[Any, ...] | None = None,
@@ -1153,7 +1167,7 @@ def compile(
         a_flag(option, flag)
     choice("backend", backend, COMPILE_BACKENDS)
     refuse_inference_mode("a model is compiled")
-    refuse_other_inputs(example_inputs, example_kwargs)
+    refuse_other_inputs("compile", example_inputs, example_kwargs)
     if isinstance(model, LayerCollection):
         of_collection = {
             "example_inputs": example_inputs,
@@ -1238,6 +1252,7 @@ def compiled_collection(
     return net
 
 
+@explains_calls(several=WITHOUT_NAMES.format("capture"), meant=MEANT)
 def capture(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | None = None,
@@ -1260,7 +1275,7 @@ def capture(
     RegistrationError for a compiled module and for a model with compiled submodules.
     """
     refuse_inference_mode("a model is captured")
-    refuse_other_inputs(example_inputs, example_kwargs)
+    refuse_other_inputs("capture", example_inputs, example_kwargs)
     inside, options, declared = prepared(model, "kfac_fx.capture", layers, dense_limit)
     refuse_keywords(inside, exported=bool(example_inputs is not None or example_kwargs))
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
@@ -1345,13 +1360,17 @@ def refuse_keywords(model: nn.Module, exported: bool) -> None:
         )
 
 
-def refuse_other_inputs(args: Any, kwargs: Any) -> None:
-    """Raises TypeError unless these are the arguments of a call: several or one tensor, and some by name."""
+def refuse_other_inputs(by: str, args: Any, kwargs: Any) -> None:
+    """Raises TypeError unless these are the arguments of a call: several or one tensor, and some by name.
+
+    by: the function that takes them.
+    """
     if args is not None and not isinstance(args, (tuple, list, Tensor)):
         wanted = "example_kwargs={'x': x} for arguments by name" if isinstance(args, Mapping) else "(x,) for one tensor"
         raise TypeError(f"example_inputs is a {type(args).__name__}; it must be a tuple: write {wanted}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"example_kwargs is a {type(kwargs).__name__}; it must be a dict, as in {{'mask': mask}}")
+        text = f"example_kwargs is a {type(kwargs).__name__}; it must be a dict, as in {{'mask': mask}}"
+        raise TypeError(f"{text}. {WITHOUT_NAMES.format(by)}" if isinstance(kwargs, Tensor) else text)
 
 
 def refuse_other_layers(layers: Any) -> list[Any]:

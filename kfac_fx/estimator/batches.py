@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -18,13 +16,12 @@ from torch.utils.data import (
 )
 
 from kfac_fx.estimator.files import digest
+from kfac_fx.linalg.arguments import explains_calls
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.recording.model_checks import misfit_of_call, required_arguments, with_targets
 
 A_BATCH = "the batch"
-Owner = TypeVar("Owner")  # of a method
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 class Batch:
@@ -91,23 +88,15 @@ def batch_for(model: nn.Module, batch: Any, name: str = A_BATCH) -> Batch:
     raise TypeError(f"{name} was read as {as_read(read)} and does not fit {wrong}.\nName its parts, as in {example}.")
 
 
-def of_one_batch(method: Callable[Concatenate[Owner, P], ResultT]) -> Callable[Concatenate[Owner, P], ResultT]:
-    """Decorate a method whose only argument without a name is a batch. Raises TypeError for several."""
-    names = [p.name for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY]
-
-    @functools.wraps(method)
-    def checked(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        if len(args) > 1:
-            function = method.__name__
-            raise TypeError(
-                f"{function} takes one batch, and got {len(args)} arguments without names. Inputs and targets are one "
-                f"batch, as a DataLoader yields them: write {function}((x, y)). Arguments of forward are one, too: "
-                f"write {function}(kfac_fx.Batch(a, b, targets=y)). All options have names: "
-                f"{', '.join(f'{name}=' for name in names)}."
-            )
-        return method(self, *args, **kwargs)
-
-    return checked
+def of_one_batch(method: MethodT) -> MethodT:
+    """Decorate a method whose only argument without a name is a batch: a wrong call raises a TypeError that says how
+    several are one batch."""
+    function = method.__name__
+    return explains_calls(
+        "one batch",
+        f"Inputs and targets are one batch, as a DataLoader yields them: write {function}((x, y)). Arguments of "
+        f"forward are one, too: write {function}(kfac_fx.Batch(a, b, targets=y)).",
+    )(method)
 
 
 def refuse_no_batches(function: str, batches: Any) -> None:

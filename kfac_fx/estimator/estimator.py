@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call, compiled_collection
+from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call, compiled_collection, refuse_batch
 from kfac_fx.compiled.layer_collection import LayerCollection
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.model_spectrum import ModelSpectrum
@@ -38,6 +38,7 @@ from kfac_fx.linalg.arguments import (
     a_seed,
     a_share,
     a_weight,
+    explains_calls,
     finite_numbers,
     generator_fault,
     not_negative,
@@ -178,6 +179,7 @@ class FisherEstimator(BlockDiagonalFisher):
             ("empirical"); with the other modes, the gradient of what they send back, summed over sources.
     """
 
+    @explains_calls(meant={"mode": "Write estimation_mode=...."})
     def __init__(
         self,
         net: CompiledModule | LayerCollection,
@@ -313,7 +315,16 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the model was changed
         after it was compiled.
         """
+        with telling_pair(inputs, self.records_in_training):
+            moments = self._moments_of(inputs, kwargs, targets)
+        self.accumulate(moments, guarded=not fold)
+        if fold:
+            self.fold(decay=None if should_decay else 1.0)
+
+    def _moments_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Moments:
+        """Record one batch. inputs, kwargs, targets: of `update_covariances`."""
         if isinstance(self.net, CompiledModule):
+            refuse_batch("estimator.update_covariances", self.net.model, inputs)
             inputs, kwargs, targets = self.net.placed(inputs, *arguments_of_call(self.net, inputs, kwargs, targets))
         differs: Callable[..., Tensor] | None = getattr(self.net, "differs", None)
         compared = differs is not None and self.outputs.due()
@@ -333,9 +344,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if any(has_products_of_cases(registration, self.estimation_mode) for registration in registrations):
             with drawn_again(self._generator, before):
                 moments = self.net.squared_by_example(moments, inputs, kwargs, **of_sources)
-        self.accumulate(moments, guarded=not fold)
-        if fold:
-            self.fold(decay=None if should_decay else 1.0)
+        return moments
 
     @property
     def records_in_training(self) -> bool:
@@ -661,6 +670,24 @@ def drawn_again(generator: torch.Generator | None, before: Tensor | None) -> Ite
         yield
     finally:
         generator.set_state(after)
+
+
+@contextmanager
+def telling_pair(inputs: Sequence[Any], true_targets: bool) -> Iterator[None]:
+    """Adds to the error of a batch in one tuple what to write instead, where forward does not take it.
+
+    true_targets: the mode needs them.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)):
+            alone = "" if true_targets else "update_covariances(x), because this mode draws targets, or "
+            error.add_note(
+                f"update_covariances takes the arguments of forward, and got a {type(inputs[0]).__name__} of "
+                f"{len(inputs[0])}. If this is a batch (x, y), write {alone}update_covariances(x, targets=y)."
+            )
+        raise
 
 
 def frozen_after(names: Iterable[str]) -> FactorNotReady:

@@ -79,6 +79,7 @@ from kfac_fx.linalg.arguments import (
     a_precision,
     a_process_group,
     a_seed,
+    explains_calls,
     optional,
     whole_number,
     wrong_kind,
@@ -528,6 +529,10 @@ FACTORS, CORRECTION = "factors", "correction"  # the passes over the data
 Parts = int | Sequence[Iterable[str]]
 
 
+@explains_calls(
+    several="Inputs and targets are one batch of the data: write fit_spectrum(net, [(x, y)]), or pass a DataLoader.",
+    meant={"estimation_mode": "Write mode=....", "loader": "Write batches=loader."},
+)
 def fit_spectrum(
     net: CompiledModule,
     batches: Iterable[Any],

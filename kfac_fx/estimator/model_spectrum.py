@@ -20,7 +20,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
-from kfac_fx.fisher.block import key_text
+from kfac_fx.fisher.block import Blocks, key_text
 from kfac_fx.fisher.groups import System
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
 from kfac_fx.linalg.arguments import (
@@ -28,6 +28,7 @@ from kfac_fx.linalg.arguments import (
     a_function,
     a_generator,
     choice,
+    explains_calls,
     finite,
     not_negative,
     optional,
@@ -72,6 +73,14 @@ UNMEASURED = (
 )
 
 
+class ByBlock(dict[Key, Tensor]):
+    """Tensors by the names of the parameters of their block. A key that is missing is told as by `Blocks`."""
+
+    def __missing__(self, key: object) -> Tensor:
+        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
+        return Blocks.__missing__(cast(Any, self), key)  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelSpectrum(Spectrum):
     """s F + δ I by the eigenvectors of its blocks; see `Spectrum`.
@@ -104,6 +113,7 @@ class ModelSpectrum(Spectrum):
         weights = None if self.any_weights else self.weights or Weights.of(self.net.model)
         object.__setattr__(self, "weights", weights)
 
+    @explains_calls()
     def at(
         self,
         *,
@@ -126,6 +136,12 @@ class ModelSpectrum(Spectrum):
         if not any_weights:
             raise ValueError("any_weights=False: it is not known any more which weights this spectrum was made with")
         return replace(moved, any_weights=True)
+
+    def eigenvalues(self) -> ByBlock:
+        """The eigenvalues of s F + δ I by block, see `Spectrum.eigenvalues`."""
+        return ByBlock(super().eigenvalues())
+
+    sample = explains_calls()(Spectrum.sample)
 
     def refuse_other_weights(self) -> None:
         """Raises ValueError if the weights of the module have changed since the spectrum was made."""

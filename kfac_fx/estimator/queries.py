@@ -53,7 +53,7 @@ from kfac_fx.linalg.arguments import a_function, a_process_group, choice, option
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.processes import Replicas, shard
 from kfac_fx.losses.distributions import Measurement
-from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.errors import TargetsMissing, warn_user
 from kfac_fx.passes.matrix import real_numbers, without_autocast
 from kfac_fx.passes.torch_private import buffers_of, parameters_of
 from kfac_fx.recording.case_gradients import Cases, Consumer, Counts, LowRank, QueryGradients, by_rows, query_products
@@ -171,6 +171,12 @@ NUMBERED = 5  # examples that a warning names
 Record = Callable[[Any, Consumer, Measurement | None], Counts]
 
 
+NO_TARGETS = (
+    "the gradient of the loss of an example needs its targets: write batches as (x, y), as in "
+    "spectrum.precondition((x, y)), or pass measurement=, a function of the outputs alone. These losses have none:"
+)
+
+
 def recording(net: CompiledModule, keys: Sequence[Key], weights: Weights | None = None) -> Record:
     """A function that hands the gradients of the loss, or of a measurement, of single examples of a batch to a
     consumer, for some blocks.
@@ -189,15 +195,19 @@ def recording(net: CompiledModule, keys: Sequence[Key], weights: Weights | None 
             with torch.set_grad_enabled(graph), full_precision(), without_autocast(cases.device):
                 consume(key, cases)
 
-        return net.record_cases(
-            batch.args,
-            batch.kwargs,
-            consume_with_graph,
-            mode="empirical",
-            targets=batch.targets,
-            only=keys,
-            measurement=measurement,
-        )
+        try:
+            return net.record_cases(
+                batch.args,
+                batch.kwargs,
+                consume_with_graph,
+                mode="empirical",
+                targets=batch.targets,
+                only=keys,
+                measurement=measurement,
+            )
+        except TargetsMissing as error:  # its words are those of a mode, and no user has chosen one here
+            rows = [line for line in str(error).splitlines() if line.startswith("  ")]
+            raise TargetsMissing("\n".join([NO_TARGETS, *rows])) from None
 
     return record
 

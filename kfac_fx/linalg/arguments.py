@@ -7,22 +7,27 @@ arguments that are read once.
 
 An entry is declared by a tensor like it (its shape, its dtype, how it is divided) and by `Values`. A state is checked
 against all declarations before anything of it is written, so that an error leaves everything as it was.
+
+**Calls** that do not fit a signature: `explains_calls` says what to write.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.linalg.processes import is_sharded, shard
-from kfac_fx.passes.errors import fatal, nearest, table
+from kfac_fx.passes.errors import fatal, nearest, plural, table
 
 SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
 
@@ -336,3 +341,75 @@ def generator_fault(entry: Tensor, device: str | torch.device) -> str | None:
             raise
         return f"is no state of a random generator of {device}"
     return None
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def explains_calls(
+    takes: str = "", several: str = "", meant: Mapping[str, str] = NO_NAMES
+) -> Callable[[FunctionT], FunctionT]:
+    """Decorate a function or a method: a call that does not fit its signature raises a TypeError with what to write.
+
+    Args:
+        takes: what it takes without names, in words; empty: the names.
+        several: the sentence for more arguments than that.
+        meant: by a name that somebody may write for an option, the sentence that says what to write instead.
+    """
+
+    def decorated(function: FunctionT) -> FunctionT:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if not is_of_the_call(error):
+                    raise
+                wrong = error
+            raise TypeError(misfit(function, args, kwargs, takes, several, meant) or str(wrong)) from None
+
+        return cast(FunctionT, called)
+
+    return decorated
+
+
+def is_of_the_call(error: TypeError) -> bool:
+    """Whether a function was never entered: no other frame than that which catches the error is in its traceback."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+def misfit(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    takes: str = "",
+    several: str = "",
+    meant: Mapping[str, str] = NO_NAMES,
+) -> str:
+    """Why a call does not fit a signature, with all culprits; empty if it is told by Python's own words alone."""
+    *owner, name = function.__qualname__.rsplit(".", 2)
+    name = owner[-1] if name == "__init__" else name
+    own = [of for of in inspect.signature(function).parameters.values() if of.name != "self"]
+    by_place = [of.name for of in own if of.kind in (of.POSITIONAL_ONLY, of.POSITIONAL_OR_KEYWORD)]
+    named = [of.name for of in own if of.kind in (of.POSITIONAL_OR_KEYWORD, of.KEYWORD_ONLY)]
+    options = [of for of in named if of not in by_place]
+    given = len(args) - ("self" in inspect.signature(function).parameters)
+    lines = []
+    if given > len(by_place):
+        got = f"{plural(given, 'argument')} without names" if by_place else str(given)
+        wanted = takes or (listed(by_place) if by_place else "no argument without a name")
+        others = "other " if by_place and not takes else ""
+        have = f"All {others}options have names: {', '.join(f'{of}=' for of in options)}." if options else ""
+        lines.append(" ".join(filter(None, (f"{name} takes {wanted}, and got {got}.", several, have))))
+    if unknown := [option for option in kwargs if option not in named]:
+        for option in unknown:
+            near = meant.get(option) or nearest(option, named).strip()
+            lines.append(" ".join(filter(None, (f"{name} has no option {option!r}.", near))))
+        lines.append(f"Its options are {', '.join(named)}.")
+    required = [of.name for of in own if of.default is of.empty and of.name in named]
+    if missing := [of for of in required if of not in kwargs and of not in by_place[: max(given, 0)]]:
+        lines.append(f"{name} needs {listed(missing)}: write {name}({', '.join(f'{of}=...' for of in missing)}).")
+    return "\n".join(lines)

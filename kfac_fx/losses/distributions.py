@@ -38,6 +38,7 @@ of the rows of an example do not add up.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -51,7 +52,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kfac_fx.linalg.arguments import choice
+from kfac_fx.linalg.arguments import choice, is_of_the_call, misfit
 from kfac_fx.linalg.matrices import pulled
 from kfac_fx.passes.errors import LossError, TargetsMissing, table
 from kfac_fx.passes.matrix import precise
@@ -62,6 +63,35 @@ __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMea
 IGNORE_INDEX = -100  # the class number of a target that is left out, as in `F.cross_entropy`
 ROUNDING = 1e-6  # of the difference of two probabilities
 SMALL = 1e-5  # the logarithm of a sum of probabilities that may be one
+
+
+def takes_outputs(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate the constructor of a loss: a call without outputs, and any other that does not fit, says what to
+    write."""
+
+    @functools.wraps(init)
+    def called(self: LossFunction, /, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            if not is_of_the_call(error):
+                raise
+            told = misfit(init, (self, *args), kwargs) if args else without_outputs(type(self), kwargs)
+            raise TypeError(told or str(error)) from None
+
+    return called
+
+
+def without_outputs(kind: type[LossFunction], options: Mapping[str, Any]) -> str:
+    """The error of a loss that is made of no outputs. options: its other arguments."""
+    name = f"kfac_fx.losses.{kind.__name__}" if kind.__module__.startswith("kfac_fx.") else kind.__name__
+    arguments = ", ".join(["outputs", *(f"{option}={value!r}" for option, value in options.items())])
+    whole = f"loss={kind.name!r}" if kind.name else f"loss={kind.__name__}"
+    return (
+        f"{kind.__name__} is a loss of outputs, and got none: write "
+        f"{f'{whole}, or ' if not options and not kind.written else ''}"
+        f"loss=lambda outputs: {kind.written or f'{name}({arguments})'}"
+    )
 
 
 class LossFunction(ABC):
@@ -97,6 +127,12 @@ class LossFunction(ABC):
     of_classes: ClassVar[bool] = False
     ignored: ClassVar[int | None] = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            type.__setattr__(cls, "__init__", takes_outputs(vars(cls)["__init__"]))
+
+    @takes_outputs
     def __init__(self, inputs: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
         self.check_outputs(inputs)
         self.inputs = inputs

@@ -24,7 +24,7 @@ from kfac_fx.losses.declared import no_loss_known
 from kfac_fx.losses.distributions import check_mode
 from kfac_fx.optim.groups import FirstOrder
 from kfac_fx.optim.rule import COMMON, CheckedRule, Rule, check_fields
-from kfac_fx.optim.rules import RULES, default_rule, rule_named
+from kfac_fx.optim.rules import RULES, default_rule, namesake, rule_named
 from kfac_fx.recording.model_checks import compiled
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
@@ -209,6 +209,11 @@ def refuse_with_rule(rule: Any, momentum_type: str | None, of_rule: Mapping[str,
     kind, wrong = type(rule), []
     if not hasattr(kind, "name"):
         wrong.append(f"{kind.__name__} has no name: write name: ClassVar[str] = ... in the class, for checkpoints")
+    elif (other := namesake(kind)) is not None:
+        wrong.append(
+            f"the name of {kind.__name__}, {kind.name!r}, is that of kfac_fx.rules.{other.__name__}: take another one, "
+            "because checkpoints and messages tell rules by their names"
+        )
     if not isinstance(rule.scalars, Mapping):
         wrong.append(f"{kind.__name__}.scalars is {rule.scalars!r}: write first values by name, as in {{'total': 0.0}}")
     elif taken := [name for name in rule.scalars if name in COMMON]:

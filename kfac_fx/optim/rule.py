@@ -17,12 +17,13 @@ by -lr (Δ + weight_decay θ). No rule reads a value back from the device.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Real
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ from kfac_fx.linalg.arguments import Values, a_flag, a_weight, finite, not_negat
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.checks import Check, StepSize, tolerated
 from kfac_fx.optim.groups import FlatParameters, Preconditioner, Product
-from kfac_fx.passes.errors import table
+from kfac_fx.optim.other_names import OTHER_NAMES
+from kfac_fx.passes.errors import nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
@@ -248,9 +250,13 @@ class Memory:
         return []
 
 
+GRADIENT = ("grad", "grads", "gradient", "gradients")  # other names of `BlockStep.g`
+
+
 @dataclass
 class BlockStep:
-    """The step of the parameters in Fisher blocks: all that a rule computes with.
+    """One step of all parameters in Fisher blocks together: all that a rule computes with. `direction` is called once
+    a step, and not once a block: `g` and the vectors of `state` are of all blocks.
 
     Attributes:
         flat: the parameters that have a gradient, as vectors [P].
@@ -292,9 +298,19 @@ class BlockStep:
     undamped: bool = field(init=False, default=False)  # whether that class has no damping
     ok: Tensor = field(init=False)
 
+    if not TYPE_CHECKING:  # a type checker knows the names
+
+        def __getattr__(self, name: str) -> Any:
+            names = dir(type(self)) + [of.name for of in fields(self)]
+            if name in names or name.startswith("_"):
+                return object.__getattribute__(self, name)  # the error of its getter
+            known = ", ".join(sorted({of for of in names if not of.startswith("_")}))
+            meant = " Write step.g." if name in GRADIENT else nearest(name, names)
+            raise AttributeError(f"a step has no attribute {name!r}.{meant} It has {known}.")
+
     @property
     def g(self) -> Tensor:
-        """The gradient, [P]."""
+        """The gradient of all parameters in blocks, one below the other: [P]."""
         return self.flat.g
 
     @property
@@ -373,6 +389,21 @@ WRITTEN_IN_PLACE = ("checkpoint", "last_update")  # of the state, by the library
 BY_DEFAULT = "the default rule"  # in messages, for a rule that the user did not name
 
 
+def refuse_other_options(rule: type[Rule], options: Iterable[str]) -> None:
+    """Raises TypeError for names that are no arguments of the constructor of a rule."""
+    arguments = list(inspect.signature(rule.__init__).parameters.values())[1:]
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        return
+    names, name = [argument.name for argument in arguments], rule.__name__
+    if unknown := [option for option in options if option not in names]:
+        raise TypeError(
+            f"{name} does not have these options:\n"
+            + "\n".join(f"  {option}.{OTHER_NAMES.get(option) or nearest(option, names)}" for option in unknown)
+            + f"\nThe options of {name} are {', '.join(names) or 'none'}; those of all rules, such as lr and "
+            f"weight_decay, are options of KFAC: KFAC(net, lr=..., rule={name}(...))."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
     """An update rule; the fields of a subclass are its options.
@@ -407,6 +438,11 @@ class Rule:
     intervals: ClassVar[StepIntervals] = StepIntervals(statistics=1, inverses=10, checks=5)
     by_default = False  # whether the user named no rule
     precon_damping_mult = 1.0  # the damping of inverses and of the block-diagonal Fisher is this times λ
+
+    def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
+        """Raises TypeError for options that the rule does not have; names all of them."""
+        refuse_other_options(cls, kwargs)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -252,9 +252,9 @@ class StandstillWatch:
             )
         else:
             text = (
-                "because all gradients are zero. If the loss is not at its minimum, they underflow, or no unit is "
-                "active: compare parameter.grad with zero after backward, and in float16 use autocast with a "
-                "GradScaler, or bfloat16."
+                "because all gradients are zero. If the loss is not at its minimum, they underflow, no unit is active, "
+                "or all targets are ignored, so that the mean loss is NaN: print the loss, compare parameter.grad with "
+                "zero after backward, and in float16 use autocast with a GradScaler, or bfloat16."
             )
         *others, last = self.still
         self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")

@@ -30,7 +30,7 @@ from kfac_fx.passes.errors import (
     RegistrationError,
     UntraceableError,
     fatal,
-    first_line,
+    kind_and_line,
     nearest,
     running_line,
     table,
@@ -206,6 +206,12 @@ WITHOUT_VALUES: tuple[Culprits, str] = (
 DOES_NOT_RUN = "itself does not run on these inputs"  # in the note of an error of the model's own forward
 
 
+BEYOND_A_TABLE = (
+    "Correct the inputs or the model: an index must be below the number of entries, as a token below num_embeddings of "
+    "its nn.Embedding."
+)
+
+
 @contextmanager
 def dtypes_noted(
     model: nn.Module, parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], first: bool
@@ -214,10 +220,14 @@ def dtypes_noted(
     torch's words for that name two tensors inside the model.
 
     first: no call was captured before, as with example inputs, so that the error of the model's own forward becomes an
-        UntraceableError, as it does for inputs of a wrong shape.
+        UntraceableError, as it does for inputs of a wrong shape. So does that of an index beyond a table.
     """
     try:
         yield
+    except IndexError as error:
+        if first and of_own_forward(error):
+            raise UntraceableError(f"{not_running(model, error)}\n{BEYOND_A_TABLE}") from error
+        raise
     except (RuntimeError, ValueError) as error:
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         of_inputs, of_parameters = (
@@ -231,15 +241,20 @@ def dtypes_noted(
                 f"The parameters have the dtype {dtype}, and the inputs {', '.join(sorted(map(str, of_inputs)))}. If "
                 f"that is not meant, write x.{written} of the inputs, or convert the model before it is compiled."
             )
-            if first and any(DOES_NOT_RUN in note for note in getattr(error, "__notes__", ())):
+            if first and of_own_forward(error):
                 raise UntraceableError(f"{not_running(model, error)}\n{words}") from error
             error.add_note(words)
         raise
 
 
+def of_own_forward(error: Exception) -> bool:
+    """Whether an error is of the model's own forward, which was run to be compared with its graph."""
+    return any(DOES_NOT_RUN in note for note in getattr(error, "__notes__", ()))
+
+
 def not_running(model: nn.Module, error: Exception) -> str:
     """The first line of the error for inputs on which the model's own forward fails."""
-    return f"{class_of(model).__name__} does not run on these inputs: {type(error).__name__}: {first_line(error)}"
+    return f"{class_of(model).__name__} does not run on these inputs: {kind_and_line(error)}"
 
 
 class ConstantDerivatives(TorchFunctionMode):

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UntraceableError, file_line, first_line
+from ..errors import UntraceableError, file_line, kind_and_line
 from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
 from .effects import written_by
@@ -354,7 +354,7 @@ class OwnBackwards:
                 else:
                     result = function.forward(context, *arguments)
         except Exception as error:
-            why = f"{type(error).__name__}: {first_line(error)}"
+            why = kind_and_line(error)
             self.refuse(function, f"does not run on tensors without numbers: {why}")
             raise
         if context.dirty:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kfac_fx
-from kfac_fx.passes.errors import PUBLIC, ReuseError, fatal, first_line, nearest, plural, table
+from kfac_fx.passes.errors import PUBLIC, ReuseError, fatal, first_line, kind_and_line, nearest, plural, table
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,11 @@ def test_memory_devices_and_our_own_bugs_are_no_reason_for_another_way(error: Ex
 )
 def test_an_error_in_one_line(error: Exception, line: str) -> None:
     assert first_line(error).strip() == line
+
+
+def test_an_error_without_words_is_named_once() -> None:
+    assert kind_and_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert kind_and_line(AssertionError()) == "AssertionError"
 
 
 def test_a_reuse_error_prints_its_text_although_it_is_a_key_error() -> None:

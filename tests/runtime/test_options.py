@@ -142,6 +142,10 @@ class Nameless(Rule):
     pass
 
 
+class Namesake(Rule):
+    name = "regular"
+
+
 class TakenNames(Rule):
     name = "with taken names"
     scalars = {"rho": 0.0, "length": 0.0, "counter": 0.0}
@@ -164,6 +168,10 @@ WRONG_RULES: dict[str, tuple[dict[str, Any], str]] = {
     "an option of no rule next to the rule": (
         {"rule": Regular(damping=0.1), "dampening": 0.5},
         r"^dampening is an option neither of KFAC nor of Regular: leave it out$",
+    ),
+    "the name of a rule of the library": (
+        {"rule": Namesake()},
+        r"^the name of Namesake, 'regular', is that of kfac_fx\.rules\.Regular: take another one, because checkpoints ",
     ),
     "a rule without a name": ({"rule": Nameless()}, r"^Nameless has no name: write name: ClassVar\[str\] = .* in the"),
     "scalars of every optimizer": (

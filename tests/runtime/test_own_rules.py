@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import textwrap
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.rules import BlockStep, Regular, Rule, Update, zeros_for
+from kfac_fx.rules import BlockStep, EigenMoments, Regular, Rule, Update, zeros_for
 
 X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
 
@@ -189,6 +191,45 @@ def test_a_rule_without_a_state_of_its_own_need_not_return_the_usual_velocity() 
             return Update(step.g)
 
     step_with(Plain())
+
+
+def test_an_attribute_that_a_step_has_not_is_told_with_those_that_it_has() -> None:
+    texts = {
+        "grad": r"a step has no attribute 'grad'\. Write step\.g\. It has absent, check, .*, g, .*, undone\.",
+        "preconditon": r"a step has no attribute 'preconditon'\. Did you mean 'precondition'\? It has absent, ",
+        "_grad": "object has no attribute '_grad'",
+    }
+    for name, text in texts.items():
+        with pytest.raises(AttributeError, match=text):
+            step_with(Mine(returned=lambda step, name=name: Update(getattr(step, name))))
+
+
+def test_an_error_inside_of_a_property_of_a_step_is_its_own() -> None:
+    def returned(step: BlockStep) -> Update:
+        del step.flat
+        return Update(step.g)
+
+    with pytest.raises(AttributeError, match="no attribute 'flat'"):
+        step_with(Mine(returned=returned))
+
+
+def test_an_unknown_option_of_a_rule_is_told_with_those_that_it_has() -> None:
+    texts: dict[type[Rule], tuple[dict[str, Any], str]] = {
+        EigenMoments: (
+            {"beta1": 0.9, "lr": 0.1, "momentun": 0.5},
+            r"^EigenMoments does not have these options:\n  beta1\. Write momentum=\.\.\.\.\n  lr\.\n  momentun\. Did "
+            r"you mean 'momentum'\?\nThe options of EigenMoments are momentum, second_moment_decay, .*; those of all "
+            r"rules, such as lr and weight_decay, are options of KFAC: "
+            r"KFAC\(net, lr=\.\.\., rule=EigenMoments\(\.\.\.\)\)\.$",
+        ),
+        Mine: ({"first": None, "lr": 0.1}, r"^Mine does not have these options:\n  lr\.\nThe options of Mine are ret"),
+    }
+    for kind, (options, text) in texts.items():
+        with pytest.raises(TypeError, match=text):
+            kind(**options)
+    rule = EigenMoments(momentum=0.5)
+    assert copy.deepcopy(rule).momentum == pickle.loads(pickle.dumps(rule)).momentum == 0.5
+    assert replace(rule, momentum=0.25).momentum == 0.25
 
 
 def test_what_is_right_steps() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx import losses
 
 WRITE_NET = "write net = kfac_fx.compile(model, ...) and"
 Fitted = tuple[kfac_fx.CompiledModule, kfac_fx.ModelSpectrum, kfac_fx.Queries, Any]
@@ -119,3 +123,185 @@ def test_inputs_and_targets_apart_are_refused_in_words(fitted: Fitted) -> None:
         )
         with pytest.raises(TypeError, match=f"^{re.escape(wanted)}$"):
             function(x, y)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = self.linear(a + b)
+        return out
+
+
+def test_a_call_that_does_not_fit_a_signature_says_what_to_write(fitted: Fitted) -> None:
+    net, spectrum, _, (x, y) = fitted
+    compile, fit, estimator = map(cast_any, (kfac_fx.compile, kfac_fx.fit_spectrum, kfac_fx.FisherEstimator))
+    of_forward = "Several inputs of forward are one argument: write {}(model, (x, mask))."
+    calls: dict[str, Callable[[], Any]] = {
+        "compile takes model, example_inputs and example_kwargs, and got 4 arguments without names. "
+        + of_forward.format("compile")
+        + " All other options have names: loss=, linked=, ": lambda: compile(TwoInputs(), x, x, x),
+        "example_kwargs is a Tensor; it must be a dict, as in {'mask': mask}. "
+        + of_forward.format("compile"): lambda: compile(TwoInputs(), x, x),
+        "example_kwargs is a Tensor; it must be a dict, as in {'mask': mask}. "
+        + of_forward.format("capture"): lambda: kfac_fx.capture(TwoInputs(), x, x),  # type: ignore[arg-type]
+        "compile has no option 'mask'. Write padding_mask=..., the name ": lambda: compile(TwoInputs(), (x, x), mask=x),
+        "compile has no option 'criterion'. Write loss=..., as in loss='cross_entropy'.\n"
+        "Its options are model, example_inputs, example_kwargs, loss, ": lambda: compile(net.model, criterion="mse"),
+        "compile has no option 'aproximations'. Did you mean 'approximations'?\ncompile has no option 'zzz'.\n"
+        "Its options are model, ": lambda: compile(net.model, aproximations={}, zzz=1),
+        "fit_spectrum takes net and batches, and got 3 arguments without names. Inputs and targets are one batch of "
+        "the data: write fit_spectrum(net, [(x, y)]), or pass a DataLoader. All other options have names: mode=, "
+        "case=, ": lambda: fit(net, x, y),
+        "fit_spectrum has no option 'estimation_mode'. Write mode=....\nIts options are net, batches, mode, ": lambda: (
+            fit(net, [(x, y)], estimation_mode="exact")
+        ),
+        "fit_spectrum has no option 'dampin'. Did you mean 'damping'?": lambda: fit(net, [(x, y)], dampin=0.1),
+        "fit_spectrum needs batches: write fit_spectrum(batches=...).": lambda: fit(net),
+        "FisherEstimator has no option 'mode'. Write estimation_mode=....\nIts options are net, variables, ": lambda: (
+            estimator(net, mode="exact")
+        ),
+        "at takes no argument without a name, and got 1. All options have names: scale=, damping=, any_weights=.": (
+            lambda: cast_any(spectrum).at(0.1)
+        ),
+        "at has no option 'dampings'. Did you mean 'damping'?": lambda: cast_any(spectrum).at(dampings=0.1),
+        "sample needs count: write sample(count=...).": lambda: cast_any(spectrum).sample(),
+        "sample takes count and generator, and got 3 arguments without names.": lambda: cast_any(spectrum).sample(
+            1, None, None
+        ),
+        "precondition has no option 'ranks'. Did you mean 'rank'?": (
+            lambda: cast_any(spectrum).precondition((x, y), ranks=1)
+        ),
+    }
+    for wanted, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{re.escape(wanted)}"):
+            call()
+
+
+def cast_any(value: object) -> Any:
+    """For a type checker, which knows that the calls are wrong."""
+    return value
+
+
+def test_a_decorated_function_keeps_its_own_type_errors_and_its_signature(fitted: Fitted) -> None:
+    def failing(_: object, __: object) -> Tensor:
+        raise TypeError("of the user")
+
+    net, spectrum, _, (x, y) = fitted
+    with pytest.raises(TypeError, match="^of the user$"):
+        spectrum.precondition((x, y), measurement=cast_any(failing))
+    assert list(inspect.signature(kfac_fx.compile).parameters)[:3] == ["model", "example_inputs", "example_kwargs"]
+    assert "estimation_mode" in inspect.signature(kfac_fx.FisherEstimator).parameters
+    assert spectrum.sample(2)["0.weight"].shape == (2, *net.get_parameter("0.weight").shape)
+
+
+class Mine(losses.Normal):
+    """A loss of the user, whose constructor is the library's."""
+
+    name = ""
+
+
+def test_a_loss_without_outputs_is_told_to_take_them() -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "Categorical is a loss of outputs, and got none: write loss='categorical', or loss=lambda outputs: "
+        "kfac_fx.losses.Categorical(outputs)": lambda: cast_any(losses.Categorical)(),
+        "Normal is a loss of outputs, and got none: write loss=lambda outputs: kfac_fx.losses.Normal(outputs, "
+        "var=1.0)": lambda: cast_any(losses.Normal)(var=1.0),
+        "NormalMeanVariance is a loss of outputs, and got none: write loss=lambda outputs: "
+        "kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1].exp())": lambda: cast_any(
+            losses.NormalMeanVariance
+        )(),
+        "Mine is a loss of outputs, and got none: write loss=Mine, or loss=lambda outputs: Mine(outputs)": (
+            lambda: cast_any(Mine)()
+        ),
+        "Normal has no option 'variance'.\nIts options are mean, var, targets, seed.": (
+            lambda: cast_any(losses.Normal)(torch.ones(2, 1), variance=1.0)
+        ),
+    }
+    for wanted, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{re.escape(wanted)}$"):
+            call()
+    again = pickle.loads(pickle.dumps(copy.deepcopy(losses.Normal(torch.ones(2, 1), var=2.0))))
+    assert torch.equal(again.inputs, torch.ones(2, 1))
+
+
+def test_a_block_that_no_spectrum_has_is_told_as_that_of_an_estimator(fitted: Fitted) -> None:
+    net, spectrum, _, _ = fitted
+    for blocks in (spectrum.eigenvalues(), kfac_fx.FisherEstimator(net).blocks):
+        wanted = "there is no block '0.weight': a key is the tuple of all parameters of a block, in their order, as in"
+        with pytest.raises(kfac_fx.NotRegisteredError, match=rf"^{wanted}\n  \('0\.weight', '0\.bias'\)$"):
+            blocks["0.weight"]  # type: ignore[index]
+
+
+def test_scores_without_targets_do_not_speak_of_a_mode(fitted: Fitted) -> None:
+    _, spectrum, queries, (x, _) = fitted
+    wanted = (
+        "the gradient of the loss of an example needs its targets: write batches as (x, y), as in "
+        "spectrum.precondition((x, y)), or pass measurement=, a function of the outputs alone. These losses have "
+        "none:\n  Categorical of [6, 2]  wants class numbers, one for each distribution"
+    )
+    for call in (spectrum.precondition, spectrum.self_scores, queries.scores):
+        with pytest.raises(kfac_fx.TargetsMissing, match=f"^{re.escape(wanted)}$"):
+            call(x)
+    spectrum.precondition(x, measurement=lambda outputs: outputs[:, 0])
+
+
+def test_a_batch_in_one_object_is_told_to_be_arguments_of_update_covariances(fitted: Fitted) -> None:
+    net, _, _, (x, y) = fitted
+    for mode, alone in (
+        ("gradients", "update_covariances(x), because this mode draws targets, or "),
+        ("empirical", ""),
+    ):
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode=mode)
+        with pytest.raises(kfac_fx.UntraceableError) as error:
+            estimator.update_covariances((x, y))
+        assert error.value.__notes__ == [
+            "update_covariances takes the arguments of forward, and got a tuple of 2. If this is a batch (x, y), write "
+            f"{alone}update_covariances(x, targets=y)."
+        ]
+        with pytest.raises(TypeError, match=r"write estimator\.update_covariances\(\*batch\.args, targets=batch\.tar"):
+            estimator.update_covariances(kfac_fx.Batch(x, targets=y))
+        with pytest.raises(TypeError, match=r"got a dict of them: write estimator\.update_covariances\(\*\*batch\)"):
+            estimator.update_covariances({"input": x})
+
+
+def test_an_index_beyond_a_table_is_of_the_example_inputs() -> None:
+    wanted = (
+        "Sequential does not run on these inputs: IndexError: index out of range in self\nCorrect the inputs or the "
+        "model: an index must be below the number of entries, as a token below num_embeddings of its nn.Embedding."
+    )
+    model = nn.Sequential(nn.Embedding(5, 4))
+    with pytest.raises(kfac_fx.UntraceableError, match=f"^{re.escape(wanted)}$"):
+        kfac_fx.compile(model, (torch.tensor([[1, 7]]),), loss="categorical")
+    net = kfac_fx.compile(model, (torch.tensor([[1, 2]]),), loss="categorical")
+    with pytest.raises(IndexError):  # the model's own, as without the library
+        net(torch.tensor([[1, 7]]))
+
+
+class Silent(nn.Module):
+    """With an assertion that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] != 1:
+            raise AssertionError  # pytest would give words to an assert
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_an_assertion_without_words_is_quoted_once() -> None:
+    with pytest.raises(kfac_fx.UntraceableError) as error:
+        kfac_fx.compile(Silent(), (torch.randn(6, 3),), loss="categorical")
+    first, *others = str(error.value).splitlines()
+    assert first == "Silent does not run on these inputs: AssertionError" and others[-1] == "  AssertionError"
+
+
+def test_a_model_that_waits_for_its_first_forward_says_what_to_write() -> None:
+    net = kfac_fx.compile(Silent(), loss="categorical")
+    with pytest.raises(kfac_fx.UntraceableError, match=r"as in kfac_fx\.compile\(model, \(x,\), \.\.\.\) for"):
+        kfac_fx.KFAC(net)
