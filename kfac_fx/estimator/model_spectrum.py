@@ -20,7 +20,7 @@ from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
 from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
-from kfac_fx.fisher.block import Blocks, key_text
+from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
 from kfac_fx.fisher.spectrum import Damping, Relative, Spectrum, amounts_in, matches
 from kfac_fx.linalg.arguments import (
@@ -71,14 +71,6 @@ UNMEASURED = (
     "a measurement made the eigenvalues of this spectrum, and these gradients are of the loss that the module knows: "
     "pass the same measurement= here and in the scores of these queries, or nothing is wrong if another loss is meant"
 )
-
-
-class ByBlock(dict[Key, Tensor]):
-    """Tensors by the names of the parameters of their block. A key that is missing is told as by `Blocks`."""
-
-    def __missing__(self, key: object) -> Tensor:
-        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
-        return Blocks.__missing__(cast(Any, self), key)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,12 +128,6 @@ class ModelSpectrum(Spectrum):
         if not any_weights:
             raise ValueError("any_weights=False: it is not known any more which weights this spectrum was made with")
         return replace(moved, any_weights=True)
-
-    def eigenvalues(self) -> ByBlock:
-        """The eigenvalues of s F + δ I by block, see `Spectrum.eigenvalues`."""
-        return ByBlock(super().eigenvalues())
-
-    sample = explains_calls()(Spectrum.sample)
 
     def refuse_other_weights(self) -> None:
         """Raises ValueError if the weights of the module have changed since the spectrum was made."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kfac_fx.fisher import series  # noqa: F401  # they fill in their algebras
 from kfac_fx.fisher.block_diagonal import WideGroup
-from kfac_fx.fisher.groups import BlockGroup, Factor, Failures, Inverter, System
+from kfac_fx.fisher.groups import BlockGroup, ByBlock, Factor, Factors, Failures, Inverter, System
 from kfac_fx.fisher.placement import BlockOwners, DividedForm, DividedGroup, divided_forms
 from kfac_fx.linalg.arguments import (
     FINITE,
@@ -49,7 +49,7 @@ from kfac_fx.linalg.vectors import (
     vector_form,
 )
 from kfac_fx.passes.approximations import check_filled
-from kfac_fx.passes.errors import FactorNotReady, NotRegisteredError
+from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.recording.statistics import Key, additive
@@ -111,9 +111,9 @@ class BlockOperator(Operator):
         self.registration = group.registrations[index]
         self.group = group
         self.member = slice(index, index + 1)
-        self.factors: Mapping[str, Factor] = {
-            name: Factor(name, str(self.registration), stack, index) for name, stack in group.factors.items()
-        }
+        self.factors = Factors(
+            {name: Factor(name, str(self.registration), stack, index) for name, stack in group.factors.items()}
+        )
         self.statistics = tuple(statistic.name for statistic in self.registration.statistics)
 
     @property
@@ -190,19 +190,6 @@ class BlockOperator(Operator):
         """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix; raises FactorNotReady."""
         self.group.check_whole()
         return self.group.dense(self.member.start)
-
-
-class Blocks(dict[Key, BlockOperator]):
-    """The blocks by the names of their parameters, in the order of the registrations."""
-
-    def __missing__(self, key: object) -> BlockOperator:
-        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
-        names = {key} if isinstance(key, str) else set(key) if isinstance(key, tuple) else set()
-        meant = [block for block in self if names & {*block, *(name.rpartition(".")[0] for name in block)}]
-        raise NotRegisteredError(
-            f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in\n"
-            + "\n".join(f"  {block!r}" for block in (meant or list(self))[:8])
-        )
 
 
 def key_text(key: Key) -> str:
@@ -404,7 +391,7 @@ class BlockDiagonalFisher(Operator):
         self._make_extras(self._groups)
         blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
-        self._blocks = Blocks({r.parameters: by_key[r.parameters] for r in registrations})
+        self._blocks = ByBlock({r.parameters: by_key[r.parameters] for r in registrations})
         self._shapes = {name: parameters[name].shape for r in registrations for name in r.owners}
         self._registrations = registrations
         self._never_inverted.clear()
@@ -500,7 +487,7 @@ class BlockDiagonalFisher(Operator):
         return {name: owner for name, owner in names.items() if owner is not None}
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> ByBlock[BlockOperator]:
         """By the names of their parameters, in the order of the registrations."""
         if self._registrations is None:
             self.build()

@@ -45,7 +45,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,9 +81,11 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import AlikeForms, Shape, stacked
 from kfac_fx.passes.torch_private import StorageWeakRef, foreach_copy_
 from kfac_fx.recording.case_gradients import Cases
+from kfac_fx.recording.statistics import Key
 
 ALL_BLOCKS = slice(None)
 WORTH_DECOMPOSING_ALONE = 256  # width, from which a CPU gains nothing from a batch, which takes more memory
+ValueT = TypeVar("ValueT")
 Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side: [L·groups, d, d] by name, and which are valid [L·groups]
 
 # --- stacks of factors ------------------------------------------------------------------------------------------------
@@ -175,6 +177,27 @@ class Factor:
                 "call estimator.update_covariances(inputs) first."
             )
         return self.moment / self.total_weight
+
+
+class ByBlock(dict[Key, ValueT]):
+    """Values by the names of the parameters of their block, in the order of the registrations."""
+
+    def __missing__(self, key: object) -> ValueT:
+        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
+        names = {key} if isinstance(key, str) else set(key) if isinstance(key, tuple) else set()
+        meant = [block for block in self if names & {*block, *(name.rpartition(".")[0] for name in block)}]
+        raise NotRegisteredError(
+            f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in\n"
+            + "\n".join(f"  {block!r}" for block in (meant or list(self))[:8])
+        )
+
+
+class Factors(dict[str, Factor]):
+    """The factors of one block by name."""
+
+    def __missing__(self, name: object) -> Factor:
+        """Raises NotRegisteredError, a KeyError, with the names that there are."""
+        raise NotRegisteredError(f"this block has no factor {name!r}, but {', '.join(map(repr, self))}")
 
 
 def kept_elsewhere(registration: str, process: int | None = None) -> str:

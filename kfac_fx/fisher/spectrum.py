@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.fisher.groups import BlockGroup, System
-from kfac_fx.linalg.arguments import finite, not_negative, one_element, whole_number
+from kfac_fx.fisher.groups import BlockGroup, ByBlock, System
+from kfac_fx.linalg.arguments import explains_calls, finite, not_negative, one_element, whole_number
 from kfac_fx.linalg.matrices import dense, full_precision, rescued_eigh
 from kfac_fx.linalg.processes import unsharded
 from kfac_fx.linalg.vectors import Vector, check_fits, check_kinds, joined, leading, like_vector, real_vector, split
@@ -341,7 +341,7 @@ class Spectrum:
             )
         return system.root**exp
 
-    def eigenvalues(self) -> dict[Key, Tensor]:
+    def eigenvalues(self) -> ByBlock[Tensor]:
         """The eigenvalues of s F + δ I, [g, o, i] of every block, not sorted.
 
         Raises ValueError for a block with several dampings.
@@ -353,11 +353,11 @@ class Spectrum:
                 f"the eigenvalues of s F + D are not known for blocks with several dampings: {'; '.join(mixed)}. Take "
                 "those of F, spectrum.at(damping=0.0).eigenvalues()."
             )
-        return {
-            registration.parameters: values
+        return ByBlock(
+            (registration.parameters, values)
             for system in self.systems
             for registration, values in zip(system.group.registrations, self.shifted(system), strict=True)
-        }
+        )
 
     @property
     def squared(self) -> bool:
@@ -505,6 +505,7 @@ class Spectrum:
         diagonal = system.group.from_eigenbasis(self.shifted(system) ** exp, squares)
         return diagonal if root is None else diagonal * root.square()
 
+    @explains_calls()
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]. They are deviations: weights of
         a Laplace approximation are those of the model plus a sample. Raises ValueError for singular blocks."""

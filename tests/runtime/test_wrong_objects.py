@@ -233,6 +233,9 @@ def test_a_block_that_no_spectrum_has_is_told_as_that_of_an_estimator(fitted: Fi
         wanted = "there is no block '0.weight': a key is the tuple of all parameters of a block, in their order, as in"
         with pytest.raises(kfac_fx.NotRegisteredError, match=rf"^{wanted}\n  \('0\.weight', '0\.bias'\)$"):
             blocks["0.weight"]  # type: ignore[index]
+    factors = kfac_fx.FisherEstimator(net).blocks["0.weight", "0.bias"].factors
+    with pytest.raises(kfac_fx.NotRegisteredError, match=r"^this block has no factor 'B', but 'G', 'A', 'positions'$"):
+        factors["B"]
 
 
 def test_scores_without_targets_do_not_speak_of_a_mode(fitted: Fitted) -> None:

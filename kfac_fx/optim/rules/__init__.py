@@ -14,9 +14,9 @@ from torch import Tensor
 from kfac_fx.fisher.bases import without_basis
 from kfac_fx.linalg.arguments import Values, choice, not_negative, positive
 from kfac_fx.linalg.arguments import a_weight as between_0_and_1
-from kfac_fx.optim.other_names import OTHER_NAMES
 from kfac_fx.optim.rule import (
     BY_DEFAULT,
+    OTHER_NAMES,
     AdaptedDamping,
     BlockStep,
     CheckedRule,
