@@ -409,3 +409,7 @@ def function_apply() -> Any:
 
 # Reads the number of sequences out of a tensor, which no trace allows. An option of torch.export would replace it.
 EXPECTED_HIDDEN_SIZE = "get_expected_hidden_size"  # of nn.RNNBase
+
+# Whether the mask of nn.TransformerEncoder or nn.TransformerDecoder is causal. It reads the values of a mask, which no
+# trace allows. `is_causal=` of their forward would replace it, where a user writes it.
+IS_CAUSAL = "_detect_is_causal_mask"  # of torch.nn.modules.transformer

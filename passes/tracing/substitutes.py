@@ -32,7 +32,8 @@ the pass `unroll` writes them out.
     pad_packed_sequence(sequence)                               unpacked(data, lengths, ...)
 
 torch.export would trace the fused calls step by step, which is slow. It cannot trace packed sequences, whose sizes are
-data, nor the fused cells of CUDA, some of which do not run without values. The capture holds for one number of steps,
+data, nor the fused cells of CUDA, some of which do not run without values, nor the look of nn.TransformerEncoder at its
+mask, whether it is causal. The capture holds for one number of steps,
 which is guarded as every shape is, and for one length of the longest sequence of every packed batch.
 
 **Kernels**: recurrent layers and packed sequences by torch's kernels, for the operations that stand for them.
@@ -66,6 +67,7 @@ from ..torch_private import (
     CHECKPOINT_GENERATORS,
     EXPECTED_HIDDEN_SIZE,
     IS_ALL_TRUE,
+    IS_CAUSAL,
     OWN_FUNCTIONS,
     PACK,
     UNPACK,
@@ -550,7 +552,15 @@ def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[list[ToldCases]]:
         finally:
             mode.batch_first = False
 
+    def is_causal(below: Callable[..., Any], mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        # Attention then adds the mask, which is the same, causal or not. On an accelerator another kernel runs for a
+        # causal mask, whose dropout draws other numbers.
+        if is_causal is None and isinstance(mask, Tensor) and mask.device.type == "cpu":
+            return False
+        return bool(below(mask, is_causal, size))
+
     with (
+        replaced_in_thread(nn.modules.transformer, IS_CAUSAL, is_causal),
         replaced_in_thread(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected),
         replaced_in_thread(nn.MultiheadAttention, "forward", attention),
         mode,

@@ -76,6 +76,21 @@ def test_recurrent_layers_keep_their_weights_in_these_attributes() -> None:
     assert rnn.__dict__["_flat_weights"][0] is rnn.weight_ih_l0
 
 
+def test_transformers_ask_a_function_of_this_name_whether_a_mask_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.Size, object]] = []
+
+    def is_causal(mask: torch.Tensor, is_causal: bool | None = None, size: int | None = None) -> bool:
+        asked.append((mask.shape, is_causal))
+        return False
+
+    monkeypatch.setattr(nn.modules.transformer, private.IS_CAUSAL, is_causal)
+    mask, x = nn.Transformer.generate_square_subsequent_mask(3), torch.randn(3, 2, 4)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 1, enable_nested_tensor=False)
+    encoder(x, mask=mask)
+    nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 1, 4), 1)(x, x, tgt_mask=mask)
+    assert asked == [(mask.shape, None)] * 2
+
+
 @pytest.mark.parametrize("dims", ["1d", "2d", "3d"])
 def test_norms_have_one_base_class(dims: str) -> None:
     batch, instance = (getattr(nn, f"{kind}Norm{dims}") for kind in ("Batch", "Instance"))

@@ -259,3 +259,36 @@ def test_rules_train_through_views_behind_an_attention(dtype: torch.dtype, optio
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
+
+
+class Encoder(nn.Module):
+    """torch's encoder with a mask that is causal, or not; positions first."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.causal = nn.Embedding(9, 8), nn.Linear(8, 9), causal
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(len(ids), dtype=torch.float64)
+        mask = mask if self.causal else mask + mask.T.nan_to_num(neginf=-0.5)
+        logits: Tensor = self.head(self.layers(self.table(ids), mask=mask))
+        return logits
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_encoder_of_torch_with_a_mask_is_one_graph(causal: bool) -> None:
+    """The encoder reads the values of its mask, which no trace allows: it was captured in parts."""
+    torch.manual_seed(0)
+    model, ids = Encoder(causal).double(), torch.randint(9, (6, 5))
+    net = kfac_fx.compile(model, (ids,), loss="categorical", batch_dim=1)
+    assert len(net.program.registrations) == 14 and not net.program.submodules
+    other = torch.randint(9, (4, 3))  # other numbers of positions and of sequences
+    torch.testing.assert_close(net(other), model(other))
+    spectrum = kfac_fx.fit_spectrum(net, [(other, other)], case="sequence").at(scale=0.0, damping=1.0)
+    parameters, wanted = list(model.parameters()), []
+    for n in range(3):
+        loss = F.cross_entropy(model(other[:, n : n + 1]).flatten(0, 1), other[:, n], reduction="sum")
+        wanted.append(sum(g.square().sum() for g in torch.autograd.grad(loss, parameters)))  # type: ignore[misc]
+    torch.testing.assert_close(spectrum.self_scores((other, other)), torch.stack(wanted))  # type: ignore[arg-type]
