@@ -53,7 +53,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.export import Dim
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from .complex_parameters import real_parameter, with_real_parts
@@ -85,7 +84,7 @@ from .torch_private import (
     pytree,
     without_functional,
 )
-from .tracing.calls import backward_hooks, forward_hooks, map_tensors, without_backward_hooks, without_trace
+from .tracing.calls import backward_hooks, call_with, forward_hooks, map_tensors, without_backward_hooks, without_trace
 from .tracing.effects import cumulative_averages, python_random, untouched
 from .tracing.functions import own_backwards
 from .tracing.settings import ForwardSettings, Observer, Outside
@@ -835,7 +834,7 @@ def traced_below_autograd(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[
 def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor]) -> fx.GraphModule:
     def forward(held: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Any:
         with Marked():
-            return functional_call(model, held, tensors)
+            return call_with(model, held, tensors)
 
     if not runs(model, tensors, differentiates_forward):
         with torch.enable_grad(), forward_mode():

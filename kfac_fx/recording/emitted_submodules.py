@@ -48,7 +48,7 @@ from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture, place_of_loss
-from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors, without_sharding_hooks
+from kfac_fx.passes.tracing.calls import Lent, call_with, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import python_random, untouched
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.passes.tracing.substitutes import custom_functions
@@ -621,7 +621,7 @@ class EmittedSubmodules(EmittedModel):
         losses = nullcontext() if self.returns_loss else watch
         cut = TangentsCut() if transforms() else nullcontext()
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
-            output = functional_call(self.model, dict(named), args, kwargs)
+            output = call_with(self.model, named, args, kwargs)
         self.observed = weighed(output, watch.losses, self.observed)
         if self.observed:
             return output, tuple(loss.inputs for loss in self.observed)

@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -59,7 +58,7 @@ from kfac_fx.passes.ir import Program
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pipeline import EVALUATED, run
 from kfac_fx.passes.torch_private import class_of, pytree
-from kfac_fx.passes.tracing.calls import map_tensors
+from kfac_fx.passes.tracing.calls import call_with, map_tensors
 from kfac_fx.passes.tracing.effects import (
     Trace,
     attributes,
@@ -306,7 +305,7 @@ def gradients_without_hooks(
     parameters = {name: original(parameter) for name, parameter in recorder.program.parameters.items()}
     leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in parameters.items()}
     with model_kept(recorder):
-        outputs = results.tree_leaves(functional_call(recorder.model, leaves, args, dict(kwargs)))
+        outputs = results.tree_leaves(call_with(recorder.model, leaves, args, kwargs))
         return gradients_by_name(outputs, leaves)
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..errors import UntraceableError
-from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, pytree, transforms
+from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, buffers_of, parameters_of, pytree, transforms
 from .effects import Trace, accelerators, model_restored, python_random, same_random, seed_all
 from .settings import is_torchs
 from .signature import autocast
@@ -205,6 +206,26 @@ def modules_around(model: nn.Module) -> dict[int, list[frozenset[int]]]:
         around = {id(named[".".join(parts[:n])]) for n in range(1, len(parts))}
         above.setdefault(id(module), []).append(frozenset(around - {id(model), id(module)}))
     return above
+
+
+def call_with(
+    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """The call of a model with other tensors instead of those of these names, wherever it holds them.
+
+    Every place gets its tensor once. `functional_call` itself ties weights by their names, and gives a place in a
+    module that has two names its tensor twice; in the end it puts the first tensor of the call there, and not the
+    model's.
+    """
+    present = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    instead = {id(tensor): tensors[name] for name, tensor in present if name in tensors}
+    places = {
+        f"{path}.{key}" if path else key: instead[id(tensor)]
+        for path, module in model.named_modules()
+        for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
+        if id(tensor) in instead
+    }
+    return functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
 
 
 class Lent:
