@@ -50,6 +50,7 @@ from .tracing.calls import (
     around_calls,
     hooked_by_user,
     map_tensors,
+    modules_around,
     refuse_users_hooks,
     watched,
     without_trace,
@@ -112,7 +113,7 @@ def divide(
             f"cases on the first dimension of all inputs.\nThe error of torch.export is:\n{error}"
         )
     seen = watched(model, args, kwargs)
-    divider = Divider(seen, options, layers, earlier)
+    divider = Divider(seen, options, layers, earlier, modules_around(model))
     divider.left.append((model, Note(type(model).__name__, in_short(error, model))))
     for name, child in model.named_children():
         divider.descend(name, child)
@@ -193,18 +194,29 @@ def why_not_captured(name: str, divider: Divider) -> str:
 
 @dataclass
 class Divider:
-    """Captures submodules from the outermost inwards. left: those that stay Python, and why."""
+    """Captures submodules from the outermost inwards.
+
+    around: for every submodule and each of its paths, the submodules that it is in. left: those that stay Python, and
+    why. entered: those whose children are captured apart.
+    """
 
     watched: WatchedForwards
     options: Options
     layers: Mapping[str, Any]
     earlier: Division | None
+    around: Mapping[int, Sequence[frozenset[int]]]
     captured: list[CapturedSubmodule] = field(default_factory=list)
     left: list[tuple[nn.Module, Note]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
+    entered: set[int] = field(default_factory=set)
 
-    def descend(self, path: str, module: nn.Module) -> None:
+    def descend(self, path: str, module: nn.Module, inside: frozenset[int] = frozenset()) -> None:
+        """inside: the submodules on the path."""
         if id(module) in self.seen or not any(p.requires_grad for p in module.parameters()):
+            return
+        # A module that is inside of another one, too, is in its graph, or comes again among its children.
+        others = frozenset[int]().union(*self.around[id(module)]) - inside
+        if others - self.entered:
             return
         self.seen.add(id(module))
         calls = self.watched.calls.get(id(module), [])
@@ -225,8 +237,9 @@ class Divider:
                 return
         except UntraceableError as error:
             self.left.append((module, Note(path, in_short(error, module))))
+        self.entered.add(id(module))
         for name, child in module.named_children():
-            self.descend(f"{path}.{name}", child)
+            self.descend(f"{path}.{name}", child, inside | {id(module)})
 
     def of_calls(self, path: str, module: nn.Module, calls: Sequence[Call]) -> list[CapturedSubmodule]:
         """A capture for every kind of call. Raises UntraceableError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -245,3 +245,67 @@ def test_a_model_whose_parameters_are_generic_by_request_needs_no_graph() -> Non
         found = net.record((X,), {}).statistics[one.parameters]["gradient"]
         assert found.shape == (12,) and found.any()
         assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
+
+
+# --- modules under two names ------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """Calls a network that its model holds, too; or returns what a hook has seen of it."""
+
+    def __init__(self, net: nn.Sequential, hook: bool = False) -> None:
+        super().__init__()
+        self.net, self.hook = net, hook
+        if hook:
+            net[1].register_forward_hook(self.see)
+
+    def see(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return self.seen if self.hook else y
+
+
+class TwoNames(nn.Module):
+    """kind: how the network under two names is called. before: whether the model's own name of it comes first."""
+
+    def __init__(self, kind: str, before: bool) -> None:
+        super().__init__()
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        if before:
+            self.net = net
+        self.encoder, self.kind = Around(net, kind == "hook"), kind
+        if kind == "apart":
+            self.other = Around(net)
+        if not before and kind != "apart":
+            self.net = net
+        self.head = nn.Linear(6 if kind == "hook" else 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 1e9:
+            x = 2 * x
+        if self.kind == "apart":
+            return cast(Tensor, self.head(self.encoder.net(x)))
+        y = self.head(self.encoder(x))
+        return cast(Tensor, y + self.net(x) if self.kind == "both" else y)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["inside", "hook", "both", "apart"])
+def test_a_network_under_two_names_is_captured_once_and_keeps_its_parameters(kind: str, before: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = TwoNames(kind, before), torch.randn(8, 4), torch.randn(8, 3)
+    parameters = dict(model.named_parameters())
+    net = kfac_fx.compile(model, (x,), loss="mse")
+    used = {name for registration in net.program.registrations if registration.uses for name in registration.owners}
+    assert used == parameters.keys()
+    optimizer, losses = kfac_fx.KFAC(net), []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
