@@ -325,7 +325,7 @@ class Frames:
         finally:
             for watcher in self.watchers:
                 watcher.paused = False
-        return map_tensors(writable, capture.unflatten(output))
+        return map_tensors(copy_of_tapped, capture.unflatten(output))
 
 
 class TangentsCut(TorchFunctionMode):
@@ -348,7 +348,7 @@ class HooksOfConstants(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def writable(output: Tensor) -> Tensor:
+def copy_of_tapped(output: Tensor) -> Tensor:
     """A tensor into which Python may write, as it may into what a submodule returns."""
     return output.clone() if is_tapped(output) else output
 

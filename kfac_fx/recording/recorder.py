@@ -73,6 +73,7 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import real_numbers, without_autocast
 from kfac_fx.passes.torch_private import backward_here, class_of, pytree
 from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs, lasting
@@ -92,7 +93,16 @@ from kfac_fx.recording.statistics import (
     with_twins,
     without_twins,
 )
-from kfac_fx.recording.taps import ROBERTS_STEPS, WAITING, RowsOf, Tap, make_probes, none_is_none, with_cached_signature
+from kfac_fx.recording.taps import (
+    ROBERTS_STEPS,
+    WAITING,
+    RowsOf,
+    Tap,
+    make_probes,
+    none_is_none,
+    with_cached_signature,
+    writable,
+)
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
 VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst
@@ -1046,7 +1056,7 @@ class Recorder:
             losses = losses_of.real(lambda outputs: losses_of.rebuilt(output, fisher, outputs), fisher, values)
             cases = losses_of.cases(losses)
         pending = PendingMoments(probes, registrations, views, cases, self.frozen, used=self.used)
-        return self.capture.as_returned(output), pending
+        return map_tensors(writable, self.capture.as_returned(output)), pending
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)

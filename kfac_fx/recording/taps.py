@@ -636,6 +636,28 @@ def is_tapped(output: Tensor) -> bool:
     return getattr(output.grad_fn, "is_tap", False)  # of the context in `setup_context`, which is this node
 
 
+def writable(output: Tensor) -> Tensor:
+    """A tensor into which a user may write, as into what the model returns: it is no view of a tap to autograd.
+
+    It shares the memory, so it costs nothing.
+    """
+    differs = isinstance(output, Tensor) and output.grad_fn is not None and not output.is_nested
+    return cast(Tensor, cast(Any, Alias).apply(output)) if differs and output.layout is torch.strided else output
+
+
+class Alias(torch.autograd.Function):
+    """See `writable`."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
+
+
 def none_is_none(ctx: Any) -> None:
     """A backward gets None instead of zeros. DistributedDataParallel sends None to outputs that the loss leaves out. A
     compiler sends zeros, and cannot trace this."""

@@ -505,3 +505,30 @@ def test_the_hint_names_an_output_that_is_there(outputs: Any, named: str) -> Non
     with pytest.raises(kfac_fx.LossError, match="say which, as in loss=lambda outputs:") as error:
         kfac_fx.compile(Returns(), (X,), loss="categorical")
     assert f"kfac_fx.losses.Categorical({named})" in str(error.value)
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "division": lambda y: y.div_(3.0),
+    "sum": lambda y: y.add_(1.0),
+    "bounds": lambda y: y.clamp_(-0.5, 0.5),
+    "rows": lambda y: y.index_fill_(0, torch.tensor([1]), 0.0),
+}
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_user_may_write_into_outputs_as_into_those_of_the_model(
+    write: Callable[[Tensor], Tensor], view: bool
+) -> None:
+    """Taps return views, into which autograd lets nobody write."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(4, 6), torch.randn(8, 4)
+    model = nn.Sequential(linear, nn.Unflatten(1, (2, 3)) if view else nn.Identity())
+    write(model(x)).cosh().sum().backward()
+    wanted = linear.weight.grad
+    linear.weight.grad = None
+    net = kfac_fx.compile(model, (x,))
+    optimizer = kfac_fx.KFAC(net)
+    write(net(x)).cosh().sum().backward()
+    torch.testing.assert_close(linear.weight.grad, wanted)
+    optimizer.step()
