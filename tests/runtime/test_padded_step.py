@@ -124,7 +124,7 @@ def expected_update(training: Training, padded: PaddedStep, flat: FlatParameters
         flat.flat.parts(flat.g),
         grouped.scalars["momentum"],
         rule.second_moment_decay,
-        rule.eigenvalue_exponent,
+        rule.exponent(training.state.estimator),
         nesterov=nesterov(training.state.checks.size),
         accept=ok,
         most=most_momentum(training.state.scalars["steps"] + ok),

@@ -32,6 +32,11 @@ least the weight decay, if none is given.
 **Between them**, w = 1/2 is the geometric mean of both divisors. v̂ has what the Kronecker product leaves out, and the
 noise of batches, whose root takes most of the curvature out of a direction; Λ̃ has the curvature alone.
 
+**If no loss is known**, Λ is of the gradients that training sends back. The gradient that all examples have in common
+makes an eigenvalue large, whatever the curvature is, and Λ̃ would take its direction out of the step (Kunstner, Balles
+& Hennig 2019, "Limitations of the empirical Fisher approximation for natural gradient descent"). So w is 0 there: a
+variational autoencoder stood still for its first 40 steps with w = 1/2.
+
 **The length of a step** is that of Adam's times `RATE`, times a multiplier m, and bounded by the exact Fisher:
 
     θ <- θ - lr a m Δ / r       a = `RATE`
@@ -112,6 +117,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from kfac_fx.compiled.compiled_module import CompiledModule
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import (
     MEAN_VALUES,
@@ -168,6 +174,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.statistics import Key
 
 RATE = 0.02
+EXPONENT, EXPONENT_UNNAMED = 0.5, 0.0  # w by default, and without a loss that is known
 GROWTH = 1.0  # η
 OVERSHOT = 0.3
 YOUNG = 100.0  # steps, after which m grows more slowly
@@ -197,7 +204,8 @@ class EigenMoments(CheckedRule):
             (1 - β₁) steps, and grows towards it from 0.9. Parameter groups may have their own, one for all parameters
             of a block.
         second_moment_decay: β₂, where 1 weighs all steps alike.
-        eigenvalue_exponent: w, from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with Adam's length.
+        eigenvalue_exponent: w, from 0, Adam in the eigenbasis, to 1, the direction of K-FAC with Adam's length. None
+            means 1/2, or 0 if no loss is known.
         relative_damping: every side of a block is damped by this part of its mean eigenvalue, λ_A = c tr A / dim A.
             None means 0.003, or the largest weight decay of the parameter groups if that is more.
         norm_constraint: c; the squared exact Fisher norm of a step is at most c max(1, loss).
@@ -245,7 +253,7 @@ class EigenMoments(CheckedRule):
 
     momentum: Annotated[float, a_decay] = 0.95
     second_moment_decay: Annotated[float, a_weight] = 0.95
-    eigenvalue_exponent: Annotated[float, a_weight] = 0.5
+    eigenvalue_exponent: Annotated[float | None, a_weight] = None
     relative_damping: Annotated[float | None, positive] = None
     norm_constraint: Annotated[float, positive] = 0.03
     overhead: Annotated[float, positive] = 0.2
@@ -258,6 +266,12 @@ class EigenMoments(CheckedRule):
                 f"relative_damping={self.relative_damping} has no effect without an eigenvalue_exponent above 0: leave "
                 "it out"
             )
+
+    def exponent(self, estimator: FisherEstimator) -> float:
+        """w, also if it is not given."""
+        if self.eigenvalue_exponent is not None:
+            return self.eigenvalue_exponent
+        return EXPONENT_UNNAMED if knows_no_loss(estimator) else EXPONENT
 
     def side_damping_with(self, weight_decay: float) -> float | None:
         """At least the weight decay, if no `relative_damping` is given."""
@@ -354,7 +368,7 @@ class EigenMoments(CheckedRule):
             {**gradient, **absent},
             beta,
             self.second_moment_decay,
-            self.eigenvalue_exponent,
+            self.exponent(step.estimator),
             nesterov=nesterov(step.size),
             accept=ok,
             most=most_momentum(step.scalars["steps"]),
@@ -584,7 +598,7 @@ class EigenMemory(Memory):
         if self._padded is None or self._padded.means is not means:
             if has_bases_in_blocks(means.groups):  # of a state of a CPU
                 return None
-            decay, exponent = self.rule.second_moment_decay, self.rule.eigenvalue_exponent
+            decay, exponent = self.rule.second_moment_decay, self.rule.exponent(self.estimator)
             self._padded = PaddedStep.of(means, self.scalar, decay, exponent, products)
         return self._padded if self._padded.fits(means, flat) else None
 
@@ -600,12 +614,19 @@ class EigenMemory(Memory):
         return [stack.moment for stack in self.means.joint or ()]
 
     def described(self) -> list[str]:
-        """For the report: the precision of a step."""
-        return [] if self._padded is None else [self._padded.described]
+        """For the report: the precision of a step, and w where it is not the usual one."""
+        lines = [] if self._padded is None else [self._padded.described]
+        if self.rule.eigenvalue_exponent is None and knows_no_loss(self.estimator):
+            lines.append("steps are those of Adam in the eigenbases, because no loss is known")
+        return lines
 
     def reasons(self) -> list[str]:
         """For the report: why a step is slower than it could be."""
         return [] if self._padded is None else self._padded.reasons
+
+
+def knows_no_loss(estimator: FisherEstimator) -> bool:
+    return isinstance(estimator.net, CompiledModule) and estimator.net.knows_no_loss
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
