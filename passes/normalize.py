@@ -5,6 +5,7 @@ Values never change.
 Before                                   After
     aten.linear.default(x, w)                F.linear(x, w, None)
     x.relu()                                 torch.relu(x)
+    F.layer_norm(x, [x.size(-1)], w)         F.layer_norm(x, [6], w, None, 1e-05), where the capture knows the size
     operator.add(b, y), b a parameter        torch.add(y, b)
     b - y                                    torch.add(torch.mul(y, -1.0), b)
     self.bn(x)                               F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-05)
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .graphs.edit import functional, numbers, sequence
+from .graphs.edit import functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import REDUCTIONS, adds_up, dims_of, has_effect, op_name
 from .graphs.spelling import in_pairs, order_operands, respell, spell_native, subtract_by_adding
@@ -58,6 +59,7 @@ def normalize(program: Program) -> Program:
         return call
 
     copy_nodes(program.graph.nodes, graph, write, copies)
+    known_sizes(graph)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
     sequence(graph)

@@ -45,11 +45,18 @@ from torch import Tensor, fx
 
 from kfac_fx.passes.check import NOWHERE, unmatched
 from kfac_fx.passes.errors import plural, source_line, where
-from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, shape_of, symbolic_sizes, use_edges
+from kfac_fx.passes.graphs.labels import (
+    labels_of,
+    parameters_behind,
+    shape_of,
+    symbolic_sizes,
+    use_edges,
+    without_loss,
+)
 from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import ROW_MASK, Note, PassRecord, Program, Registration
 from kfac_fx.passes.torch_losses import BY_NAME
-from kfac_fx.recording.captures import CompileArguments, without_loss
+from kfac_fx.recording.captures import CompileArguments
 from kfac_fx.recording.case_gradients import CaseRecorder
 from kfac_fx.recording.proof import NO_LOSS
 from kfac_fx.recording.recorder import Recorder

@@ -88,10 +88,10 @@ from kfac_fx.linalg.processes import Replicas, is_sharded
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.losses.distributions import Measurement, check_mode
 from kfac_fx.passes.errors import LossError, RegistrationError, fatal, plural, table, warn_user
+from kfac_fx.passes.graphs.labels import without_loss
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.captures import without_loss
 from kfac_fx.recording.case_gradients import LowRank, QueryGradients, warn_of_noise
 from kfac_fx.recording.model_checks import refuse_without_blocks
 from kfac_fx.recording.progress import tracked

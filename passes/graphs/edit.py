@@ -1,6 +1,7 @@
 """Tools that write graphs: the module that holds what a graph reads, a writer of nodes, numbers for literals, and pure
 operations instead of those that write into memory.
 
+    x.view(x.size(0), x.size(1))         ->   x.view(x.size(0), 6)
     F.relu(x, inplace=True)              ->   torch.relu(x), and later readers of x read the result
     w = y[:, 0].copy_(a); f(y)           ->   w = y[:, 0].copy_(a); f(overwritten(y, w))
 
@@ -19,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..torch_private import UNSAFE_VIEW, GraphAppendingTracer
-from .labels import Label, labels
+from .labels import Label, known_number, labels
 from .operations import (
     CASTS,
+    KINDS_OF_CALLS,
     MAKES_COMPLEX,
     OF_REAL_NUMBERS,
     OWN_BACKWARD,
@@ -165,6 +167,25 @@ class Writer(GraphAppendingTracer):
 
 ARITHMETIC = {"mul", "div", "add", "sub"}
 ALIASES = {"detach", "detach_", "alias"}
+
+
+def known_sizes(graph: fx.Graph) -> None:
+    """`x.view(x.size(0), x.size(1))` -> `x.view(x.size(0), 6)`: sizes that are symbols in the trace, and that the model
+    fixes, as an operation with a parameter does."""
+    for node in graph.nodes:
+        if node.op in KINDS_OF_CALLS and any(known_size(operand) is not None for operand in node.all_input_nodes):
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), size_or_node)
+
+
+def known_size(node: fx.Node) -> int | None:
+    """The number that a node computes, if the trace knows it."""
+    value = node.meta.get("val") if node.op in KINDS_OF_CALLS else None
+    return known_number(value) if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) else None
+
+
+def size_or_node(node: fx.Node) -> fx.Node | int:
+    size = known_size(node)
+    return node if size is None else size
 
 
 def numbers(graph: fx.Graph, root: nn.Module) -> None:

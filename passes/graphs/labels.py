@@ -239,6 +239,17 @@ def entries(program: Program) -> dict[Edge, set[str]]:
     return {(pure, act): {name for name in behind[pure] if 0 not in program.shapes[name]} for pure, act in edges}
 
 
+def without_loss(program: Program) -> tuple[str, ...]:
+    """The unused parameters, and unused pieces, that what forward returns depends on: their losses are not known."""
+    if not program.unused or program.submodules or not program.losses:
+        return ()
+    label = labels_of(program)
+    returned = [node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node)]
+    edges = use_edges(program.graph, label, returned)
+    reached = set[str]().union(*(parameters_behind(pure, label, program.behind) for pure, _ in edges))
+    return tuple(name for name in program.unused if not reached.isdisjoint({name, program.owner(name)}))
+
+
 # --- where gradients stop ---------------------------------------------------------------------------------------------
 
 JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "floor_divide", "cond", OWN_BACKWARD}

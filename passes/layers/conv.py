@@ -237,13 +237,18 @@ CONV = {**XW, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 
 CONV_TRANSPOSE = {**XW, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
+def known_groups(attrs: Attrs) -> bool:
+    """Whether the number of groups is not computed in forward, as `groups=x.size(1)` is: matrices have known sizes."""
+    return isinstance(attrs["groups"], int)
+
+
 def depthwise(attrs: Attrs) -> bool:
     """Whether every input channel is a group of its own, with one or more outputs."""
-    return bool(attrs["groups"] > 1 and attrs["weight"][1] == 1)
+    return known_groups(attrs) and bool(attrs["groups"] > 1 and attrs["weight"][1] == 1)
 
 
 def not_depthwise(attrs: Attrs) -> bool:
-    return not depthwise(attrs)
+    return known_groups(attrs) and not depthwise(attrs)
 
 
 def convolution(function: Convolve, axes: str, module: Module, size: Size) -> tuple[Layer, Layer]:
@@ -312,6 +317,7 @@ def transposed(function: Convolve, axes: str, module: Module, size: Size) -> Lay
         grad_rows=positions,
         layouts={"weight": f"(g c) o {axes} -> g o (c {axes})", "bias": "(g o) -> g o"},
         sizes=groups,
+        where=known_groups,
         bias_along=-1 - len(size),
         spelled=Spelling(function, CONV_TRANSPOSE, data_first=True),
         tf_kind="conv2d",

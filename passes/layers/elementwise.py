@@ -319,7 +319,7 @@ def channels(x: Tensor, attrs: Attrs) -> Tensor:
 
 @layer(
     spelled=Spelling(F.layer_norm, data_first=True),
-    rows=lambda x, attrs: elements(F.layer_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
+    rows=lambda x, attrs: elements(F.layer_norm(x, attrs["weight"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
     example=(
@@ -330,14 +330,14 @@ def channels(x: Tensor, attrs: Attrs) -> Tensor:
     **ELEMENTWISE,
 )
 def layer_norm(
-    x: Tensor, normalized_shape: list[int], eps: float, *, weight: Tensor, bias: Tensor | None = None
+    x: Tensor, _normalized_shape: list[int], eps: float, *, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    return F.layer_norm(x, normalized_shape, weight, bias, eps)
+    return F.layer_norm(x, _normalized_shape, weight, bias, eps)
 
 
 @layer(
     spelled=Spelling(F.rms_norm, data_first=True),
-    rows=lambda x, attrs: elements(F.rms_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
+    rows=lambda x, attrs: elements(F.rms_norm(x, attrs["weight"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
     example=(
@@ -346,8 +346,8 @@ def layer_norm(
     ),
     **ELEMENTWISE,
 )
-def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, normalized_shape, weight, eps)
+def rms_norm(x: Tensor, _normalized_shape: list[int], eps: float | None, *, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, _normalized_shape, weight, eps)
 
 
 @layer(

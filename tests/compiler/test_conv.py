@@ -1,12 +1,16 @@
 """The second moment of patches by the short way, against the patches themselves."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.passes.layers.conv import patches, second_moment
+from kfac_fx.passes.resolve import resolve
+from tests.compiler.toy import Toy, before, found
 
 # (channels, groups, sizes, kernel, stride, dilation, padding)
 CASES: dict[str, tuple[Any, ...]] = {
@@ -66,3 +70,14 @@ def test_it_compiles_without_graph_breaks_for_any_batch() -> None:
     x, attrs = made(CASES["a stride that leaves lines out"])
     for size in (2, 3):  # the second time with a free number of cases
         torch.testing.assert_close(short(x[:size], attrs), over_rows(x[:size], attrs))
+
+
+def grouped(function: Callable[..., Tensor], *inputs: Tensor) -> list[tuple[str, tuple[str, ...], int]]:
+    return found(resolve(before("resolve", Toy(lambda x, w: function(x, w, groups=x.size(1)), w=(6, 1, 3)), *inputs)))
+
+
+def test_a_number_of_groups_that_forward_counts_leaves_the_weight_generic() -> None:
+    """The weight fits several numbers, and the matrices of a block have known sizes."""
+    x = torch.randn(8, 6, 4)
+    assert grouped(F.conv1d) == grouped(F.conv1d, x) == grouped(F.conv_transpose1d) == [("generic", ("w",), 0)]
+    assert grouped(F.conv_transpose1d, x) == [("conv_transpose1d", ("w",), 1)]  # the channels are the weight's 6

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.graphs.edit import Writer, attribute, holder
+from kfac_fx.passes.graphs.operations import op_name
 from tests.compiler.toy import Toy, before
 
 
@@ -71,6 +72,16 @@ def test_a_literal_of_the_same_type_becomes_a_number(build: Callable[[], Any], n
     assert node.args[1] == number if number is not None else isinstance(node.args[1], fx.Node)
     (found,) = fx.GraphModule(program.root, program.graph)(X)
     assert torch.equal(found, model(X))
+
+
+def test_a_size_that_the_model_fixes_is_a_number_and_the_others_stay_free() -> None:
+    model = Toy(lambda x, w: x.view(x.shape[0], x.shape[1], x.shape[2]) * w.view(1, 1, x.size(2)), w=(3,))
+    program = before("find_losses", model, torch.randn(4, 5, 3))
+    views = [node.args[1] for node in program.graph.nodes if op_name(node) == "view"]
+    assert [[size for size in sizes if not isinstance(size, fx.Node)] for sizes in views] == [[3], [1, 1, 3]]
+    for x in (torch.randn(4, 5, 3), torch.randn(2, 7, 3)):
+        (found,) = fx.GraphModule(program.root, program.graph)(x)
+        assert torch.equal(found, model(x))
 
 
 # --- a graph written by computing -------------------------------------------------------------------------------------

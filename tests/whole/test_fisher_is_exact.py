@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 
@@ -102,6 +103,71 @@ def test_full_blocks_are_the_dense_fisher(name: str) -> None:
     for block in estimator.blocks.values():
         if not block.registration.generic:
             torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, cases))
+
+
+class OfSizes(nn.Module):
+    """A function of the input, its sizes and parameters, before a layer."""
+
+    def __init__(self, function: Callable[..., Tensor], features: int, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function, self.held = function, nn.ParameterDict({n: torch.randn(s) for n, s in shapes.items()})
+        self.last = nn.Linear(features, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.function(x, **self.held)).mean(1))  # type: ignore[no-any-return]
+
+
+OF_SIZES: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
+    "the last size": (lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), {"w": (6,), "b": (6,)}),
+    "a list": (lambda x, w: F.layer_norm(x, [x.size(-1)], w), {"w": (6,)}),
+    "two sizes": (lambda x, w, b: F.layer_norm(x, x.shape[-2:], w, b), {"w": (4, 6), "b": (4, 6)}),
+    "permuted": (
+        lambda x, w, b: F.layer_norm(x.mT, (x.size(1),), w, b).mT, {"w": (4,), "b": (4,)}
+    ),
+    "root mean square": (lambda x, w: F.rms_norm(x, (x.size(-1),), w), {"w": (6,)}),
+    "groups": (lambda x, w, b: F.group_norm(x, x.shape[1], w, b), {"w": (4,), "b": (4,)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inputs", [True, False], ids=["exported", "symbolic"])
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_norms_over_sizes_of_the_models_input(name: str, inputs: bool) -> None:
+    """In a capture these sizes may be symbols, or be computed; the shape of the gain is known."""
+    torch.manual_seed(0)
+    function, shapes = OF_SIZES[name]
+    model, x = OfSizes(function, 6, **shapes), torch.randn(5, 4, 6)
+    targets = torch.randint(3, (5,))
+    net = kfac_fx.compile(model, (x,) if inputs else None, loss="categorical", approximations={"*": "full"})
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=targets)
+    assert not any(registration.generic for registration in net.registrations)
+    oracle = gradients_by_case(model, "categorical", (x,), targets)
+    for block in estimator.blocks.values():
+        torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, 5))
+    more = torch.randn(7, 4, 6)
+    assert torch.equal(net(more), model(more))
+
+
+FIXED_SIZES: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
+    "a view of a scale": (lambda x, w: x * w.view(1, 1, x.size(2)), {"w": (6,)}),
+    "a view of a weight": (lambda x, w: x @ w.view(x.size(2), 6), {"w": (36,)}),
+    "slices": (lambda x, w: x * w[: x.size(2)], {"w": (9,)}),
+}
+
+
+@pytest.mark.parametrize("name", FIXED_SIZES)
+def test_parameters_that_are_viewed_by_sizes_of_the_models_input(name: str) -> None:
+    torch.manual_seed(0)
+    function, shapes = FIXED_SIZES[name]
+    model, x = OfSizes(function, 6, **shapes), torch.randn(5, 4, 6)
+    targets = torch.randint(3, (5,))
+    estimator = estimated(model, "categorical", (x,), targets, approximations={"*": "full"})
+    assert not any(registration.generic for registration in estimator.net.registrations)
+    oracle = gradients_by_case(model, "categorical", (x,), targets)
+    for block in estimator.blocks.values():
+        torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, 5))
+    for more in (torch.randn(7, 4, 6), torch.randn(7, 2, 6)):
+        assert torch.equal(estimator.net(more), model(more))
 
 
 @pytest.mark.parametrize("name", every(4, SEPARATE_CASES + IN_PART, first=1))

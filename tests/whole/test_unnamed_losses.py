@@ -447,6 +447,31 @@ def test_a_head_whose_loss_in_forward_is_unknown_is_in_the_report() -> None:
     assert 'KFAC(net, first_order={"lr": 0.01}) for another lr' in " ".join(text.split())
 
 
+class Positioned(nn.Module):
+    """Positions of which the loss in forward reads a part; forward may return others beside it."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.positions, self.last, self.returns = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 2), returns
+
+    def forward(self, x: Tensor, boxes: Tensor) -> Any:
+        loss = F.mse_loss(self.last(torch.tanh(x[:, None] + self.positions[1:5])).mean(1), boxes)
+        return (loss, self.positions[:1] * x.mean()) if self.returns else loss
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_part_that_forward_never_reads_is_unused(returns: bool) -> None:
+    """Its gradient is 0, whatever the loss; the gradient of a part that forward returns is not."""
+    model = Positioned(returns)
+    net = kfac_fx.compile(model, (X, BOXES))
+    outputs = pytree.tree_leaves(net(X, BOXES))
+    (gradient,) = torch.autograd.grad(sum(output.sum() for output in outputs), model.positions)
+    assert bool(gradient[0].any()) is returns
+    assert net.report.unused == ("positions[0:1]",)
+    assert net.report.behind_no_loss == (("positions[0:1]",) if returns else ())
+    assert ("no loss   positions[0:1]" if returns else "unused    positions[0:1]") in net.report.to_text(width=200)
+
+
 def test_a_fit_warns_of_a_head_whose_loss_is_unknown() -> None:
     """Its scores and determinants were those without the head, without a word."""
     net, example = kfac_fx.compile(Trained(), (X, LABELS, BOXES)), kfac_fx.Batch(X, LABELS, BOXES)
