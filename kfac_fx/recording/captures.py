@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import with_gradient
 from kfac_fx.losses.declared import (
@@ -58,7 +58,7 @@ from kfac_fx.passes.errors import (
     table,
     warn_user,
 )
-from kfac_fx.passes.graphs.labels import ancestors
+from kfac_fx.passes.graphs.labels import without_loss
 from kfac_fx.passes.ir import LossSite, Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
@@ -892,15 +892,6 @@ def drop_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, fsdp_module):
             module.reshard()
-
-
-def without_loss(program: Program) -> tuple[str, ...]:
-    """The unused parameters that the model's outputs depend on: their losses are not known."""
-    if not program.unused or program.submodules or not program.losses:
-        return ()
-    returned = [node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node)]
-    reached = {str(node.target) for node in ancestors(returned) if node.op == "get_attr"}
-    return tuple(name for name in program.unused if program.owner(name) in reached)
 
 
 # --- agreement of captures --------------------------------------------------------------------------------------------
