@@ -16,10 +16,10 @@ function which somebody replaced is noticed.
 **Attributes of modules that forward does not read**, as the lists and counters of a training loop, are no settings:
 those whose name is in no code that ran in the trace (`ModuleReads`). Names are those of all code together, so an
 attribute of one module counts as read where code reads that name of anything. All attributes are settings if code that
-ran may read one whose name it does not have, as by `getattr`, or if something may have run that Python does not tell of.
-torch's own code is no such reader: what it looks up by computed names are parameters, buffers, modules and hooks, which
-are no plain attributes; `nn.Module.__getattr__` gets its name from the code that reads. Attributes of modules of torch's
-classes are settings, because torch's code outside of torch.nn is not followed.
+ran may read one whose name it does not have, as by `getattr`, or if something ran that Python does not tell of. torch's
+own code is no such reader: what it looks up by computed names are parameters, buffers, modules and hooks, which are no
+plain attributes; and `nn.Module.__getattr__` gets its name from the code that reads. All attributes of modules of
+torch's classes are settings, because torch's code outside of torch.nn is not followed.
 
 A *summary* tells whether a value is still the same, and what to put back if it is not. It is hashable, and equal to a
 later one as long as nothing in the value changed. It follows containers, arrays, objects with a `__dict__` or
@@ -845,7 +845,7 @@ class BytecodeNames:
 
 
 # By these, code reads or writes attributes whose names it need not have; `apply` runs functions in the backward.
-BY_NAME = frozenset(
+READ_ANY = frozenset(
     {
         *("getattr", "hasattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "compile", "attrgetter"),
         *("methodcaller", "dump", "dumps", "apply", "start_new_thread", "_start_new_thread"),
@@ -886,7 +886,7 @@ class ModuleReads:
                 inside = ModuleReads.of(constant)
                 names |= inside.names
                 any_name = any_name or inside.any
-        return ModuleReads(frozenset(names), any_name or not BY_NAME.isdisjoint(names))
+        return ModuleReads(frozenset(names), any_name or not READ_ANY.isdisjoint(names))
 
 
 def may_read_any(value: Any) -> bool:
