@@ -66,7 +66,9 @@ from types import (
     FunctionType,
     MappingProxyType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -858,6 +860,10 @@ READER_CLASSES = (attrgetter, methodcaller)
 COMPILED = ("cython_function_or_method", "fused_cython_function", "nb_func", "nb_method")  # kinds of functions
 # Modules of Python whose functions read no attributes of the modules of torch that they are given.
 CACHED = type(lru_cache(abs))
+# Files of torch: code that it makes runs there, or functions of the user's are taken to be run inside of operations.
+RUN_UNSEEN = tuple(
+    f"{TORCH}{name.replace('/', os.sep)}" for name in ("_dynamo/", "utils/_python_dispatch.py", "autograd/graph.py")
+)
 NO_READERS = ("contextlib", "warnings", "enum", "collections", "random", "abc", "types", "typing", "weakref", "logging")
 
 
@@ -891,8 +897,14 @@ class ModuleReads:
 
 def may_read_any(value: Any) -> bool:
     """Whether a value that forward has may read attributes of modules without a name in the code that runs: a getter,
-    compiled code, or a function that answers from a cache, which a user may clear."""
+    compiled code, a function that answers from a cache, which a user may clear, or one with a backward of its own."""
     kind = type(value)
+    if kind is MethodType:
+        return value.__name__ in READ_ANY and isinstance(value.__self__, type) and not of_library(value.__self__)
+    if kind in (property, staticmethod, classmethod):
+        return may_read_any(value.fget if kind is property else value.__func__)
+    if kind in (MethodWrapperType, WrapperDescriptorType):
+        return value.__name__ in READ_ANY
     if kind is BuiltinFunctionType:
         return value in READERS or bool(value.__module__ and not of_library(value))
     if kind is type:
@@ -903,7 +915,7 @@ def may_read_any(value: Any) -> bool:
 @cache
 def reads_no_modules(file: str) -> bool:
     """Whether a function of a file that is not followed reads no plain attribute of a module that code gives it."""
-    if file.startswith(f"{TORCH}_dynamo{os.sep}"):  # runs code that it makes
+    if file.startswith(RUN_UNSEEN):
         return False
     if not file.startswith(STDLIB) or file.startswith(str(Path(STDLIB, "site-packages"))):
         return True

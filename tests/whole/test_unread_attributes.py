@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_fx
 from kfac_fx.recording import captures
@@ -117,18 +119,15 @@ class Reading(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
         self.read, self.scale, self.name = read, 1.0, "sca"
-        self.helper, self.getter = Helper(), attrgetter("scale")
+        self.helper, self.getter, self.bound = Helper(), attrgetter("scale"), self.__getattribute__
+        self.partial = functools.partial(getattr, self)
 
     @property
     def scaled(self) -> float:
         return self.scale
 
-    @functools.cached_property
-    def memory(self) -> dict[str, float]:
-        return {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x)  # type: ignore[no-any-return]
+    got = property(attrgetter("scale"))
+    fetch = staticmethod(getattr)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)) * self.read(self))  # type: ignore[no-any-return]
@@ -171,6 +170,22 @@ def matched(module: Any) -> Any:
     return 0.0
 
 
+class Scaling(TorchDispatchMode):
+    """Runs inside of operations of torch, where functions are not observed."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) * self.module.scale
+
+
+def in_a_mode(module: Any) -> Any:
+    with Scaling(module):
+        return torch.ones(())
+
+
 def in_a_thread(module: Any) -> Any:
     values: list[Any] = []
     thread = threading.Thread(target=lambda: values.append(helping(module)))
@@ -206,6 +221,11 @@ READERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None]]] = {
     "vars": (lambda own: vars(own)[own.name + "le"], scaled),
     "the dictionary": (lambda own: own.__dict__[own.name + "le"], scaled),
     "a getter of the model": (lambda own: own.getter(own), scaled),
+    "a property that is a getter": (lambda own: own.got, scaled),
+    "a static method that is getattr": (lambda own: own.fetch(own, own.name + "le"), scaled),
+    "a bound method of Python's": (lambda own: own.bound(own.name + "le"), scaled),
+    "a partial function": (lambda own: own.partial(own.name + "le"), scaled),
+    "a mode of torch": (lambda own: in_a_mode(own), scaled),
     "a global getter": (lambda own: OF_SCALE(own), scaled),
     "a copy": (lambda own: copy.copy(SimpleNamespace(own=own)).own.scale, scaled),
     "a helper function": (helping, scaled),
@@ -284,6 +304,87 @@ def test_an_attribute_that_a_hook_reads_is_seen(of_layer: bool, examples: tuple[
     assert not torch.allclose(before, moment(net))
     outputs, _ = net.functional(dict(net.named_parameters()), (X,), {})
     torch.testing.assert_close(outputs, model(X))
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = 1.0, 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale
+
+
+@pytest.mark.parametrize("examples", [(), (X,)], ids=["without inputs", "with inputs"])
+def test_an_attribute_that_a_parametrization_reads_is_seen(examples: tuple[Tensor, ...]) -> None:
+    torch.manual_seed(0)
+    model = Logging()
+    parametrize.register_parametrization(model.last, "weight", times := Times())
+    net = kfac_fx.compile(model, *((examples,) if examples else ()), loss="categorical")
+    for scale, number in ((1.0, 1), (3.0, 2)):
+        times.scale = scale
+        times.calls += 1
+        model.iteration += 1
+        outputs, _ = net.functional(dict(net.named_parameters()), (X,), {})
+        torch.testing.assert_close(outputs, model(X))
+        assert number_of_captures(net) == number
+
+
+class OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.module.scale, None
+
+
+OWN_BACKWARD = OwnBackward.apply
+
+
+class WithBackward(Logging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(OWN_BACKWARD(self.inner(x) if x.shape[-1] == 4 else x, self))
+
+
+def test_an_attribute_that_a_backward_reads_is_seen() -> None:
+    torch.manual_seed(0)
+    model = WithBackward()
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    model.scale = 3.0
+    net.record((X,), {})
+    assert number_of_captures(net) == 2
+
+
+class OfDerivatives(nn.Module):
+    """Takes derivatives in forward, as networks for differential equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale, self.iter = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope * self.scale
+
+
+def test_forwards_that_take_derivatives_are_kept_too() -> None:
+    torch.manual_seed(0)
+    model = OfDerivatives()
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    for scale, number in ((1.0, 1), (3.0, 2)):
+        model.scale = scale
+        model.iter += 1
+        outputs, _ = net.functional(dict(net.named_parameters()), (X,), {})
+        torch.testing.assert_close(outputs, model(X))
+        assert number_of_captures(net) == number
 
 
 def test_an_attribute_that_another_module_reads_under_its_name_counts_as_read() -> None:
