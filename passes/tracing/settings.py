@@ -871,7 +871,8 @@ NO_READERS = ("contextlib", "warnings", "enum", "collections", "random", "abc", 
 class ModuleReads:
     """The attributes of modules that a function may read, also by functions inside of it that it only defines.
 
-    names: all names and the words of all strings in its code. any: whether it may read others.
+    names: all names in its code but those of globals alone, and the words of all strings. any: whether it may read
+    others.
     """
 
     names: frozenset[str]
@@ -880,8 +881,11 @@ class ModuleReads:
     @staticmethod
     @cache
     def of(code: CodeType) -> ModuleReads:
-        names, waiting = set(code.co_names), list(code.co_consts)
-        any_name = any(instruction.opname == "MATCH_CLASS" for instruction in dis.get_instructions(code))
+        names, waiting, any_name = set[str](), list(code.co_consts), not READ_ANY.isdisjoint(code.co_names)
+        for instruction in dis.get_instructions(code):
+            if instruction.opcode in dis.hasname and instruction.opname not in GLOBALS:
+                names.add(instruction.argval)
+            any_name = any_name or instruction.opname == "MATCH_CLASS"
         while waiting:
             constant = waiting.pop()
             if isinstance(constant, str):
@@ -892,7 +896,7 @@ class ModuleReads:
                 inside = ModuleReads.of(constant)
                 names |= inside.names
                 any_name = any_name or inside.any
-        return ModuleReads(frozenset(names), any_name or not READ_ANY.isdisjoint(names))
+        return ModuleReads(frozenset(names), any_name)
 
 
 def may_read_any(value: Any) -> bool:
