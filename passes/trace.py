@@ -44,7 +44,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import CodeType, FrameType
 from typing import Any
@@ -437,7 +437,8 @@ def exported(
     marks = [torch.empty(0) for _ in pytree.tree_leaves(captured.returned)]
     captured = captured.but(named_loss=place_of_loss(flat.unflatten(marks), marks))
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
-    hooks = (*forward_hooks(model), *backward_hooks(model))
+    hooks = (*forward_hooks(model), *(later := backward_hooks(model)))
+    outside = replace(outside, read=None) if later else outside  # which do not run in a trace
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects, *returned)
     nested = flat.as_returned, bool(flat.returned.nested)
     return Capture(captured, tensors_in, flat.unflatten, holds, effects, assigned, outside, *nested)
@@ -609,6 +610,7 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
         return all(value is defaults[name] for name, value in arguments.items() if name in defaults)
 
     outside, hooks = observer.outside(), (*forward_hooks(model), *backward_hooks(model))
+    outside = replace(outside, read=None) if hooks else outside  # torch.fx runs none of layers
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects)
     program = Program(graph, root, *named_parameters(model), options, layers)
     program = program.but(named_loss=place_of_loss(program.returned, pytree.tree_leaves(program.returned)))

@@ -234,7 +234,7 @@ NUMBER = (
     "which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
 )
 SETTING = (
-    "{name}, which forward reads, has had {count} values, and every one is a capture of its own, which takes time: "
+    "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
     "let it be a buffer that is written in place, if forward only computes with it"
 )
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences

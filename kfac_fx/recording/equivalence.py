@@ -516,9 +516,9 @@ def outside_now(recorder: Recorder) -> ForwardSettings:
     """The present settings of all that forward reads from outside, to be put back behind a forward. They are those of a
     capture if these hold, unless forward itself changes some of them."""
     settings = recorder.settings
-    if settings is not None and not settings.without and settings.hold():
+    if settings is not None and settings.whole and not settings.without and settings.hold():
         return settings
-    return ForwardSettings(recorder.model, recorder.capture.outside)
+    return ForwardSettings(recorder.model, recorder.capture.outside, everything=True)
 
 
 class OutputWatch:

@@ -13,6 +13,14 @@ every branch and every number of it comes from its inputs, from the model or fro
 torch's own functions and those of Python are not followed. A name in them counts for what it is bound to, so that a
 function which somebody replaced is noticed.
 
+**Attributes of modules that forward does not read**, as the lists and counters of a training loop, are no settings:
+those whose name is in no code that ran in the trace (`ModuleReads`). Names are those of all code together, so an
+attribute of one module counts as read where code reads that name of anything. All attributes are settings if code that
+ran may read one whose name it does not have, as by `getattr`, or if something ran that Python does not tell of. torch's
+own code is no such reader: what it looks up by computed names are parameters, buffers, modules and hooks, which are no
+plain attributes; and `nn.Module.__getattr__` gets its name from the code that reads. All attributes of modules of
+torch's classes are settings, because torch's code outside of torch.nn is not followed.
+
 A *summary* tells whether a value is still the same, and what to put back if it is not. It is hashable, and equal to a
 later one as long as nothing in the value changed. It follows containers, arrays, objects with a `__dict__` or
 `__slots__`, bound methods, functools.partial, weak references and context variables; of functions and classes that
@@ -32,7 +40,9 @@ import dis
 import gc
 import inspect
 import os
+import pickle
 import random
+import re
 import sys
 import sysconfig
 import threading
@@ -43,10 +53,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
-from itertools import repeat
+from functools import cache, lru_cache, partial
+from itertools import chain, repeat
 from numbers import Number
-from operator import is_
+from operator import attrgetter, is_, methodcaller
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -56,7 +66,9 @@ from types import (
     FunctionType,
     MappingProxyType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -115,12 +127,16 @@ class Walk:
         names: the attributes that forward names anywhere. Deep in a value only these are compared.
         live: ids of tensors whose values a graph reads. A write to another tensor that is named is a change.
         identity: whether an object is another one where an equal one replaces it.
+        read: the attributes of modules that forward may read; None: any. See `ModuleReads`.
+        reads_any: whether something was met that may read any attribute, in spite of `read`.
         holders: of all that was summarized. empty: dictionaries that hold nothing, which are many and cheaply checked.
     """
 
     names: Collection[str] = ()
     live: Collection[int] = ()
     identity: bool = True
+    read: Collection[str] | None = None
+    reads_any: bool = False
 
     def __post_init__(self) -> None:
         self.classes = ObjectClasses()
@@ -141,6 +157,8 @@ class Walk:
     def of(self, value: Any, named: bool = False, depth: int = COMPARED_DEPTH) -> Any:
         """named: whether forward names the attribute or the variable that the value is in."""
         kind = type(value)
+        if kind not in ATOMS and may_read_any(value):
+            self.reads_any = True
         if kind in ATOMS or isinstance(value, PLAIN):
             follow = named and isinstance(value, (FunctionType, type)) and (id(value), named, 0) not in self.seen
             return (kind, value, *self.of_code(value)) if follow else (kind, value)
@@ -377,6 +395,19 @@ class Members:
         self.members.update(self.copy)
 
 
+class Names:
+    """Which attributes a module has."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes, self.names = attributes, frozenset(attributes)
+
+    def same(self) -> bool:
+        return self.attributes.keys() == self.names
+
+    def put_back(self) -> None:
+        pass
+
+
 class Count:
     """A number that tells of changes which cannot be undone: the length of a container whose elements are not
     compared, or how often a tensor was written into."""
@@ -558,12 +589,14 @@ class Outside:
         names: all attributes and strings that its functions name; of the model's attributes, it reads no others.
         loaded: those of them that a function does not only assign.
         effects: what its functions do beside computing, as in "prints (layers.py:12)".
+        read: the attributes of modules that it may read; None: any. See `ModuleReads`.
     """
 
     points: tuple[OutsideName, ...] = ()
     names: frozenset[str] = frozenset()
     loaded: frozenset[str] = frozenset()
     effects: tuple[str, ...] = ()
+    read: frozenset[str] | None = None
 
     @property
     def reads_layout(self) -> bool:
@@ -586,6 +619,7 @@ class Observer:
         closures: the followed codes that have free variables, by ids.
         frames: those of closures that have not run to their end, by ids.
         functions: the closures that ran.
+        reads_any: whether code ran, or may have run, that reads attributes whose names are not in the observed codes.
     """
 
     codes: dict[tuple[int, int], tuple[CodeType, dict[str, Any], bool]] = field(default_factory=dict)
@@ -593,6 +627,7 @@ class Observer:
     frames: dict[int, FrameType] = field(default_factory=dict)
     functions: dict[ref[FunctionType], None] = field(default_factory=dict)
     effects: dict[str, None] = field(default_factory=dict)
+    reads_any: bool = False
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -602,11 +637,13 @@ class Observer:
         sys.settrace(self.on_call)
         try:
             out, errors = Printing(sys.stdout, self), Printing(sys.stderr, self, by_library=False)
-            with redirect_stdout(out), redirect_stderr(errors), Unobserved():
+            with redirect_stdout(out), redirect_stderr(errors), Unobserved(self):
                 yield
         finally:
             if sys.gettrace() == self.on_call:  # a debugger may have been started
                 sys.settrace(tracer)
+            else:
+                self.reads_any = True
             if collects:
                 gc.enable()
             self.before.put_back()
@@ -616,6 +653,8 @@ class Observer:
         code, key = frame.f_code, (id(frame.f_code), id(frame.f_globals))
         if key not in self.codes:
             self.meet(key, code, frame.f_globals)
+        if not (self.reads_any or self.codes[key][2] or reads_no_modules(code.co_filename)):
+            self.reads_any = frame.f_back is not None and self.follows(frame.f_back)
         self.note_functions()
         if key in self.closures:
             self.frames[id(frame)] = frame
@@ -666,7 +705,19 @@ class Observer:
                 points.setdefault((id(point.holder), point.name), point)
         for point in self.cells():
             points.setdefault((id(point.holder), point.name), point)
-        return Outside(tuple(points.values()), frozenset(names), frozenset(loaded), tuple(self.effects))
+        read = None if self.reads_any else self.read_of_modules()
+        return Outside(tuple(points.values()), frozenset(names), frozenset(loaded), tuple(self.effects), read)
+
+    def read_of_modules(self) -> frozenset[str] | None:
+        """The attributes of modules that the observed functions may read; None: any."""
+        read = set[str]()
+        for code, _, is_followed in self.codes.values():
+            if is_followed:
+                reads = ModuleReads.of(code)
+                if reads.any and not in_torch(code.co_filename):
+                    return None
+                read |= reads.names
+        return frozenset(read)
 
     def cells(self) -> Iterator[OutsideName]:
         """The closure cells of the functions that ran and are still there."""
@@ -697,10 +748,18 @@ class Unobserved(TorchFunctionMode):
     A traced operation runs thousands of functions of torch, and Python runs all of them slower while it observes calls.
     """
 
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self.observer = observer
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(value, CALLED) for value in (*args, *kwargs.values())):
+        given = (*args, *kwargs.values())
+        if any(isinstance(value, CALLED) for value in given):
             return func(*args, **kwargs)
+        inside = (element for value in given if isinstance(value, (tuple, list)) for element in value)
+        if not all(map(of_library, types)) or any(map(has_fields, chain(given, inside))):  # it may call their methods
+            self.observer.reads_any = True
         tracer = sys.gettrace()
         sys.settrace(None)
         try:
@@ -787,6 +846,86 @@ class BytecodeNames:
                 yield from self.within(f"{label}.{name}", entry, seen)
 
 
+# By these, code reads or writes attributes whose names it need not have; `apply` runs functions in the backward.
+READ_ANY = frozenset(
+    {
+        *("getattr", "hasattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "compile", "attrgetter"),
+        *("methodcaller", "dump", "dumps", "apply", "start_new_thread", "_start_new_thread"),
+        *("__dict__", "__getattribute__", "__getattr__", "__setattr__", "__delattr__", "__dir__"),
+        *("__getstate__", "__reduce__", "__reduce_ex__"),
+    }
+)
+READERS = (getattr, hasattr, setattr, delattr, vars, dir, eval, exec, compile, pickle.dump, pickle.dumps)
+READER_CLASSES = (attrgetter, methodcaller)
+COMPILED = ("cython_function_or_method", "fused_cython_function", "nb_func", "nb_method")  # kinds of functions
+# Modules of Python whose functions read no attributes of the modules of torch that they are given.
+CACHED = type(lru_cache(abs))
+# Files of torch: code that it makes runs there, or functions of the user's are taken to be run inside of operations.
+RUN_UNSEEN = tuple(
+    f"{TORCH}{name.replace('/', os.sep)}" for name in ("_dynamo/", "utils/_python_dispatch.py", "autograd/graph.py")
+)
+NO_READERS = ("contextlib", "warnings", "enum", "collections", "random", "abc", "types", "typing", "weakref", "logging")
+
+
+@dataclass(frozen=True)
+class ModuleReads:
+    """The attributes of modules that a function may read, also by functions inside of it that it only defines.
+
+    names: all names in its code but those of globals alone, and the words of all strings. any: whether it may read
+    others.
+    """
+
+    names: frozenset[str]
+    any: bool
+
+    @staticmethod
+    @cache
+    def of(code: CodeType) -> ModuleReads:
+        names, waiting, any_name = set[str](), list(code.co_consts), not READ_ANY.isdisjoint(code.co_names)
+        for instruction in dis.get_instructions(code):
+            if instruction.opcode in dis.hasname and instruction.opname not in GLOBALS:
+                names.add(instruction.argval)
+            any_name = any_name or instruction.opname == "MATCH_CLASS"
+        while waiting:
+            constant = waiting.pop()
+            if isinstance(constant, str):
+                names.update(re.findall(r"\w+", constant))
+            elif isinstance(constant, (tuple, frozenset)):
+                waiting.extend(constant)
+            elif isinstance(constant, CodeType):
+                inside = ModuleReads.of(constant)
+                names |= inside.names
+                any_name = any_name or inside.any
+        return ModuleReads(frozenset(names), any_name)
+
+
+def may_read_any(value: Any) -> bool:
+    """Whether a value that forward has may read attributes of modules without a name in the code that runs: a getter,
+    compiled code, a function that answers from a cache, which a user may clear, or one with a backward of its own."""
+    kind = type(value)
+    if kind is MethodType:
+        return value.__name__ in READ_ANY and isinstance(value.__self__, type) and not of_library(value.__self__)
+    if kind in (property, staticmethod, classmethod):
+        return may_read_any(value.fget if kind is property else value.__func__)
+    if kind in (MethodWrapperType, WrapperDescriptorType):
+        return value.__name__ in READ_ANY
+    if kind is BuiltinFunctionType:
+        return value in READERS or bool(value.__module__ and not of_library(value))
+    if kind is type:
+        return value in READER_CLASSES
+    return kind in (*READER_CLASSES, CACHED) or kind.__name__ in COMPILED
+
+
+@cache
+def reads_no_modules(file: str) -> bool:
+    """Whether a function of a file that is not followed reads no plain attribute of a module that code gives it."""
+    if file.startswith(RUN_UNSEEN):
+        return False
+    if not file.startswith(STDLIB) or file.startswith(str(Path(STDLIB, "site-packages"))):
+        return True
+    return Path(file).relative_to(STDLIB).parts[0].removesuffix(".py") in NO_READERS
+
+
 @cache
 def followed(file: str, module: str) -> bool:
     """Whether the functions of a file can be part of a forward."""
@@ -812,6 +951,7 @@ HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets
 WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
 NOTHING_OUTSIDE = Outside()
+NO_PLAIN = (object, nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)  # classes that read no plain attributes
 
 
 class ForwardSettings:
@@ -829,13 +969,16 @@ class ForwardSettings:
         without: Iterable[str] = (),
         live: Iterable[Tensor] = (),
         inside: bool = False,
+        everything: bool = False,
     ) -> None:
         """
         Args:
             outside: what forward reads from outside.
             live: the tensors that the graph reads.
             inside: leave out the `forward` of the instance and the hooks of `model` itself, which run around its graph.
+            everything: also the attributes that forward does not read.
         """
+        self.everything = everything
         self.model, self.outside, self.inside = model, outside, inside
         self.without, self.live = frozenset(without), frozenset(map(id, live))
         self.take()
@@ -858,6 +1001,11 @@ class ForwardSettings:
         now, _ = self.taken()
         return [name for name in dict.fromkeys((*self.values, *now)) if now.get(name) != self.values.get(name)]
 
+    @property
+    def whole(self) -> bool:
+        """Whether the attributes that forward does not read are among them."""
+        return self.walk.read is None
+
     def put_back(self) -> None:
         """Let everything hold what it held."""
         self.walk.put_back()
@@ -874,7 +1022,11 @@ class ForwardSettings:
         self.take()
 
     def taken(self) -> tuple[dict[str, Any], Walk]:
-        walk = Walk(self.outside.names, self.live)
+        values, walk = self.summaries(None if self.everything else self.outside.read)
+        return self.summaries(None) if walk.reads_any and walk.read is not None else (values, walk)
+
+    def summaries(self, read: Collection[str] | None) -> tuple[dict[str, Any], Walk]:
+        walk = Walk(self.outside.names, self.live, read=read)
         values = of_modules(self.model, self.without, self.inside, walk) | of_classes(self.model, self.without, walk)
         for point in self.outside.points:
             if point.label not in self.without:
@@ -895,6 +1047,9 @@ def of_modules(model: nn.Module, without: Collection[str], inside: bool, walk: W
             name for name in held
             if id(held[name]) not in changing and is_setting(module, prefix, name, without)
         ]  # fmt: skip
+        if walk.read is not None and of_user(type(module)):
+            names = [name for name in names if name in walk.read or name == "training"]
+            walk.holders.append(Names(held))  # one that forward reads may take the place of one that it does not
         for name in names:
             values[f"{prefix}{name}"] = walk.of(held[name], named=walk.is_named(name))
         if not around:
@@ -915,6 +1070,11 @@ def is_setting(module: nn.Module, prefix: str, name: str, without: Collection[st
     if name in TORCHS or name == "forward" or name.startswith(SHARDING) or f"{prefix}{name}" in without:
         return False
     return not (isinstance(module.__dict__[name], Tensor) and computed_weight(module, name))
+
+
+def of_user(kind: type) -> bool:
+    """Whether all code of a module's class is the user's, but that of nn.Module and of torch's containers."""
+    return all(base in NO_PLAIN or not of_library(base) or base.__module__ in NO_READERS for base in kind.__mro__)
 
 
 def of_classes(model: nn.Module, without: Collection[str], walk: Walk) -> dict[str, Any]:

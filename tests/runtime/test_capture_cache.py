@@ -88,8 +88,8 @@ def test_an_attribute_that_changes_and_makes_captures_is_told(monkeypatch: pytes
         model.temperature = temperature
         net.record((x,), {})
     text = (
-        "temperature, which forward reads, has had {} values, and every one is a capture of its own, which takes time: "
-        "let it be a buffer that is written in place, if forward only computes with it"
+        "temperature, which forward may read, has had {} values, and every one is a capture of its own, which takes "
+        "time: let it be a buffer that is written in place, if forward only computes with it"
     )
     assert said == [text.format(3)]
     assert net.report.to_dict()["fallbacks"] == [text.format(4)]
