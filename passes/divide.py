@@ -160,8 +160,8 @@ def divide(
 def refuse_other_cases(captured: Iterable[CapturedSubmodule], model: str, error: UntraceableError) -> None:
     """Raises UntraceableError if a layer in a submodule knows that its cases are not on a first dimension.
 
-    What layers read decides, and not every input: a mask of padding is [cases, positions] also where x is [positions,
-    cases, features].
+    Only the inputs that layers read decide. A mask of padding is [cases, positions] also where x is [positions, cases,
+    features].
 
     error: why there is no single graph of the model.
     """

@@ -155,6 +155,42 @@ def test_the_user_may_say_that_the_first_dimension_counts_the_cases() -> None:
     torch.testing.assert_close(scores, squared_norms(model, losses))
 
 
+class OwnAttention(nn.Module):
+    """Attention without a layer of torch; `positions` is their dimension."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.words, self.mix, self.head, self.positions = (
+            nn.Embedding(WORDS, D),
+            nn.Linear(D, D),
+            nn.Linear(D, C),
+            positions,
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        rows = self.mix(h if float(h.detach().sum()) > -1e9 else -h).transpose(0, 1 - self.positions)
+        attended = F.scaled_dot_product_attention(rows, rows, rows).transpose(0, 1 - self.positions)
+        return self.head(attended + h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [6, N])
+def test_outputs_that_mix_along_the_first_dimension_alone_are_refused(length: int) -> None:
+    torch.manual_seed(0)
+    ids = inputs("attention", length)[0]
+    model = OwnAttention(0).double()
+    with pytest.raises(UntraceableError, match="would be a guess.* not along dimension 1") as caught:
+        kfac_fx.compile(model, (ids.T.contiguous(),), loss="categorical")
+    assert "and there is none: torch gave up in" in str(caught.value)
+    assert kfac_fx.compile(model, (ids.T.contiguous(),), loss="categorical", batch_dim=0).program.submodules
+    model = OwnAttention(1).double()
+    net, targets = kfac_fx.compile(model, (ids,), loss="categorical"), torch.randint(C, ids.shape)
+    assert net.program.submodules
+    losses = [F.cross_entropy(y, t, reduction="sum") for y, t in zip(model(ids), targets, strict=True)]
+    scores = self_scores(net, kfac_fx.Batch(ids, targets=targets))
+    torch.testing.assert_close(scores, squared_norms(model, losses))
+
+
 class OfFields(nn.Module):
     """Its batch has fields, as those of torchtext do."""
 
