@@ -109,7 +109,7 @@ def inputs(name: str, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def squared_norms(model: nn.Module, losses: list[Tensor]) -> Tensor:
-    """Of the gradients of every loss, by autograd."""
+    """The squared norm of the gradient of every loss, by autograd."""
     gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
     return torch.stack([sum(g.square().sum() for g in of_one) for of_one in gradients])  # type: ignore[misc]
 
