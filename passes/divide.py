@@ -20,6 +20,8 @@ examples; `kfac_fx.recording.emitted_submodules.ServedReads` runs their graphs i
 
 from __future__ import annotations
 
+import textwrap
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,10 +33,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from .cases import CaseOrder
 from .complex_parameters import original
 from .errors import UntraceableError, running_line
-from .graphs.labels import symbolic_sizes
-from .graphs.operations import NO_GRADIENT, draws, name_of, op_name
+from .graphs.labels import Label, has_gradient, labels_of
+from .graphs.operations import LOOKUPS, NO_GRADIENT, draws, name_of, op_name
 from .ir import GENERIC, Note, Options, Program, Submodule
 from .pipeline import CAPTURED, run
 from .resolve import requested
@@ -64,6 +67,12 @@ from .tracing.substitutes import Apply, Function, functions_applied
 ALL_GENERIC = (
     "If you cannot change this code, make all parameters generic, with diagonal blocks; then nothing needs to be "
     'captured: compile(..., approximations={"*": "generic"}).'
+)
+DETECTS_CAUSAL_MASK = "_detect_is_causal_mask"  # of torch.nn.modules.transformer
+SAY_CAUSAL = (
+    "torch reads the values of the mask, to see whether it is causal. Say it: is_causal=True in the call of the "
+    "encoder, tgt_is_causal=True in that of the decoder, src_is_causal and tgt_is_causal in that of nn.Transformer; "
+    "False for another mask."
 )
 
 
@@ -134,6 +143,8 @@ def divide(
     operations, reasons = captured_reads(to_capture, parameters, options, layers, captured_before)
     reasons |= left_to_python(observed for observed in observed_reads if observed not in to_capture)
     captured = (*without_unreached(divider.captured, operations, parameters), *operations)
+    if options.batch_dim is None:
+        refuse_other_cases(captured, type(model).__name__, error)
     program = joined_program(empty, captured)
     in_graph = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
     python = dict(earlier.program.python) if earlier is not None else {}
@@ -147,16 +158,65 @@ def divide(
     return Division(program.but(left=notes, python=python), captured, left, written, reads)
 
 
-def refuse_other_cases(program: Program, path: str) -> None:
-    """Raises UntraceableError if a layer in a submodule knows that its cases are not on a first dimension."""
-    inputs = [symbolic_sizes(node) for node in program.inputs]
-    for layer, size in program.told_cases:
-        if any(size in sizes for sizes in inputs) and not any(sizes[:1] == [size] for sizes in inputs):
-            raise UntraceableError(
-                f"{path} has a layer with another dimension of cases than the first: {layer}. A model that is divided "
-                "into submodules has its cases on the first dimension of all inputs.\n"
-                "Write batch_first=True in the layer, and give it inputs [cases, positions, features]."
-            )
+def refuse_other_cases(captured: Iterable[CapturedSubmodule], model: str, error: UntraceableError) -> None:
+    """Raises UntraceableError if a layer in a submodule knows that its cases are not on a first dimension.
+
+    Only the inputs that layers read decide. A mask of padding is [cases, positions] also where x is [positions, cases,
+    features].
+
+    error: why there is no single graph of the model.
+    """
+    for part in captured:
+        program = part.capture.program
+        if not program.told_cases:
+            continue
+        order, read = CaseOrder(program.graph), read_by_layers(program)
+        for layer, size in program.told_cases:
+            wanted = str(order.same.get(size, size))
+            of_layers = [sizes for sizes in map(order.sizes, read) if wanted in sizes]
+            inputs = of_layers or [sizes for sizes in map(order.sizes, program.inputs) if wanted in sizes]
+            if inputs and not any(sizes[0] == wanted for sizes in inputs):
+                raise UntraceableError(
+                    f"{part.submodule.path} has a layer with another dimension of cases than the first: {layer}. Only "
+                    f"one graph of the whole model can have its cases there, and {model} has none:\n"
+                    f"{textwrap.indent(cause_and_answer(error), '  ')}\n"
+                    "Change this, and the model is one graph. Or write batch_first=True in the layer, and give it "
+                    "inputs [cases, positions, features], because a model that is divided into submodules has its "
+                    "cases on the first dimension of all inputs. If the first dimension does count the cases, write "
+                    "kfac_fx.compile(..., batch_dim=0)."
+                )
+
+
+def read_by_layers(program: Program) -> list[fx.Node]:
+    """The inputs of a submodule that its first layers read: floating-point inputs, and the indices of tables.
+
+    Other inputs meet values behind layers only, as masks do.
+    """
+    label, raw = labels_of(program), dict[fx.Node, set[fx.Node]]()  # what is behind no layer -> its inputs
+    read: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        operands = [operand for operand in node.all_input_nodes if label[operand].activation]
+        if node.op == "placeholder":
+            raw[node] = {node}
+        elif any(label[operand] is Label.PURE for operand in node.all_input_nodes):
+            behind = set[fx.Node]().union(*(raw.get(operand, ()) for operand in operands))
+            read |= {entry for entry in behind if has_gradient(entry) or op_name(node) in LOOKUPS}
+        elif node.op != "output" and all(operand in raw for operand in operands):
+            raw[node] = set[fx.Node]().union(*(raw[operand] for operand in operands))
+    return [node for node in program.inputs if node in read]
+
+
+def cause_and_answer(error: UntraceableError) -> str:
+    """Why there is no single graph, and what to write."""
+    if not looks_for_causal_mask(error):
+        return str(error)
+    return f"{str(error).removesuffix(error.advice).rstrip()}\n{SAY_CAUSAL}"
+
+
+def looks_for_causal_mask(error: UntraceableError) -> bool:
+    """Whether torch's encoder or decoder gave up where it compares a mask with a causal one."""
+    steps = traceback.walk_tb(error.__cause__.__traceback__) if error.__cause__ is not None else ()
+    return any(frame.f_code.co_name == DETECTS_CAUSAL_MASK for frame, _ in steps)
 
 
 def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Program:
@@ -164,7 +224,6 @@ def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Pro
     parts: list[tuple[Submodule, Program]] = []
     for n, part in enumerate(captured):
         path = f"kfac_fx_read_{n}" if part.is_read else part.submodule.path
-        refuse_other_cases(part.capture.program, path)
         program = in_model(part.capture.program, path, empty.parameters, empty.aliases, part.names)
         parts.append((part.submodule, run(program, CAPTURED)))
     return join(empty, parts)

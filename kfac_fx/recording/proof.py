@@ -18,7 +18,7 @@ along another, the cases would be a guess, which is refused. Batch normalization
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +27,10 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense_or_zero, full_precision, pulled, with_gradient
 from kfac_fx.linalg.vectors import split
+from kfac_fx.passes import results
 from kfac_fx.passes.approximations import A_DIAG, APPROXIMATIONS, CASES_APART, G_DIAG, GRADIENT, KRON, KRON_INDEP, A
 from kfac_fx.passes.cases import ANSWER, CONVENTION, free_sizes
+from kfac_fx.passes.divide import Division
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.graphs.labels import ancestors, sizes_of, symbolic_sizes
 from kfac_fx.passes.ir import Program, Registration, Use, literal_attrs, tensor_attrs
@@ -36,8 +38,10 @@ from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.layers.declaration import unknown_attribute
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.resolve import requested
-from kfac_fx.passes.torch_private import class_of
-from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, random_cotangents
+from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.tracing.calls import map_tensors
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules
+from kfac_fx.recording.equivalence import check_equivalence, coarsest_rounding, model_kept, random_cotangents
 from kfac_fx.recording.meeting_cases import (
     collecting,
     keys_that_meet_in_outputs,
@@ -58,6 +62,7 @@ NO_LOSS = (  # why the curvature of a registration is zero
 )
 MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
+RunOfValues = Callable[[Sequence[Any]], Sequence[Tensor]]  # inputs -> outputs
 
 # --- taps that keep what the proof compares ---------------------------------------------------------------------------
 
@@ -182,7 +187,10 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     conclusive = examples > 0
     with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
         of_hooks = check_equivalence(prover, args, kwargs)
-        refuse_guess(prover, values)
+        if isinstance(prover.emitted, EmittedSubmodules):
+            refuse_guess_of_parts(prover, prover.emitted.division, args, kwargs)
+        else:
+            refuse_guess(prover, values)
         recorder.emitted.capture = prover.capture
         rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
         gradients = proof_gradients(prover, values)
@@ -421,14 +429,18 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
     instead for a graph without sizes, in which the other dimension cannot be followed.
     """
     program = recorder.program
-    if not recorder.whole or (program.cases is not None and program.cases_reason != CONVENTION):
+    if program.cases is not None and program.cases_reason != CONVENTION:
         return
-    _, outputs = recorder.outputs({}, values)
+
+    def run(values: Sequence[Any]) -> Sequence[Tensor]:
+        return recorder.outputs({}, tuple(values))[1]
+
+    outputs = run(values)
     axes = with_sizes(recorder) if program.cases is not None else without_sizes(values, outputs)
-    if axes is None or not mixes_cases(recorder, values, outputs, axes[0]):
+    if axes is None or not mixes_cases(run, values, outputs, axes[0]):
         return
     for other in axes[1:]:
-        if not mixes_cases(recorder, values, outputs, other):
+        if not mixes_cases(run, values, outputs, other):
             number, dim = other.inputs[0]
             name = program.inputs[number].target
             if program.cases is None:
@@ -437,6 +449,43 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
                 f"which dimension of {name} counts the cases would be a guess: the outputs mix its values along the "
                 f"first dimension, as they do with positions, and not along dimension {dim}.\n{ANSWER}"
             )
+
+
+def refuse_guess_of_parts(
+    recorder: Recorder, division: Division, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """`refuse_guess` of a divided model, none of whose layers knows its cases: the model itself runs.
+
+    Raises UntraceableError. A model that does not run on changed inputs, or returns other sizes, is no evidence.
+    """
+    if recorder.program.options.batch_dim is not None or any(p.capture.program.told_cases for p in division.captured):
+        return
+    values, structure = pytree.tree_flatten((args, dict(kwargs)))
+
+    def run(values: Sequence[Any]) -> Sequence[Tensor]:
+        args, kwargs = map_tensors(Tensor.clone, pytree.tree_unflatten(list(values), structure))
+        with model_kept(recorder):
+            returned = results.tree_leaves(recorder.model(*args, **kwargs))
+        return [leaf.detach() for leaf in returned if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+    outputs = run(values)
+    if (axes := without_sizes(values, outputs)) is None:
+        return
+    try:
+        guess = mixes_cases(run, values, outputs, axes[0]) and not mixes_cases(run, values, outputs, axes[1])
+    except (RuntimeError, ValueError, IndexError) as error:
+        if fatal(error):
+            raise
+        return
+    if guess:
+        why = "".join(f", and there is none: {note.reason}" for note in recorder.program.left[:1])
+        raise UntraceableError(
+            "which dimension of the inputs counts the cases would be a guess: the outputs mix their values along the "
+            "first dimension, as they do with positions, and not along dimension 1. A model that is divided into "
+            "submodules has its cases on the first dimension of all inputs.\n"
+            "Give it inputs [cases, positions, ...], or write kfac_fx.compile(..., batch_dim=0) if their first "
+            f"dimension counts the cases. One graph of the whole model can have them on another{why}"
+        )
 
 
 def with_sizes(recorder: Recorder) -> list[Axis] | None:
@@ -466,7 +515,7 @@ def without_sizes(values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis
 
 
 @torch.no_grad()
-def mixes_cases(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
+def mixes_cases(run: RunOfValues, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
     """Whether outputs at other places of the axis change with the first or with the last place of the inputs."""
     number, dim = axis.inputs[0]
     size = values[number].shape[dim]
@@ -477,7 +526,7 @@ def mixes_cases(recorder: Recorder, values: Sequence[Any], before: Sequence[Tens
         for number, dim in axis.inputs:
             changed[number] = changed[number].clone()
             changed[number].select(dim, place).copy_(values[number].select(dim, other))
-        _, after = recorder.outputs({}, tuple(changed))
+        after = run(changed)
         for number, dim in axis.outputs:
             apart = (after[number] - before[number]).abs()
             apart.select(dim, place).zero_()

@@ -128,8 +128,9 @@ def refuse_hidden_tensors(model: str, leaves: list[Any]) -> None:
     if hidden:
         raise UntraceableError(
             f"{model} takes {' and '.join(hidden)}, objects that hold tensors. A captured graph would treat these "
-            "tensors as constants.\nPass the tensors themselves, in tuples, lists or dictionaries, or register the "
-            "class with torch.export.register_dataclass."
+            "tensors as constants.\nPass the tensors as arguments of forward, in tuples, lists or dictionaries, or "
+            "register the class with torch.export.register_dataclass. A collections.namedtuple keeps names such as "
+            "batch.text."
         )
 
 

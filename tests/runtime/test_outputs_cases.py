@@ -314,7 +314,7 @@ class Branch(nn.Module):
 
 def test_divided_models_have_their_cases_first() -> None:
     x = torch.randn(T, N, D)
-    with pytest.raises(UntraceableError, match="Write batch_first=True"):
+    with pytest.raises(UntraceableError, match="write batch_first=True"):
         kfac_fx.compile(Branch(nn.RNN(D, D)), (x,), loss="categorical")
     with pytest.raises(UntraceableError, match="batch_dim=1 needs one graph of the whole model"):
         kfac_fx.compile(Branch(nn.RNN(D, D)), (x,), loss="categorical", batch_dim=1)
