@@ -43,7 +43,7 @@ from .pipeline import CAPTURED, run
 from .resolve import requested
 from .submodules import in_model, join, of_parameters_alone
 from .torch_losses import EVERY_NAME
-from .torch_private import pytree, transforms
+from .torch_private import IS_CAUSAL, pytree, transforms
 from .trace import Capture, named_parameters, trace_model
 from .tracing.calls import (
     IN_TRANSFORM,
@@ -68,7 +68,6 @@ ALL_GENERIC = (
     "If you cannot change this code, make all parameters generic, with diagonal blocks; then nothing needs to be "
     'captured: compile(..., approximations={"*": "generic"}).'
 )
-DETECTS_CAUSAL_MASK = "_detect_is_causal_mask"  # of torch.nn.modules.transformer
 SAY_CAUSAL = (
     "torch reads the values of the mask, to see whether it is causal. Say it: is_causal=True in the call of the "
     "encoder, tgt_is_causal=True in that of the decoder, src_is_causal and tgt_is_causal in that of nn.Transformer; "
@@ -216,7 +215,7 @@ def cause_and_answer(error: UntraceableError) -> str:
 def looks_for_causal_mask(error: UntraceableError) -> bool:
     """Whether torch's encoder or decoder gave up where it compares a mask with a causal one."""
     steps = traceback.walk_tb(error.__cause__.__traceback__) if error.__cause__ is not None else ()
-    return any(frame.f_code.co_name == DETECTS_CAUSAL_MASK for frame, _ in steps)
+    return any(frame.f_code.co_name == IS_CAUSAL for frame, _ in steps)
 
 
 def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Program:
