@@ -243,7 +243,8 @@ def without_loss(program: Program) -> tuple[str, ...]:
     """The unused parameters, and unused pieces, that what forward returns depends on: their losses are not known."""
     if not program.unused or program.submodules or not program.losses:
         return ()
-    label = labels_of(program)
+    # Not `labels_of`: the nodes of ignored targets and of weights come into the graph after the passes.
+    label = labels(program.graph, program.parameters, cases=program.cases)
     returned = [node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node)]
     edges = use_edges(program.graph, label, returned)
     reached = set[str]().union(*(parameters_behind(pure, label, program.behind) for pure, _ in edges))

@@ -17,7 +17,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.emitted_submodules import writable
+from kfac_fx.recording.emitted_submodules import copy_of_tapped
 from kfac_fx.recording.statistics import sum_of
 from kfac_fx.recording.taps import Tap, is_tapped, make_probes, saves_time, sums_of, tap_function, without_aliases
 from tests.compiler.toy import Toy
@@ -79,8 +79,9 @@ def test_the_output_of_a_tap_is_told_from_that_of_a_function_of_the_same_name() 
         tap_of(registration)(output, X[:, 0], make_probes(registration, ("A",), 5, output)),
         TapFunction.apply(output),
     )
-    assert is_tapped(tapped) and writable(tapped) is not tapped and torch.equal(writable(tapped), tapped)
-    assert not is_tapped(other) and writable(other) is other and not is_tapped(output) and writable(output) is output
+    assert is_tapped(tapped) and copy_of_tapped(tapped) is not tapped and torch.equal(copy_of_tapped(tapped), tapped)
+    assert not is_tapped(other) and copy_of_tapped(other) is other
+    assert not is_tapped(output) and copy_of_tapped(output) is output
 
 
 @pytest.mark.parametrize("bias", [False, True])
