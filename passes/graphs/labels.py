@@ -243,7 +243,7 @@ def without_loss(program: Program) -> tuple[str, ...]:
     """The unused parameters, and unused pieces, that what forward returns depends on: their losses are not known."""
     if not program.unused or program.submodules or not program.losses:
         return ()
-    # Not `labels_of`: the nodes of ignored targets and of weights come into the graph after the passes.
+    # Not `labels_of`: the mask of ignored targets comes into the graph after the passes.
     label = labels(program.graph, program.parameters, cases=program.cases)
     returned = [node for node in pytree.tree_leaves(program.returned) if isinstance(node, fx.Node)]
     edges = use_edges(program.graph, label, returned)
