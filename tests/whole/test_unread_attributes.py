@@ -69,7 +69,7 @@ CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
     "a dictionary": lambda model, loss: model.history.update(loss=loss.item()),
     "a method of the model": lambda model, loss: model.finish(loss),
     "new attributes": lambda model, loss: setattr(model, f"loss_{loss.item()}", 1),
-    "attributes in the place of others": replaced,
+    "attributes instead of others": replaced,
     "an attribute of a submodule": lambda model, loss: setattr(model.inner, "calls", model.inner.calls + 1),
 }
 
@@ -253,7 +253,7 @@ READERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None]]] = {
         lambda own: torch.ones((Index(own), 1)).sum(), scaled),
     "a new attribute": (
         lambda own: own.gain if hasattr(own, "gain") else 1.0, lambda own: setattr(own, "gain", 3.0)),
-    "a new attribute in the place of another": (
+    "a new attribute instead of another": (
         lambda own: own.gain_or_one(), removed_and_new),
 }  # fmt: skip
 

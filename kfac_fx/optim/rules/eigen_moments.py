@@ -34,8 +34,8 @@ noise of batches, whose root takes most of the curvature out of a direction; Λ�
 
 **If no loss is known**, Λ is of the gradients that training sends back. The gradient that all examples have in common
 makes an eigenvalue large, whatever the curvature is, and Λ̃ would take its direction out of the step (Kunstner, Balles
-& Hennig 2019, "Limitations of the empirical Fisher approximation for natural gradient descent"). So w is 0 there: a
-variational autoencoder stood still for its first 40 steps with w = 1/2.
+& Hennig 2019, "Limitations of the empirical Fisher approximation for natural gradient descent"). So w is 0 there: with
+w = 1/2 a variational autoencoder stands still at first.
 
 **The length of a step** is that of Adam's times `RATE`, times a multiplier m, and bounded by the exact Fisher:
 
