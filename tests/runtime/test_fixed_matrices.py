@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.fisher import bases
 from kfac_fx.fisher.groups import FixedMatrices
-from kfac_fx.optim.rules.eigen_moments import EigenMemory
+from kfac_fx.optim.rule import BlockStep, Update
+from kfac_fx.optim.rules.eigen_moments import EigenMemory, EigenMoments
 
 
 class Tied(nn.Module):
@@ -52,14 +54,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:1 step of steps 6 to 10 changed 
 MODELS: dict[str, Callable[[], nn.Module]] = {"deep": deep, "images": images, "tied": Tied, "pieces": Halves}
 
 
-def trained(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> tuple[kfac_fx.KFAC, list[Tensor]]:
+def trained(
+    make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[kfac_fx.KFAC, list[Tensor]]:
     """The optimizer after twelve steps, in some of which a parameter has no gradient, and a gradient is infinite; the
     parameters."""
     torch.manual_seed(0)
     model = make().to(dtype)
     x, y = torch.randn(16, 4, dtype=dtype), torch.randn(16, 4, dtype=dtype)
     net = kfac_fx.compile(model, (x,), loss="mse")
-    optimizer = kfac_fx.KFAC(net, seed=0, exact_steps=False)
+    optimizer = kfac_fx.KFAC(net, seed=0, **(options or {"exact_steps": False}))
     parameters = list(model.parameters())
     for step in range(12):
         optimizer.zero_grad()
@@ -105,3 +109,25 @@ def test_a_large_network_has_no_memory_for_matrices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bases, "WORTH_PARTS", 10)
     optimizer, _ = trained(deep)
     assert memory_of(optimizer)._fixed is None
+
+
+def test_views_that_there_are_not_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(FixedMatrices, "of", staticmethod(lambda groups: looked.append(len(groups))))
+    trained(deep)
+    assert len(looked) == 1
+
+
+def test_the_rule_of_a_user_may_keep_an_update() -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    class Keeping(EigenMoments):
+        def direction(self, step: BlockStep) -> Update:
+            update = super().direction(step)
+            kept.append((update.vector, update.vector.clone()))
+            return update
+
+    trained(deep, rule=Keeping(exact_steps=False))
+    assert len(kept) > 5
+    for vector, value in kept:
+        assert torch.equal(vector, value)

@@ -361,7 +361,8 @@ class EigenMoments(CheckedRule):
         self.grow(step, ok, product, squared, squared_last)
         parts = flat.parts(zero_unless_(ok, flat.g))
         gradient, absent, run = flat.division.to_blocks(parts), step.absent, step.compiled(directions)
-        fixed = memory.fixed(flat) if run is directions else None
+        # The rule of a user may keep the update.
+        fixed = memory.fixed(flat) if run is directions and type(self) is EigenMoments else None
         by_name = step_in_bases(
             step.estimator,
             memory.means,
@@ -569,12 +570,13 @@ class EigenMemory(Memory):
         self.rule, self.scalar, self.estimator = rule, scalar, estimator
         self._means: Means | None = None
         self._padded: PaddedStep | None = None
-        self._fixed: FixedMatrices | None = None  # of the groups of the means
+        self._fixed: FixedMatrices | None = None
+        self._fixed_of: Means | None = None
 
     @property
     def means(self) -> Means:
         if self._means is None or not self._means.are_of(self.estimator):
-            self._means, self._fixed = Means.of(self.estimator), None
+            self._means = Means.of(self.estimator)
         return self._means
 
     def fixed(self, flat: FlatParameters) -> FixedMatrices | None:
@@ -583,8 +585,8 @@ class EigenMemory(Memory):
         means = self.means
         if flat.division is not UNDIVIDED or self.scalar.device.type != "cpu" or means.are_large:
             return None
-        if self._fixed is None:
-            self._fixed = FixedMatrices.of(means.groups)
+        if self._fixed_of is not means:
+            self._fixed_of, self._fixed = means, FixedMatrices.of(means.groups)
         return self._fixed if self._fixed is not None and self._fixed.views.keys() == flat.parameters.keys() else None
 
     def padded(self, flat: FlatParameters) -> PaddedStep | None:
