@@ -42,6 +42,7 @@ from kfac_fx.passes.errors import FactorNotReady, warn_user
 from kfac_fx.passes.matrix import real_parameters
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.effects import RandomState
+from kfac_fx.recording.progress import working
 
 
 @dataclass(frozen=True)
@@ -391,7 +392,8 @@ def renew_inverses(state: StepState, due: Due, groups: Sequence[Group]) -> None:
     rule = state.options.rule
     estimator.damping.copy_(state.damping * rule.precon_damping_mult)
     estimator.damp_sides(rule.side_damping_with(max(float(group["weight_decay"]) for group in groups)))
-    with state.phases.measure("inverses"):
+    what = "eigenvectors" if rule.has_bases else "inverses"
+    with state.phases.measure("inverses"), working(f"KFAC.step: new {what} of the Fisher blocks"):
         try:
             rule.decompose(estimator, None if due.inverting else young)
         except FactorNotReady as error:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import kfac_fx
 from kfac_fx.recording import progress
@@ -92,3 +93,22 @@ def test_long_work_of_the_library_is_in_the_log(
         "correction of 2 parameters: 2 of 2",
         "scores of 8 queries: 1 of 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("momentum_type", "damping", "what"), [("eigen_moments", None, "eigenvectors"), ("regular", 0.1, "inverses")]
+)
+def test_a_step_that_decomposes_wide_factors_is_in_the_log(
+    momentum_type: str,
+    damping: float | None,
+    what: str,
+    logged: list[logging.LogRecord],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(working.__wrapped__, "__defaults__", (None, 0.0))  # type: ignore[attr-defined]
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 2)), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, momentum_type=momentum_type, damping=damping)
+    cross_entropy(net(torch.randn(8, 3)), torch.randint(2, (8,))).backward()
+    optimizer.step()
+    lines = [re.sub(r", \d+ s$", "", record.getMessage()) for record in logged]
+    assert lines == ["capturing Sequential", f"KFAC.step: new {what} of the Fisher blocks"]
