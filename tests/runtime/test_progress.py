@@ -96,7 +96,7 @@ def test_long_work_of_the_library_is_in_the_log(
 
 
 @pytest.mark.parametrize(
-    ("momentum_type", "damping", "what"), [("eigen_moments", None, "eigenvectors"), ("regular", 0.1, "inverses")]
+    ("momentum_type", "damping", "what"), [("eigen_moments", None, "eigenvectors"), ("adaptive", None, "inverses")]
 )
 def test_a_step_that_decomposes_wide_factors_is_in_the_log(
     momentum_type: str,
