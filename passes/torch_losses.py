@@ -90,6 +90,15 @@ TORCH_LOSSES = (
         synonyms=("bce",),
         outside=("weight", "pos_weight"),
     ),
+    TorchLoss(
+        F.poisson_nll_loss,
+        nn.PoissonNLLLoss,
+        "poisson",
+        "poisson_nll",
+        "poisson_nll_loss",
+        outside=("full",),
+        by_default=("log_input",),
+    ),
 )
 BY_NAME: Mapping[str, TorchLoss] = {loss.name: loss for loss in TORCH_LOSSES}
 SHORT: Mapping[str, TorchLoss] = {name: loss for loss in TORCH_LOSSES for name in (loss.short, loss.name)}

@@ -1113,8 +1113,8 @@ def compile(
             cannot trace all of it, the model is captured at its first training forward.
         loss: the name of a loss of torch with its mean, such as "cross_entropy", "mse" or "bce_with_logits"; the name
             of a distribution whose loss is a sum over the elements of a case, such as "categorical", "normal"
-            (variance 0.5) or "multi_bernoulli"; a class of `kfac_fx.losses`; or a function of the model's outputs that
-            returns a loss. None: the loss is found in the graph of forward.
+            (variance 0.5), "multi_bernoulli" or "poisson"; a class of `kfac_fx.losses`; or a function of the model's
+            outputs that returns a loss. None: the loss is found in the graph of forward.
         linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
         approximations: {parameter or module name, with *; layer name; module class: approximation}. The table
             `kfac_fx.passes.approximations` lists them: "kron" and its variants with diagonal sides; "kron_reduce", with

@@ -983,9 +983,8 @@ def of_padding_too(loss: LossFunction, spec: object) -> float | None:
 
 
 def value_of(loss: LossFunction) -> float:
-    """The value of a loss of torch, summed over cases: that of a squared error is without the constant of a Normal."""
-    value = float(loss.evaluate().detach())
-    return value - loss.inputs.numel() * math.log(2 * math.pi * loss.var) / 2 if isinstance(loss, Normal) else value
+    """The value of a loss of torch, summed over cases."""
+    return float(loss.evaluate().detach() - loss.constant())
 
 
 def factor_of_returned(watched: Watched, weighted: Sequence[tuple[float, float, LossFunction]]) -> list[LossFactor]:

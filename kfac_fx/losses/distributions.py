@@ -57,7 +57,9 @@ from kfac_fx.linalg.matrices import pulled
 from kfac_fx.passes.errors import LossError, TargetsMissing, table
 from kfac_fx.passes.matrix import precise
 
-__all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
+__all__ = [
+    "Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical", "Poisson",
+]  # fmt: skip
 
 
 IGNORE_INDEX = -100  # the class number of a target that is left out, as in `F.cross_entropy`
@@ -317,6 +319,10 @@ class LossFunction(ABC):
         None: the gradient does not tell it."""
         entropy = self.entropy()
         return None if entropy is None else entropy + (gradient * precise(self.inputs)).sum()
+
+    def constant(self) -> Tensor | float:
+        """The difference of -log p of the targets and the loss of torch, summed over cases, []."""
+        return 0.0
 
     def change_behind(self, gradient: Tensor, new: LossFunction) -> Tensor:
         """By how much the loss whose gradient is `gradient` changes from `inputs` to those of `new`, a loss of the same
@@ -602,13 +608,16 @@ class Normal(LossFunction):
 
     multiply_fisher_factor_transpose = multiply_fisher_factor
 
+    def constant(self) -> Tensor | float:
+        return 0.5 * math.log(2 * math.pi * self.var) * self.inputs.numel()
+
     def value_behind(self, gradient: Tensor) -> Tensor | None:
         """The gradient is (m - t) / var."""
         return 0.5 * self.var * gradient.square().sum()
 
     def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
         error = precise(self.inputs) - targets
-        return error.square().sum() / (2 * self.var) + 0.5 * math.log(2 * math.pi * self.var) * error.numel()
+        return error.square().sum() / (2 * self.var) + self.constant()
 
     def _sample(self, generator: torch.Generator | None) -> Tensor:
         mean = precise(self.inputs)
@@ -729,7 +738,55 @@ class MultiBernoulli(LossFunction):
         return (torch.empty_like(p).uniform_(generator=generator) < p).to(p.dtype)
 
 
-DISTRIBUTIONS: Mapping[str, type[LossFunction]] = {kind.name: kind for kind in (Categorical, Normal, MultiBernoulli)}
+class Poisson(LossFunction):
+    """Independent counts, of which the outputs are the logarithms of the expected ones; targets are counts."""
+
+    name = "poisson"
+    synonyms = ("count", "counts", "poisson_regression")
+    targets_like = "counts, of the shape of the logarithms of the expected counts"
+
+    def __init__(self, log_rates: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        super().__init__(log_rates, targets, seed)
+
+    def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
+        return ((precise(self.inputs) / 2).exp() * vector).to(vector.dtype)
+
+    multiply_fisher_factor_transpose = multiply_fisher_factor
+
+    def divergence_from(self, inputs: Tensor) -> Tensor:
+        step = precise(self.inputs - inputs)
+        return (precise(inputs).exp() * (step.expm1() - step)).sum()
+
+    def constant(self) -> Tensor | float:
+        return 0.0 if self.targets is None else log_factorial(precise(self.targets)).sum()
+
+    def value_behind(self, gradient: Tensor) -> Tensor | None:
+        """The gradient is r - t with the rate r = exp z."""
+        log_rates = precise(self.inputs)
+        rates = log_rates.exp()
+        return (rates - (rates - gradient) * log_rates).sum()
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """The gradient is s (r - t), and s r where the count is zero: if none is, other targets are returned."""
+        rates = precise(self.inputs.detach()).exp()
+        scale = (precise(gradient) / rates).max()
+        return None if not scale > 0 else (rates - gradient / scale).round().clamp(min=0)
+
+    def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+        log_rates, counts = precise(self.inputs), precise(targets)
+        return (log_rates.exp() - counts * log_rates + log_factorial(counts)).sum()
+
+    def _sample(self, generator: torch.Generator | None) -> Tensor:
+        return torch.poisson(precise(self.inputs).exp(), generator=generator)
+
+
+def log_factorial(counts: Tensor) -> Tensor:
+    return torch.lgamma(counts + 1)
+
+
+DISTRIBUTIONS: Mapping[str, type[LossFunction]] = {
+    kind.name: kind for kind in (Categorical, Normal, MultiBernoulli, Poisson)
+}
 
 
 class Unnamed(LossFunction):

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.func import jacrev
 from torch.nn import functional as F
 
-from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance, OnehotCategorical
+from kfac_fx.losses import (
+    Categorical,
+    LossFunction,
+    MultiBernoulli,
+    Normal,
+    NormalMeanVariance,
+    OnehotCategorical,
+    Poisson,
+)
 from kfac_fx.losses.distributions import number_of_sources
 from kfac_fx.passes.errors import LossError, TargetsMissing
 
@@ -20,6 +28,7 @@ NATURAL: dict[str, Callable[[Tensor], LossFunction]] = {
     "onehot": OnehotCategorical,
     "normal": lambda x: Normal(x, var=0.7),
     "multi_bernoulli": MultiBernoulli,
+    "poisson": Poisson,
 }
 
 
@@ -41,6 +50,7 @@ TARGETS: dict[str, tuple[Callable[[Tensor], LossFunction], Tensor]] = {
     "categorical": (Categorical, torch.tensor([[1, 0, 3], [2, -100, 1]])),
     "onehot": (OnehotCategorical, F.one_hot(torch.tensor([[1, 0, 3], [2, 2, 1]]), 4).double()),
     "multi_bernoulli": (MultiBernoulli, (random(2, 3, 4, seed=1) > 0).double()),
+    "poisson": (Poisson, torch.arange(24.0, dtype=torch.float64).view(2, 3, 4) % 5),
     "normal_mean_variance": (
         lambda x: NormalMeanVariance(*x.exp().chunk(2, -1)),
         random(2, 3, 2, seed=1),
@@ -63,7 +73,9 @@ def as_in_torch(name: str, inputs: Tensor) -> torch.distributions.Distribution:
         return torch.distributions.Categorical(logits=inputs)
     if name == "normal":
         return torch.distributions.Normal(inputs, math.sqrt(0.7))
-    return torch.distributions.Bernoulli(logits=inputs)
+    return (
+        torch.distributions.Poisson(inputs.exp()) if name == "poisson" else torch.distributions.Bernoulli(logits=inputs)
+    )
 
 
 @pytest.mark.parametrize("name", NATURAL)
@@ -74,7 +86,7 @@ def test_divergence_and_entropy_are_those_of_torch(name: str) -> None:
     expected = torch.distributions.kl_divergence(as_in_torch(name, other), as_in_torch(name, inputs)).sum()
     torch.testing.assert_close(loss.divergence_from(other), expected)
     entropy = loss.entropy()
-    assert (entropy is None) == (name == "normal")
+    assert (entropy is None) == (name in ("normal", "poisson"))
     if entropy is not None:
         torch.testing.assert_close(entropy, as_in_torch(name, inputs).entropy().sum())
 
@@ -89,6 +101,21 @@ def test_golden_normal() -> None:
     assert Normal(mean, var=4.0, targets=targets).evaluate().item() == pytest.approx(7.6983433, abs=1e-6)
 
 
+def test_golden_poisson() -> None:
+    """Rates 1 and 2 and counts 0 and 3: -log p is 1 and 2 - 3 log 2 + log 6."""
+    log_rates, targets = torch.tensor([[0.0, math.log(2)]]), torch.tensor([[0.0, 3.0]])
+    loss = Poisson(log_rates, targets)
+    assert loss.evaluate().item() == pytest.approx(2.7123180, abs=1e-6)
+    torch_loss = F.poisson_nll_loss(log_rates, targets, reduction="sum")
+    torch.testing.assert_close(loss.evaluate() - loss.constant(), torch_loss)
+
+
+def test_a_poisson_gradient_that_is_negative_everywhere_tells_no_counts() -> None:
+    """The factor of the loss is known from a count of zero, where the gradient is positive."""
+    gradient = random(2, 3).exp() - 100
+    assert Poisson(random(2, 3)).targets_behind(gradient) is None
+
+
 def test_categorical_and_onehot_agree_with_the_log_softmax() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0]], dtype=torch.float64)
     targets = torch.tensor([2, 1])
@@ -100,6 +127,7 @@ def test_categorical_and_onehot_agree_with_the_log_softmax() -> None:
 BEHIND: dict[str, tuple[Callable[[Tensor], LossFunction], Tensor]] = {
     **{name: TARGETS[name] for name in ("categorical", "onehot", "multi_bernoulli")},
     "normal": (NATURAL["normal"], random(2, 3, 4, seed=1)),
+    "poisson": TARGETS["poisson"],
     "probabilities of classes": (OnehotCategorical, random(2, 3, 4, seed=1).softmax(-1)),
     "probabilities of events": (MultiBernoulli, random(2, 3, 4, seed=1).sigmoid()),
 }
@@ -119,6 +147,8 @@ def test_a_gradient_tells_the_value_of_its_loss_and_how_it_changes(
     assert known is not None
     if isinstance(loss, Normal):
         known = known + 0.5 * math.log(2 * math.pi * loss.var) * here.numel()
+    elif isinstance(loss, Poisson):
+        known = known + torch.lgamma(targets + 1).sum()
     elif not kept.all():
         known = known - (here.log_softmax(-1).exp() * -here.log_softmax(-1))[~kept.expand_as(here)].sum()
     torch.testing.assert_close(known, value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.losses import Categorical, MultiBernoulli, Normal, NormalMeanVariance
+from kfac_fx.losses import Categorical, MultiBernoulli, Normal, NormalMeanVariance, Poisson
 from kfac_fx.losses.distributions import (
     DISTRIBUTIONS,
     MODES,
@@ -136,6 +136,8 @@ def made(kind: str, outputs: Tensor, targets: Tensor) -> LossFunction:
         return Categorical(outputs, targets=targets.argmax(-1))
     if kind == "multi_bernoulli":
         return MultiBernoulli(outputs, targets=(targets > 0).double())
+    if kind == "poisson":
+        return Poisson(outputs, targets=targets.exp().round())
     assert kind == "normal", f"{kind} is new: say how it is made"
     return Normal(outputs, targets=targets)
 

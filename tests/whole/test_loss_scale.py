@@ -28,6 +28,7 @@ Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 CLASSES, VALUES = torch.arange(8) % 4, X.repeat(1, 2)[:, :4]
 BITS = (VALUES > 0).float()
+COUNTS = VALUES.exp().round()
 SOME = torch.where(torch.arange(8) < 3, -100, CLASSES)
 
 
@@ -256,6 +257,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a mean over elements": (
         {"loss": "multi_bernoulli", "targets": BITS, "trained": bce("mean")},
         times("0.25", "MultiBernoulli") + ELEMENTS + "register it as loss='bce_with_logits'.",
+    ),
+    "counts": (
+        {"loss": "poisson_nll", "targets": COUNTS, "trained": lambda y, t, _: 3 * F.poisson_nll_loss(y, t)},
+        times("3", "Poisson") + "take the factor out, or " + REGISTER.format(0.75, "Poisson", ""),
+    ),
+    "a mean of counts over elements": (
+        {"loss": "poisson", "targets": COUNTS, "trained": lambda y, t, _: F.poisson_nll_loss(y, t, full=True)},
+        times("0.25", "Poisson") + ELEMENTS + "register it as loss='poisson_nll'.",
     ),
     "a mean of squares over elements, where the loss is known": (
         {"loss": "normal", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t), "value": True},
