@@ -582,8 +582,9 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
     refuse_custom(model, custom, exported=False)
     if learned := [node for node in graph.nodes if node.op == "get_attr" and node.target in frozen]:
         raise UntraceableError(
-            f"{type(model).__name__} computes with parameters that torch.fx takes for constants, at {where(next(iter(learned[0].users)))}, "
-            "because forward reads them through named_parameters(), parameters() or a container of its own.\n"
+            f"{type(model).__name__} computes with parameters that torch.fx takes for constants, at "
+            f"{where(next(iter(learned[0].users)))}, because forward reads them through named_parameters(), parameters() "
+            "or a container of its own.\n"
             "Give kfac_fx.compile example inputs."
         )
     refuse_drawn(type(model).__name__, drawn)
