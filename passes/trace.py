@@ -56,7 +56,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from .complex_parameters import real_parameter, with_real_parts
-from .errors import LayerError, UntraceableError, fatal, kind_and_line, line_of
+from .errors import LayerError, UntraceableError, fatal, kind_and_line, line_of, where
 from .graphs.edit import attribute, holder
 from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
 from .ir import Autocast, Copies, Options, Program, copy_nodes, returned_by
@@ -578,7 +578,15 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
                 raise untraceable(model, error) from error
             targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
             root = holder({target: attribute(model, target) for target in sorted(targets)})
+            frozen = {target for target in tracer.constants & targets if attribute(model, target).requires_grad}
     refuse_custom(model, custom, exported=False)
+    if learned := [node for node in graph.nodes if node.op == "get_attr" and node.target in frozen]:
+        raise UntraceableError(
+            f"{type(model).__name__} computes with parameters that torch.fx takes for constants, at "
+            f"{where(next(iter(learned[0].users)))}, because forward reads them through named_parameters(), parameters() "
+            "or a container of its own.\n"
+            "Give kfac_fx.compile example inputs."
+        )
     refuse_drawn(type(model).__name__, drawn)
     # torch.fx keeps the constants of the graph, such as torch.arange(3), as attributes of the model while it traces.
     assigned = [name for name in assigned if name not in tracer.constants]

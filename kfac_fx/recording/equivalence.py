@@ -374,20 +374,29 @@ def refuse_other_without_gradients(
         )
 
 
-def random_cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers at every call."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out) for out in outputs]
+def random_cotangents(outputs: Mapping[int, Tensor]) -> list[Tensor]:
+    """The same numbers at every call for the same place of an output, whatever other outputs there are."""
+    generator = torch.Generator()
+    return [
+        torch.randn(out.shape, generator=generator.manual_seed(place), dtype=torch.float32).to(out)
+        for place, out in outputs.items()
+    ]
 
 
 def gradients_by_name(outputs: list[Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Gradients for random cotangents, of real and imaginary parts."""
-    roots = [real_numbers(out) for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    """Gradients for random cotangents, of real and imaginary parts.
+
+    An output may require a gradient in the model alone, such as an input that forward gives back.
+    """
+    is_root = (isinstance(out, Tensor) and out.requires_grad for out in outputs)
+    roots = {place: real_numbers(outputs[place]) for place, root in enumerate(is_root) if root}
     if not roots or not parameters:
         return dict.fromkeys(parameters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the user's, which are welcome
-        grads = torch.autograd.grad(roots, list(parameters.values()), random_cotangents(roots), allow_unused=True)
+        grads = torch.autograd.grad(
+            list(roots.values()), list(parameters.values()), random_cotangents(roots), allow_unused=True
+        )
     real = [None if grad is None else real_numbers(dense(grad)) for grad in grads]
     return dict(zip(parameters, real, strict=True))
 

@@ -305,7 +305,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         if registrations and fisher and not outputs:
             name = class_of(prover.model).__name__
             raise UntraceableError(f"the graph of {name} has uses of parameters, and its outputs have no gradient")
-        cotangents = random_cotangents(outputs)
+        cotangents = random_cotangents(dict(enumerate(outputs)))
         names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))
         leaves = [live[name] for name in names] + [probe for by_name in probes if by_name for probe in by_name.values()]
         inexact = [

@@ -80,15 +80,21 @@ def assigned(own: Any, x: Tensor) -> Any:
     return own.layer(x)
 
 
+def listed(own: Any, x: Tensor) -> Any:
+    weights = dict(own.named_parameters())
+    return x @ weights["layer.weight"].transpose(0, 1) + weights["layer.bias"]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (without_gradients, "does not see no_grad"),
         (lambda own, x: own.layer(x) + torch.rand(3), "does not see random numbers"),
         (assigned, "assigns a new tensor to its buffer seen"),
+        (listed, r"parameters that torch.fx takes for constants, at .*\(test_trace_symbolic.py:\d+\)"),
         (lambda own, x: own.layer(x) if x.sum() > 0 else x, "could not be captured as a graph"),
     ],
-    ids=["modes", "random", "buffer", "branch"],
+    ids=["modes", "random", "buffer", "parameters", "branch"],
 )
 def test_what_torch_fx_would_capture_wrongly_is_refused(function: Callable[..., Any], words: str) -> None:
     model = Doing(function)

@@ -46,6 +46,21 @@ def test_a_graph_that_computes_something_else_is_refused() -> None:
     )
 
 
+def test_an_input_that_is_given_back_may_require_a_gradient() -> None:
+    class Coordinates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            points = x.clone().detach().requires_grad_(True)
+            return {"points": points, "values": self.inner(points).sin()}
+
+    net = kfac_fx.compile(Coordinates(), (X,), loss=lambda outputs: kfac_fx.losses.Normal(outputs["values"]))
+    assert not net.report.rows[0].generic and net.report.rows[0].layer == "linear"
+    assert net(X)["points"].requires_grad
+
+
 def test_a_hook_that_changes_gradients_is_refused_with_its_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[1].register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],))
