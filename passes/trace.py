@@ -113,6 +113,7 @@ from .tracing.substitutes import (
     Bags,
     CertainDraws,
     Detached,
+    Refusals,
     SparseProducts,
     ThreadTracer,
     compute,
@@ -387,7 +388,7 @@ def exported(
         given: list[Any] = []
         try:
             with (
-                torch.enable_grad(), CertainDraws(), Detached(), Bags(), SparseProducts(), nested_values(),
+                torch.enable_grad(), CertainDraws(), Refusals(), Detached(), Bags(), SparseProducts(), nested_values(),
                 symbolic_lengths(model) if lengths else nullcontext(given) as given,
             ):  # fmt: skip
                 module, guards = graph_module(flat, tensors, every_size, longest)

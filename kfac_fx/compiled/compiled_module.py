@@ -741,7 +741,7 @@ class CompiledModule(nn.Module):
         """Run forward with taps, which record during the user's own backward (the empirical Fisher).
 
         Returns (the model's outputs, the statistics to come). Raises UntraceableError if forward has side effects that
-        the captured graph does not have.
+        neither the captured graph nor a second run has.
         """
         if averages_gradients(self._wrapper):
             raise UntraceableError(

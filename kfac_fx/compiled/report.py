@@ -287,6 +287,10 @@ SIZES = (
     "parts that are captured for one size, so each size that a recording or a check meets first is captured anew. Keep "
     "the sizes equal, as with equally many points at every step"
 )
+REPEATED = (
+    "a recording in training runs forward a second time, because the graph leaves out that it {}; gradients that reach "
+    "the loss through this are in no factor"
+)
 COPY = re.compile(r"_\d+\b")  # what tells nodes of one operation apart
 STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
     "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
@@ -838,6 +842,8 @@ def fallbacks(
                 f"the checks of a step compute recurrent layers step by step, which takes longer: "
                 f"{capture.kernels_reason}"
             )
+        if capture.repeated:
+            sentences.append(REPEATED.format(", ".join(capture.repeated)))
         if capture.emitted.plain_reason is not None:
             sentences.append(f"recordings are not compiled: {capture.emitted.plain_reason}")
     apart = {key: reason for recorder in cases for key, reason in recorder.apart.items()}

@@ -24,6 +24,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -812,8 +813,9 @@ class CaptureCache:
     ) -> tuple[Any, PendingMoments]:
         """See `Recorder`. A call that no graph serves is captured afterwards, and nothing was recorded then."""
         recorder = self.recorder(args, kwargs)
+        forward = None if self.structure.sharded else partial(self.model, *args, **kwargs)
         try:
-            outputs, pending = recorder.record_in_training(recorder.capture.flatten(args, kwargs), generator)
+            outputs, pending = recorder.record_in_training(recorder.capture.flatten(args, kwargs), generator, forward)
         except RuntimeError as error:
             self.raise_the_models_own(error, args, kwargs)
             raise

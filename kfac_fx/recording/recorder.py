@@ -74,6 +74,7 @@ from kfac_fx.passes.matrix import real_numbers, without_autocast
 from kfac_fx.passes.torch_private import backward_here, class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.calls import map_tensors
+from kfac_fx.passes.tracing.effects import accelerators, same_random
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs, lasting
@@ -371,6 +372,8 @@ def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:
     total[key] = {name: value + sums[name] for name, value in total[key].items()} if key in total else sums
 
 
+# The effects of the one forward whose outputs the loss is computed from; a second run of it does not make up for them.
+OF_ONE_RUN = ("returns a ", "writes into its input ", "changes its input ", "calls the backward hooks ")
 TIMES = 2  # the numbers of the factors, that may wait
 FEW = 1 << 20  # numbers
 
@@ -592,6 +595,7 @@ class Recorder:
         division: how the number is read that forward divides a sum by; None: no batch has told it.
         rows_are_outputs: whether the rows of the losses are those of the Fisher's outputs, as the proof has seen.
         apart_up_to: what `kept_apart` found, by nodes.
+        repeated: the effects for which recordings in training run the model's own forward, too.
     """
 
     emitted: EmittedModel
@@ -622,6 +626,7 @@ class Recorder:
     division: Division | None = None
     rows_are_outputs: bool = False
     apart_up_to: dict[tuple[fx.Node, ...], frozenset[Key]] = field(default_factory=dict, init=False, repr=False)
+    repeated: tuple[str, ...] = field(default=(), init=False)
 
     @property
     def capture(self) -> Capture:
@@ -1019,16 +1024,33 @@ class Recorder:
             given = self.losses.given is not None or targets is not None
             warn_user(UserWarning(str(LeftOut(cases - with_target, cases, rows, not given))))
 
-    def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
+    def record_in_training(
+        self, values: Any, generator: torch.Generator | None = None, forward: Callable[[], Any] | None = None
+    ) -> tuple[Any, PendingMoments]:
         """Run the emitted model instead of the model's own forward; the user's backward fills the probes.
 
-        generator: of the sampled rows of input factors; None: torch's own.
+        generator: of the sampled rows of input factors; None: torch's own. forward: the model's own forward, which runs
+            behind the emitted model for the effects that this does not have, with the same random numbers.
 
         Returns (what the model returns, the statistics to come).
 
-        Raises UntraceableError if forward has effects that the emitted model does not have.
+        Raises UntraceableError if forward has effects that the emitted model does not have and that are lost.
         """
-        if effects := "\n".join(f"  {effect}" for effect in self.capture.effects):
+        effects = self.capture.effects
+        repeats = forward is not None and self.whole and not any(effect.startswith(OF_ONE_RUN) for effect in effects)
+        if not effects or not repeats or forward is None:
+            return self.ride(values, generator, self.live_buffers(), effects)
+        self.repeated = effects
+        with same_random(accelerators(self.model.parameters())):
+            recorded = self.ride(values, generator, self.copied_buffers(), ())
+        forward()
+        return recorded
+
+    def ride(
+        self, values: Any, generator: torch.Generator | None, buffers: Tensors, lost: Sequence[str]
+    ) -> tuple[Any, PendingMoments]:
+        """See `record_in_training`. lost: the effects of forward that nothing has."""
+        if effects := "\n".join(f"  {effect}" for effect in lost):
             name = class_of(self.model).__name__
             raise UntraceableError(
                 f"statistics cannot be recorded during training, because the forward of {name} "
@@ -1049,7 +1071,7 @@ class Recorder:
             for leaf in (*views.values(), *(probe for by_name in probes for probe in by_name.values())):
                 leaf.register_hook(lambda grad: None if grad is None else lasting(grad, "cudagraphs"))
         entering = self.gathered(probes_or_none)
-        output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, entering)
+        output, fisher = self.emitted.run_in_training(live, buffers, values, entering)
         losses_of = self.losses
         cases: int | Tensor = self.emitted.examples(values)
         if losses_of.are_known:

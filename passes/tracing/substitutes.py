@@ -10,6 +10,13 @@ thread captures at a time, because torch's own tracers are not made for more.
 The draw is in [0, 1) and stays in the graph, so that the random stream advances as in the model. The rate is an
 attribute, and a capture is valid for one value of it.
 
+`Refusals`: a look at values behind which forward does nothing but raise.
+
+    assert (output == hidden).all()
+    if torch.isnan(x).any(): raise ValueError("not a number")
+
+The capture has the other side of the branch. A batch for which forward raises has no step: the model's own run raises.
+
 `SparseProducts`: the product of a sparse matrix and a dense one, which torch.export has no shapes for, is an
 operation of its own while the model is traced.
 
@@ -44,13 +51,15 @@ own, as those under torch.no_grad: no pass reads these.
 
 from __future__ import annotations
 
+import dis
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from inspect import signature, unwrap
-from types import ClassMethodDescriptorType
+from types import ClassMethodDescriptorType, CodeType
 from typing import Any
 
 import torch
@@ -213,6 +222,56 @@ def outcome(comparison: str, number: Any, draw: Tensor) -> bool | None:
     if number < 0 or (number == 0 and (comparison in ("lt", "ge") or draw.dtype in FINE)):
         return comparison in ("gt", "ge")
     return None
+
+
+# --- looks at values that forward refuses -----------------------------------------------------------------------------
+
+LOOKS = {"__bool__", "is_nonzero", "allclose", "equal"}
+BETWEEN_LOOK_AND_BRANCH = {"CALL", "PRECALL", "TO_BOOL", "EXTENDED_ARG"}
+
+
+class Refusals(TorchFunctionMode):
+    """Inside, a look at values that decides whether forward raises says that it does not."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in LOOKS:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":  # of other modes
+                frame = frame.f_back
+            truth = without_raise(frame.f_code, frame.f_lasti)
+            if truth is not None:
+                return truth
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def without_raise(code: CodeType, at: int) -> bool | None:
+    """The truth of what the instruction at this offset computes, or asks the truth of, if the other truth only raises
+    an error that the function does not handle; None if there is no such branch."""
+    instructions = list(dis.get_instructions(code))
+    places = {instruction.offset: place for place, instruction in enumerate(instructions)}
+    place = places[at]
+    while instructions[place].opname in BETWEEN_LOOK_AND_BRANCH:
+        place += 1
+    branch = instructions[place]
+    jumps_if = next((truth for word, truth in (("IF_TRUE", True), ("IF_FALSE", False)) if word in branch.opname), None)
+    if jumps_if is None or "OR_POP" in branch.opname or code.co_exceptiontable:
+        return None
+    if raises(instructions[place + 1 :]):
+        return jumps_if
+    return not jumps_if if raises(instructions[places[branch.argval] :]) else None
+
+
+def raises(instructions: Iterable[dis.Instruction]) -> bool:
+    """Whether an error is raised before anything else is decided, returned or kept."""
+    for instruction in instructions:
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if instruction.opcode in (*dis.hasjrel, *dis.hasjabs) or instruction.opname.startswith(("RETURN", "STORE")):
+            return False
+    return False
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

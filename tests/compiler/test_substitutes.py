@@ -1,4 +1,4 @@
-"""Substitutes while a model is traced: certain branches, checkpoints, autograd.Functions and `.data`."""
+"""Substitutes while a model is traced: certain looks.branches, checkpoints, autograd.Functions and `.data`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.substitutes import checkpoints_off, custom_functions, recurrent_cell
+from tests.compiler import looks
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
@@ -81,6 +82,34 @@ def test_a_rate_that_is_set_later_is_seen() -> None:
     assert net.recorder((X,), {}).whole
     model[0].rate = 0.5  # type: ignore[assignment]
     assert not net.recorder((X,), {}).whole
+
+
+class Refusing(nn.Module):
+    """A layer whose outputs are looked at."""
+
+    def __init__(self, look: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.layer, self.look = nn.Linear(3, 2), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.look(y)
+        return y
+
+
+@pytest.mark.parametrize("look", [looks.asserts, looks.asserts_not, looks.asserts_close, looks.raises_error])
+def test_a_look_at_values_that_only_raises_is_no_obstacle_to_a_graph(look: Callable[[Tensor], None]) -> None:
+    net = kfac_fx.compile(Refusing(look), (X,), loss="normal")
+    assert net.recorder((X,), {}).whole
+    if look is not looks.asserts_close:
+        with pytest.raises((AssertionError, ValueError)):
+            net(X * torch.nan)
+
+
+@pytest.mark.parametrize("look", [looks.branches, looks.handles])
+def test_a_look_at_values_that_decides_what_is_computed_is_refused(look: Callable[[Tensor], None]) -> None:
+    with pytest.raises(UntraceableError, match="Refusing could not be captured as a graph"):
+        trace_model(Refusing(look), (X,))
 
 
 def runs(x: Tensor, **options: Any) -> tuple[int, Tensor]:

@@ -186,6 +186,40 @@ def test_the_rewritten_model_is_the_original(middle: Function, inputs: bool) -> 
     assert [registration.reason for registration in net.registrations if registration.generic] == []
 
 
+class Keeping(nn.Module):
+    """Keeps what it attends to, for figures, behind noise and a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout, self.last = (
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)
+        )  # fmt: skip
+        self.attention: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dropout(self.norm(self.first(x)))
+        self.attention = h.softmax(1)
+        y: Tensor = self.last(h)
+        return y
+
+
+@pytest.mark.parametrize("inputs", [True, False], ids=["exported", "traced"])
+def test_a_forward_that_keeps_a_tensor_trains_without_a_known_loss(inputs: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Keeping(), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (x,) if inputs else None)
+    assert differences(step(twin, lambda: twin(x)), step(model, lambda: net.record_in_training((x,), {})[0])) == []
+    assert model.attention is not None and twin.attention is not None
+    assert torch.equal(model.attention, twin.attention)
+    optimizer = kfac_fx.KFAC(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.triplet_margin_loss(net(x), net(x.flip(0)), net(-x)).backward()
+        optimizer.step()
+    assert "because the graph leaves out that it sets attention" in " ".join(str(net.report).split())
+
+
 @pytest.mark.parametrize("inputs", [True, False], ids=["exported", "traced"])
 def test_an_input_that_forward_writes_into_is_written_once(inputs: bool) -> None:
     """By the model, and neither by compiling nor by recording."""
