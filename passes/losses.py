@@ -52,6 +52,7 @@ from .graphs.labels import (
     in_example,
     labels,
     labels_of,
+    operands_read,
     shape_of,
     sizes_of,
     symbolic_sizes,
@@ -61,7 +62,6 @@ from .graphs.operations import (
     JOINS,
     PARTS,
     PERMUTES,
-    SHAPE_ONLY,
     VIEWS,
     adds_up,
     changes_memory,
@@ -273,7 +273,7 @@ def unknowable(program: Program, known: Container[fx.Node] = ()) -> set[fx.Node]
     """
     unknown = set[fx.Node]()
     for node in program.graph.nodes:
-        follows = op_name(node) not in SHAPE_ONLY and not unknown.isdisjoint(node.all_input_nodes)
+        follows = not unknown.isdisjoint(operands_read(node))
         if node not in known and (is_parameter(program, node) or follows or may_draw(program, node)):
             unknown.add(node)
     return unknown

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from .cases import CaseOrder
 from .errors import LayerError, ModelChangedError, fatal, where
-from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
+from .graphs.labels import everything_behind, in_example, known_number, operands_read, shape_of, sizes_of
 from .graphs.operations import JOINS, SHAPE_ONLY, op_name
 from .ir import ROW_MASK, STEP, Dims, Note, Program, Registration, Use, literal_attrs
 from .layers import Layer
@@ -29,7 +29,6 @@ from .parametrization import Computed, Value
 
 STRANGE = -1  # instead of a position: one of other sequences, or in another order
 ALL = sys.maxsize  # instead of a position: more than one
-AS = {"expand_as", "view_as", "reshape_as", "type_as"}  # they read the shape or type of their second operand only
 OTHER_SEQUENCES = "its steps are of other sequences than the mask's, or in another order"
 UNCLEAR = "which of the positions it is at is not clear"
 
@@ -80,7 +79,7 @@ class Timeline:
             return
         if op_name(node) in SHAPE_ONLY:
             return
-        operands = node.all_input_nodes[: 1 if op_name(node) in AS else None]
+        operands = operands_read(node)
         self.sources[node] = frozenset().union(*(self.sources.get(operand, frozenset()) for operand in operands))
         if self.carries(node):
             return

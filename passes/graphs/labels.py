@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from ..ir import Program
 from ..torch_private import AUTOCAST_REGION, pytree, size_hint
 from .operations import (
+    AS,
     DATA_FIRST,
     EXPANDS,
     LOOKED_UP,
@@ -180,10 +181,15 @@ def differentiated(node: fx.Node) -> list[fx.Node]:
     name = op_name(node)
     if name in NO_GRADIENT or no_grad_region(node) or not has_gradient(node):
         return []
-    operands = node.all_input_nodes
     if name == OWN_BACKWARD:
         return [operand for operand in dict.fromkeys(node.args) if isinstance(operand, fx.Node)]
-    return operands[:1] if name in ("expand_as", "view_as", "type_as") else operands
+    return operands_read(node)
+
+
+def operands_read(node: fx.Node) -> list[fx.Node]:
+    """The operands whose values `node` reads, and not their sizes or types alone."""
+    name = op_name(node)
+    return [] if name in SHAPE_ONLY else node.all_input_nodes[: 1 if name in AS else None]
 
 
 def ancestors(
@@ -274,7 +280,7 @@ def computed_from_parameters(program: Program) -> Iterator[fx.Node]:
     for node in program.graph.nodes:
         if node.op == "get_attr" and node.target in program.parameters:
             seen.add(node)
-        elif op_name(node) not in SHAPE_ONLY and not seen.isdisjoint(node.all_input_nodes):
+        elif not seen.isdisjoint(operands_read(node)):
             seen.add(node)
             yield node
 

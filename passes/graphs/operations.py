@@ -51,6 +51,7 @@ OWN_BACKWARD = "own_backward"  # a call of a user's autograd.Function; only oper
 IN_PLACE = {  # Python's operators, whose names do not say it
     "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
 }  # fmt: skip
+AS = {"expand_as", "view_as", "reshape_as", "type_as"}  # they read the shape or type of their second operand only
 EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", TO_COPY, "contiguous", "clone", "alias"}
 PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}

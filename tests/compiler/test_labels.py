@@ -218,6 +218,7 @@ SMOOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a mask of the inputs": lambda x, y: y.masked_fill(x > 0, 0.0) + x.round() * y,
     "kinks": lambda x, y: F.max_pool1d(y.relu().abs().clamp(max=2.0), 2),
     "sizes": lambda x, y: y / y.shape[-1] + torch.zeros_like(y),
+    "the shape of outputs": lambda x, y: y.gather(1, torch.broadcast_tensors((x[:, :1] > 0).long(), y)[0]),
     "attention": lambda x, y: F.scaled_dot_product_attention(y[None], y[None], y[None], is_causal=True)[0],
     "the largest": lambda x, y: y.max(-1).values + y.amax(-1) + y.topk(2).values.sum(-1),
 }
