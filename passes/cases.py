@@ -211,6 +211,14 @@ OF_FIRST = {  # of one operand with a row a case, the first -> its fewest dimens
 }  # fmt: skip
 
 
+SORTING = {"sort": 1, "argsort": 1, "msort": None, "topk": 2}  # -> the place of the dimension; None: the first
+CHOOSING = {  # operations that numbers tell which rows to take or to write -> the place of the dimension; None: any
+    "gather": 1, "index_add": 1, "index_copy": 1, "index_fill": 1, "index_reduce": 1, "index_select": 1, "scatter": 1,
+    "scatter_add": 1, "scatter_reduce": 1, "take_along_dim": 2, "index": None, "index_put": None, "_sparse_mm": None,
+    "masked_scatter": None, "masked_select": None, "repeat_interleave": None, "segment_reduce": None, "take": None,
+}  # fmt: skip
+
+
 def kept_apart(program: Program, ends: Iterable[fx.Node]) -> frozenset[tuple[str, ...]]:
     """The registrations, by parameters, whose cases stay apart up to `ends`, nodes of the graph, in every batch."""
     cases, ends = program.cases, list(ends)
@@ -237,6 +245,64 @@ def kept_apart(program: Program, ends: Iterable[fx.Node]) -> frozenset[tuple[str
         for registration in program.registrations
         if is_plain(registration) and apart.issuperset(use.output for use in registration.uses)
     )
+
+
+def are_placed_by_data(program: Program) -> bool:
+    """Whether the numbers of a batch choose which cases meet or change places, as the edges of a graph do. What one
+    batch tells of its cases is then not true of another."""
+    uses = {use.output for registration in program.registrations for use in registration.uses}
+    following = set[fx.Node]()  # uses
+    for node in program.graph.nodes:
+        if op_name(node) in SORTING and may_sort_cases(node, program.cases):
+            return True
+        if node.op != "output" and not following.isdisjoint(differentiated(node)):
+            following.add(node)
+            if chooses_cases(node, program.cases):
+                return True
+        if node in uses:
+            following.add(node)
+    return False
+
+
+def chooses_cases(node: fx.Node, cases: str | None) -> bool:
+    """Whether an operation takes or writes cases that numbers choose: by an index of cases, or by a matrix with a row
+    and a column for each of them, as of edges, masks or similarities. cases: their symbolic number; None: not known."""
+    name, tensors = op_name(node).removesuffix("_"), [node, *node.all_input_nodes]
+    if cases is not None and any(symbolic_sizes(tensor).count(cases) > 1 for tensor in tensors):
+        return True
+    if name == "scaled_dot_product_attention":
+        return symbolic_sizes(node)[-2:-1] == [cases]
+    if name not in CHOOSING:
+        return False
+    place, indexes = CHOOSING[name], node.args[1] if len(node.args) > 1 else None
+    if place is None and not isinstance(indexes, (list, tuple)):
+        return True
+    for tensor in tensors:
+        sizes = [re.findall(r"[a-z]+\d+", size or "") for size in symbolic_sizes(tensor)]
+        if isinstance(indexes, (list, tuple)):  # an index of 0, 1, 2, ... leaves all cases where they are
+            chosen = [dim for dim, index in enumerate(indexes) if index is not None and not is_arange(index)]
+        else:
+            dim = node.kwargs.get("dim", node.args[place] if place is not None and len(node.args) > place else None)
+            chosen = [dim] if isinstance(dim, int) and -len(sizes) <= dim < len(sizes) else []
+        if any(cases is None or cases in sizes[dim] for dim in chosen if dim < len(sizes)):
+            return True
+    return False
+
+
+def may_sort_cases(node: fx.Node, cases: str | None) -> bool:
+    """Whether an operation of `SORTING` may be along cases. It is not if another dimension of its tensor has these.
+
+    cases: their symbolic number; None: not known.
+    """
+    sizes = symbolic_sizes(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else []
+    place = SORTING[op_name(node)]
+    dim = 0 if place is None else node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
+    if cases is None or not sizes or not isinstance(dim, int):
+        return True
+    symbols = [set(re.findall(r"[a-z]+\d+", size or "")) for size in sizes]
+    along = symbols.pop(dim)
+    unknown = any(symbol.startswith("u") for symbol in along)  # u0 is a number that data have
+    return unknown or cases in along or not any(cases in elsewhere for elsewhere in symbols)
 
 
 def is_plain(registration: Registration) -> bool:

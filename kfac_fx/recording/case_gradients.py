@@ -24,7 +24,6 @@ many classes are never made.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,7 +55,6 @@ from kfac_fx.passes import results
 from kfac_fx.passes.approximations import GRADIENT, PER_CASE, Matrix, named
 from kfac_fx.passes.errors import LossError, RegistrationError, warn_user, where
 from kfac_fx.passes.graphs.labels import differentiated, shape_of, symbolic_sizes
-from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.matrix import without_autocast
 from kfac_fx.passes.resolve import cases_apart
@@ -90,12 +88,6 @@ from kfac_fx.recording.taps import CALLS, CollectingTap, TappedCall
 
 COMPLETE = 1e-3  # relative, of gradients that are one and the same
 ADDED_AT_ONCE = 2**16  # numbers that are added in one product
-SORTING = {
-    "sort": 1,
-    "argsort": 1,
-    "msort": None,
-    "topk": 2,
-}  # operation -> the place of its dimension; None: the first
 IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -613,12 +605,6 @@ class CaseRecorder:
         return [r for r in self.recorder.registrations if not r.generic and r.parameters not in self.apart]
 
     @cached_property
-    def reorders(self) -> bool:
-        """Whether the graph sorts cases, so that their places may be those of a batch, as in packed sequences."""
-        program = self.recorder.program
-        return any(op_name(node) in SORTING and may_sort_cases(node, program.cases) for node in program.graph.nodes)
-
-    @cached_property
     def order_of_cut(self) -> list[int]:
         """The order in which the graph computes the Fisher's outputs and the other nodes of the cut; empty for a
         divided model, where it is that of these."""
@@ -660,13 +646,14 @@ class CaseRecorder:
         self, values: Any, loss_rows: Callable[..., LossRows], kind: Hashable, run: CaseRun, nodes: Sequence[fx.Node]
     ) -> None:
         """Let those of the registrations whose cases meet or change places be apart, if the graph does not tell that
-        they stay apart: as the first batch of several examples without NaN tells; of a model that sorts, every batch.
+        they stay apart: as the first batch of several examples without NaN tells; where the numbers of a batch choose
+        its cases, every batch.
 
         kind: of the source: "loss", "outputs", or the code of a measurement, which may itself mix examples. nodes: of
             the leaves of `loss_rows`; (): not known.
         """
         compared = self.compared.setdefault(kind, set())
-        unknown = {registration.parameters for registration in run.backward.registrations} - compared
+        unknown = {r.parameters for r in run.backward.registrations} - compared - self.apart.keys()
         examples = self.recorder.emitted.examples(values)
         if not unknown or examples < 2:
             return
@@ -698,7 +685,7 @@ class CaseRecorder:
         if meeting is None:
             return
         self.apart = dict.fromkeys(meeting, "cases meet or change places between it and the loss") | self.apart
-        if not self.reorders:
+        if not self.plain.places_by_data:
             self.compared[kind] |= unknown
         self.compared[kind] |= meeting
 
@@ -1184,22 +1171,6 @@ def is_read_elsewhere(program: Program, registration: Registration, ends: Collec
         seen.update(following)
         reads += following
     return False
-
-
-def may_sort_cases(node: fx.Node, cases: str | None) -> bool:
-    """Whether an operation of `SORTING` may be along cases. It is not if another dimension of its tensor has these.
-
-    cases: their symbolic number; None: not known.
-    """
-    sizes = symbolic_sizes(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else []
-    place = SORTING[op_name(node)]
-    dim = 0 if place is None else node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
-    if cases is None or not sizes or not isinstance(dim, int):
-        return True
-    symbols = [set(re.findall(r"[a-z]+\d+", size or "")) for size in sizes]
-    along = symbols.pop(dim)
-    unknown = any(symbol.startswith("u") for symbol in along)  # u0 is a number that data have
-    return unknown or cases in along or not any(cases in elsewhere for elsewhere in symbols)
 
 
 def refuse_towers(registrations: Sequence[Registration]) -> None:

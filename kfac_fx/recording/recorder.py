@@ -64,10 +64,10 @@ from kfac_fx.losses.distributions import (
 )
 from kfac_fx.passes import results
 from kfac_fx.passes.approximations import Approximation, Statistic, named
-from kfac_fx.passes.cases import kept_apart
+from kfac_fx.passes.cases import are_placed_by_data, kept_apart
 from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line, warn_user
-from kfac_fx.passes.graphs.labels import ancestors
+from kfac_fx.passes.graphs.labels import ancestors, once
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import real_numbers, without_autocast
@@ -950,9 +950,9 @@ class Recorder:
         return mode == "empirical" and targets is None and not self.losses.are_likelihoods
 
     def meeting_cases(self, values: Any, targets: Any, only: Collection[str] | None = None) -> frozenset[Key]:
-        """The registrations whose cases meet; looked for in the first batch of several examples without NaN, if the
-        graph does not tell that they stay apart. Blocks of the gradients of cases are among them, if the loss has
-        another number of rows than the batch has examples.
+        """The registrations whose cases meet, if the graph does not tell that they stay apart: looked for in the first
+        batch of several examples without NaN; where the numbers of a batch choose its cases, in every batch. Blocks of
+        the gradients of cases are among them, if the loss has another number of rows than the batch has examples.
 
         only: the names of the parameters whose registrations are wanted; None: all.
         """
@@ -980,11 +980,16 @@ class Recorder:
             several = {key for key in of_cases if len(unknown[key].uses) > 1}
             meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows, unknown, several)
             if meeting is not None:
-                self.looked_at |= unknown.keys()
+                self.looked_at |= meeting if self.places_by_data else unknown.keys()
                 self.meeting |= meeting
                 if uneven:
                     self.meeting |= of_cases
         return frozenset(self.meeting)
+
+    @property
+    def places_by_data(self) -> bool:
+        """See `are_placed_by_data`."""
+        return once(are_placed_by_data, self.program, lambda: are_placed_by_data(self.program))
 
     def kept_apart(self, ends: Sequence[fx.Node]) -> frozenset[Key]:
         """The registrations whose cases stay apart up to these nodes in every batch, as the graph tells."""

@@ -440,6 +440,51 @@ def test_places_are_looked_for_in_every_batch_if_cases_are_sorted(how: str, monk
     assert len(searches) == (1 if how == "features" else 2)
 
 
+class Mixing(nn.Module):
+    """The numbers of a batch choose which of its cases meet."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.second, self.head = how, nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, partner: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.how == "mixup":
+            mixed = 0.7 * hidden + 0.3 * hidden[partner]
+        elif self.how == "edges":
+            mixed = torch.zeros_like(hidden).index_add_(0, partner, hidden)
+        else:
+            allowed = torch.arange(len(x)) == partner.unsqueeze(1)
+            similar = (self.second(hidden) @ hidden.T).masked_fill(~allowed, -1e9)
+            mixed = similar.softmax(-1) @ hidden + hidden
+        logits: Tensor = self.head(mixed + self.second(hidden))
+        return logits
+
+
+@pytest.mark.parametrize("mode", ["empirical", "exact"])
+@pytest.mark.parametrize("how", ["mixup", "edges", "mask"])
+def test_cases_that_meet_in_a_later_batch_alone_are_found(how: str, mode: str) -> None:
+    """In the first batch every case is its own partner, so that none of them meet."""
+    model = Mixing(how)
+    alone, others = torch.arange(5), torch.tensor([2, 0, 0, 1, 3])
+    batches = [kfac_fx.Batch(torch.randn(5, 3), p, targets=torch.randint(3, (5,))) for p in (alone, others)]
+    net = kfac_fx.compile(model, batches[0].args, loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, batches, case="row", mode=mode)
+    identity, learned = spectrum.at(scale=0.0, damping=1.0), list(model.parameters())
+    trace = torch.zeros(())
+    for batch in batches:
+        logits = model(*batch.args)
+        losses = nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+        each = [torch.autograd.grad(loss, learned, retain_graph=True, allow_unused=True) for loss in losses]
+        squares = torch.stack([sum(p.square().sum() for p in parts if p is not None) for parts in each])
+        torch.testing.assert_close(identity.self_scores(batch), squares)
+        if mode == "exact":
+            rows = of_rows(model, logits, learned)
+            squares = torch.stack([sum(p.square().sum() for p in parts) for parts in rows])
+        trace = trace + squares.sum() / 10
+    torch.testing.assert_close(spectrum.trace(), trace)
+
+
 @pytest.mark.parametrize(
     ("of_leaf", "expected"),
     [
