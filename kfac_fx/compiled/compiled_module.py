@@ -1194,6 +1194,11 @@ def compile(
             "variables are for a LayerCollection; of a model, every parameter is registered that is not frozen with "
             "requires_grad_(False)"
         )
+    if not (padding_mask is None or isinstance(padding_mask, str) or callable(padding_mask)):
+        raise TypeError(
+            f"padding_mask is a {type(padding_mask).__name__}; it must be the name of an argument of forward, or a "
+            "function of what forward takes, as in padding_mask='mask' or padding_mask=lambda ids: ids != 0"
+        )
     inside, options, declared = prepared(model, "kfac_fx.compile", layers, dense_limit)
     refuse_keywords(inside, exported=bool(example_inputs is not None or example_kwargs))
     refuse_other_approximations(approximations, inside)
@@ -1366,7 +1371,11 @@ def refuse_other_inputs(by: str, args: Any, kwargs: Any) -> None:
     by: the function that takes them.
     """
     if args is not None and not isinstance(args, (tuple, list, Tensor)):
-        wanted = "example_kwargs={'x': x} for arguments by name" if isinstance(args, Mapping) else "(x,) for one tensor"
+        wanted = (
+            "example_kwargs={'x': x} for arguments by name, and (batch,) for one argument that is a dict"
+            if isinstance(args, Mapping)
+            else "(x,) for one tensor"
+        )
         raise TypeError(f"example_inputs is a {type(args).__name__}; it must be a tuple: write {wanted}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         text = f"example_kwargs is a {type(kwargs).__name__}; it must be a dict, as in {{'mask': mask}}"

@@ -900,6 +900,8 @@ class LossFactor:
     sure: bool = True  # not a number that only agrees with other forwards tell
     given: bool = False  # forward divides the loss by a number that is given, such as that of all targets of a step
     of: int = 1  # the number of registered losses
+    place: int = 1  # among them, from 1
+    alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
 
@@ -918,7 +920,9 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     squares: list[tuple[SquaredError, LossFactor]] = []
     taken: set[int] = set()
     rest = value if watched.part == 1 else None  # of the value, which the known losses do not explain
-    for registered, weight, loss in weighted:
+    shapes = [(type(loss), loss.inputs.shape) for *_, loss in weighted]
+    for number, (registered, weight, loss) in enumerate(weighted):
+        alike = shapes.count(shapes[number])
         gradient = gradient_behind(loss.inputs, leaves, arrived)
         cases = loss.all_cases if spec is not None or loss.kept is None else int(loss.cases)
         if gradient is None or not bool(gradient.isfinite().all()) or not cases:
@@ -929,7 +933,17 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                 if are_residuals(loss.inputs.detach(), gradient):
                     targets = torch.zeros_like(gradient)
                 elif bool(((gradient != 0) | is_padding(loss)).all()):  # all of them are trained
-                    unknown = LossFactor(loss_scale, loss, registered, loss.all_cases, 1.0, spec, of=len(weighted))
+                    unknown = LossFactor(
+                        loss_scale,
+                        loss,
+                        registered,
+                        loss.all_cases,
+                        1.0,
+                        spec,
+                        of=len(weighted),
+                        place=number + 1,
+                        alike=alike,
+                    )
                     square = SquaredError(loss, weight, gradient / loss_scale, of_padding_too(loss, spec))
                     squares.append((square, unknown))
             if targets is None:
@@ -957,6 +971,8 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                     spec=spec,
                     given=watched.is_given,
                     of=len(weighted),
+                    place=number + 1,
+                    alike=alike,
                     unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
                     in_sum=spec is None and not watched.recorder.losses.is_mean,
                 )
@@ -1198,6 +1214,7 @@ def check_scale(
         cases = sum(factor.cases for factor in of_loss)
         here.append((cases, factor_of_step(of_loss, cases, reduction, loss_scale)))
     shared = [here] if replicas is None else replicas.told(here)
+    wrong: list[tuple[float, Sequence[LossFactor], int]] = []
     for number, of_loss in enumerate(by_loss):
         cases, multiple = of_processes(number, here, shared) if reduction == "mean" else here[number]
         if multiple is not None and recorded and reduction == "mean":
@@ -1206,7 +1223,8 @@ def check_scale(
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
-            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
+            wrong.append((multiple, of_loss, cases))
+    lines += advised(wrong, reduction)
     with torch.enable_grad():
         lines += untrained(used)
         # The derivatives of a classifier are a penalty, and its curvature is not that of the loss anyway.
@@ -1291,9 +1309,11 @@ def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """
     if all(factor.given for factor in of_loss):
         return DIVIDED_BY_CASES[0] <= multiple <= DIVIDED_BY_CASES[1]
-    labels = sum(factor.with_targets * factor.cases for factor in of_loss)
-    most = sum(factor.cases for factor in of_loss) / labels
-    return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * most
+    return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * cases_per_target(of_loss)
+
+
+def cases_per_target(of_loss: Sequence[LossFactor]) -> float:
+    return sum(f.cases for f in of_loss) / sum(f.with_targets * f.cases for f in of_loss)
 
 
 def may_be_smoothing(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
@@ -1328,22 +1348,71 @@ def is_power_of_two(multiple: float) -> bool:
     return power > 0 and abs(multiple / 2**power - 1) < PROPORTIONAL
 
 
-def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
-    """The line of the warning: the multiple, its usual cause, and the code to write instead."""
-    loss, elements, several = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases, factor.of > 1
-    name, weight = type(loss).__name__, factor.coefficient * multiple
-    variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
-    register = (
-        f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
-        if isinstance(factor.spec, LossSpec) and several
-        else f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
-        if isinstance(factor.spec, LossSpec)
-        else f"register it on a LayerCollection with coeff={weight:.4g}"
-        if factor.spec is not None
-        else f"let forward multiply its loss by {multiple:.4g}"
+def advised(wrong: Sequence[tuple[float, Sequence[LossFactor], int]], reduction: str) -> list[str]:
+    """The lines of the warning, for (multiple, factors in the forwards, cases) of every loss that has another multiple.
+
+    If one of them is a sum, the whole loss is to be divided, and the others are told what is left then.
+    """
+    sums = [reduction == "mean" and near(multiple, cases) for multiple, _, cases in wrong]
+    lines: list[tuple[str, LossFactor]] = []
+    for (multiple, of_loss, cases), is_sum in zip(wrong, sums, strict=True):
+        left = multiple / cases
+        if is_sum or not any(sums) or left < SMOOTHED:
+            lines.append((advice(multiple, of_loss, cases, reduction), of_loss[0]))
+        elif not is_right(left, of_loss):
+            lines.append((f"behind that division {advice(left, of_loss, cases, reduction)}", of_loss[0]))
+    texts = [line for line, _ in lines]
+    return [
+        line if texts.count(line) == factor.alike else f"loss {factor.place} of {factor.of}: {line}"
+        for line, factor in lines
+    ]
+
+
+def advice(multiple: float, of_loss: Sequence[LossFactor], cases: int, reduction: str) -> str:
+    """The line of the warning: the multiple, its usual cause, and the code to write instead.
+
+    The mean may be that over the cases that have a target, as torch takes it, or over all: that with a usual cause.
+    """
+    per_target = cases_per_target(of_loss)
+    means = [(multiple, cases)]
+    if reduction == "mean" and not near(per_target, 1.0):
+        means.insert(0, (multiple / per_target, round(cases / per_target)))
+    texts = [usual_cause(of_mean, of_loss[0], number, len(of_loss), reduction) for of_mean, number in means]
+    of_mean, number = next((mean for mean, text in zip(means, texts, strict=True) if text), means[0])
+    factor, several = of_loss[0], of_loss[0].of > 1
+    which = f"of {list(factor.loss.inputs.shape)} " if several else ""
+    with_target = " with a target" if number != cases else ""
+    return (
+        f"the trained loss is {of_mean:.4g} times the {reduction} of the registered {type(factor.loss).__name__} loss "
+        f"{which}over its {number} {'case' if number == 1 else 'cases'}{with_target}; "
+        f"{next(filter(None, texts), None) or other_cause(of_mean, factor)}."
     )
-    mean = short_name(factor)
-    by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
+
+
+def registered_as(multiple: float, factor: LossFactor) -> str:
+    """What to write so that the registered loss is that many times what it is, as a part of a sentence."""
+    name, weight = type(factor.loss).__name__, factor.coefficient * multiple
+    variance = f", var={factor.loss.var:g}" if isinstance(factor.loss, Normal) else ""
+    if isinstance(factor.spec, LossSpec) and factor.of > 1:
+        return f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
+    if isinstance(factor.spec, LossSpec):
+        return f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
+    if factor.spec is not None:
+        return f"register it on a LayerCollection with coeff={weight:.4g}"
+    return f"let forward multiply its loss by {multiple:.4g}"
+
+
+def other_cause(multiple: float, factor: LossFactor) -> str:
+    may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
+    scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
+    return f"{scaler}take the factor out, or {registered_as(multiple, factor)}"
+
+
+def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
+    """The usual cause of a multiple of the mean, or sum, over so many cases; empty if there is none."""
+    loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
+    mean, is_mean = short_name(factor), near(factor.coefficient * multiple * elements, 1.0)
+    by_name = f"register it as loss={mean!r}" if mean and is_mean else registered_as(multiple, factor)
     inside = "divide by them inside of forward, and by the number of cases behind it"
     over = inside if factor.in_sum else f"sum over them, or {by_name}"
     of_elements = f"it is a mean over the {elements:.0f} elements of a case, too: {over}"
@@ -1372,15 +1441,7 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     ]
     if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
         usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
-    may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
-    scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
-    other = f"{scaler}take the factor out, or {register}"
-    return (
-        f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss "
-        f"{f'of {list(loss.inputs.shape)} ' if several else ''}over its {cases} "
-        f"{'case' if cases == 1 else 'cases'}; "
-        f"{next((text for number, text in usual if near(multiple, number)), other)}."
-    )
+    return next((text for number, text in usual if near(multiple, number)), "")
 
 
 def short_name(factor: LossFactor) -> str | None:

@@ -324,6 +324,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
     remove_others(folder, OURS, files_of(manifest))
 
 
+@explains_calls()
 def load_spectrum(
     net: CompiledModule,
     folder: str | Path,

@@ -411,5 +411,6 @@ def misfit(
         lines.append(f"Its options are {', '.join(named)}.")
     required = [of.name for of in own if of.default is of.empty and of.name in named]
     if missing := [of for of in required if of not in kwargs and of not in by_place[: max(given, 0)]]:
-        lines.append(f"{name} needs {listed(missing)}: write {name}({', '.join(f'{of}=...' for of in missing)}).")
+        written = [*by_place[: max(given, 0)], *(f"{of}=..." for of in missing)]
+        lines.append(f"{name} needs {listed(missing)}: write {name}({', '.join(written)}).")
     return "\n".join(lines)

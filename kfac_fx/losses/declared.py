@@ -36,6 +36,7 @@ COEFFICIENTS: Mapping[str, Callable[[float], float]] = {
     "sqrt": math.sqrt,
     "off": lambda coefficient: 1.0,
 }
+KINDS = [kind.__name__ for kind in DISTRIBUTIONS.values()]
 OF_TORCH = {name: loss.short for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
 NAMES = (*DISTRIBUTIONS, *(loss.short for loss in TORCH_LOSSES))
 MEANT = {synonym: loss.short for loss in TORCH_LOSSES for synonym in loss.synonyms} | {
@@ -76,8 +77,13 @@ UNNAMED = (
     "the class of a distribution that is near it, see the page on losses of your own."
 )
 SEVERAL = (
-    "For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical({}), (0.5, "
-    "kfac_fx.losses.Normal({}))]: a number in front of a loss is its coefficient"
+    "For several outputs write loss=lambda outputs: [kfac_fx.losses.{}({}), (0.5, kfac_fx.losses.Normal({}))]: a "
+    "number in front of a loss is its coefficient, and that of a mean over k elements of a case is 1 / k"
+)
+OF_VARIANCES = ("gaussian_nll", "gaussiannll", "heteroscedastic")
+WITH_VARIANCES = (
+    "the loss of a mean and a variance is of two outputs: write loss=lambda outputs: "
+    "kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1]), with the variance second"
 )
 
 
@@ -659,6 +665,8 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
                 'probabilities, and these are logits, too: write loss="cross_entropy" if forward ends with log_softmax '
                 "and you train F.nll_loss(net(x), y), and also if forward returns logits for F.cross_entropy."
             )
+        if spec.lower().removesuffix("loss").strip("_") in OF_VARIANCES:
+            raise LossError(f"loss {spec!r} is none of {', '.join(map(repr, NAMES))}: {WITH_VARIANCES}")
         meant = MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss"))
         choice("loss", spec, NAMES, LossError, meant, otherwise=UNNAMED)
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
@@ -683,6 +691,8 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             f"such as lambda logits: kfac_fx.losses.Categorical(logits). {several()}"
         )
     if trained := name_in_torch(spec):
+        if trained.lower().removesuffix("loss").strip("_") in OF_VARIANCES:
+            raise LossError(f"loss={trained} needs targets, and K-FAC draws its own; {WITH_VARIANCES}")
         known = OF_TORCH.get(trained, "")
         raise LossError(
             f"loss={trained} needs targets, and K-FAC draws its own: write its name, "
@@ -733,7 +743,8 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
         (outputs,) = outputs
     if not isinstance(outputs, Tensor):
         dimensions = [leaf.ndim for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        more = f". {several(outputs)}" if sum(map(bool, dimensions)) > 1 else ""
+        kind = next((kind for kind in KINDS if f".{kind}(" in function), KINDS[0])
+        more = f". {several(outputs, kind)}" if sum(map(bool, dimensions)) > 1 else ""
         with_loss = ". If the number among them is a loss of torch, and you train that, leave loss= out"
         raise LossError(
             f"{name} needs one output tensor, and the model returns {structure(outputs)}: say which, "
@@ -791,15 +802,18 @@ def attributes_of_object(outputs: Any) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-def several(outputs: Any = None) -> str:
-    """How the losses of several outputs are written, for messages: of the first two that a model returned, if known."""
+def several(outputs: Any = None, kind: str = "Categorical") -> str:
+    """How the losses of several outputs are written, for messages: of the first two that a model returned, if known.
+
+    kind: the name of the class of the first.
+    """
     if attributes := attributes_of_object(outputs):
         names = [f"outputs.{name}" for name, value in attributes.items() if value.ndim]
     else:
         places = range(len(outputs)) if isinstance(outputs, list | tuple) else ()
         keys = outputs if isinstance(outputs, Mapping) else places
         names = [f"outputs[{key!r}]" for key in keys if isinstance(outputs[key], Tensor) and outputs[key].ndim]
-    return SEVERAL.format(*(names[:2] if len(names) > 1 else ("outputs[0]", "outputs[1]")))
+    return SEVERAL.format(kind, *(names[:2] if len(names) > 1 else ("outputs[0]", "outputs[1]")))
 
 
 def structure(outputs: Any) -> str:

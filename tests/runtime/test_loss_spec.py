@@ -140,7 +140,8 @@ def test_something_that_is_no_loss_is_refused() -> None:
 def test_losses_of_several_outputs_have_their_form_in_the_error() -> None:
     form = (
         ". For several outputs write loss=lambda outputs: [kfac_fx.losses.Categorical(outputs[0]), (0.5, "
-        "kfac_fx.losses.Normal(outputs[1]))]: a number in front of a loss is its coefficient"
+        "kfac_fx.losses.Normal(outputs[1]))]: a number in front of a loss is its coefficient, and that of a mean over "
+        "k elements of a case is 1 / k"
     )
     for wrong in (["mse"], ("mse", X), "mse"):
         with pytest.raises(LossError, match="the function given as loss returned a (str|tuple)") as error:
