@@ -811,7 +811,7 @@ class CaptureCache:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], generator: torch.Generator | None
     ) -> tuple[Any, PendingMoments]:
         """See `Recorder`. A call that no graph serves is captured afterwards, and nothing was recorded then."""
-        recorder = self.recorder(args, kwargs)
+        recorder = self.behind_a_cache(self.recorder(args, kwargs), args, kwargs)
         try:
             outputs, pending = recorder.record_in_training(recorder.capture.flatten(args, kwargs), generator)
         except RuntimeError as error:
@@ -823,6 +823,26 @@ class CaptureCache:
             unfilled = [{name: probe.detach().clone() for name, probe in probes.items()} for probes in pending.probes]
             pending = replace(pending, probes=unfilled)
         return outputs, pending
+
+    def behind_a_cache(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        """The capture of this call, which is made again behind a forward of the model if forward sets attributes: they
+        may be a cache that later forwards only read, as the grid of a neural operator is. Its graph has no effects."""
+        capture = recorder.capture
+        sets = {f"sets {name}" for name in capture.assigned}
+        if not sets or sets != set(capture.effects) or self.structure.sharded or not recorder.whole:
+            return recorder
+        args, kwargs = off_graph(args, kwargs)
+        with same_random(accelerators(self.model.parameters())), values_kept(self.model.buffers()):
+            self.model(*args, **kwargs)
+        with CAPTURING, self.trained.in_captures(), working(f"capturing {class_of(self.model).__name__}"):
+            again = self.capturing.exported(args, kwargs, every_size=False, first=False)
+        if again.capture.effects:
+            return recorder
+        again = self.joined(again)
+        for cached in self.recorders.values():
+            cached[:] = [self.renewed(other, again) if other is recorder else other for other in cached]
+        self.note_blocks()
+        return again
 
     def capture_call(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], uncaptured: UncapturedCall

@@ -415,6 +415,39 @@ def test_effects_of_forward_are_left_to_it_and_refuse_a_ride(kind: str) -> None:
     assert all(effect in str(error.value) for effect in effects)
 
 
+class OnGrid(nn.Module):
+    """The positions of its inputs are kept until their number changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.grid: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid is None or len(self.grid) != x.shape[1]:
+            self.grid = torch.linspace(0, 1, x.shape[1]).unsqueeze(-1)
+        h: Tensor = self.head(torch.tanh(self.lift(torch.cat([x, self.grid.expand(len(x), -1, -1)], -1))))
+        return h
+
+
+def test_a_cache_that_forward_fills_rides_as_one_that_is_full() -> None:
+    def trained(full: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model, inputs = OnGrid(), [torch.randn(8, 5, 2), torch.randn(8, 7, 2)]
+        if full:
+            model(inputs[0])
+        net = kfac_fx.compile(model, (inputs[0],))
+        optimizer = kfac_fx.KFAC(net, cov_update_every=1)
+        for x in (inputs[0], inputs[0], inputs[1], inputs[0]):
+            optimizer.zero_grad()
+            (net(x) - x.sum(-1, keepdim=True)).abs().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()], net
+
+    (parameters, net), (others, _) = trained(False), trained(True)
+    assert all(map(torch.equal, parameters, others)) and not any(of.capture.effects for of in net.captures.all)
+
+
 def test_a_hook_of_the_user_refuses_a_ride() -> None:
     model = model_of(lambda model, x: x)
     model.first.register_forward_hook(lambda module, args, output: None)
