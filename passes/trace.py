@@ -57,7 +57,7 @@ from torch.overrides import TorchFunctionMode
 
 from .complex_parameters import real_parameter, with_real_parts
 from .errors import LayerError, UntraceableError, fatal, kind_and_line, line_of, where
-from .graphs.edit import attribute, holder
+from .graphs.edit import ask_for_gradients, attribute, holder
 from .graphs.operations import KINDS_OF_CALLS, PARTS, SHAPE_ONLY, SIZED_BY_CASES, VIEWS, op_name
 from .ir import Autocast, Copies, Options, Program, copy_nodes, returned_by
 from .results import subclasses_in
@@ -410,6 +410,7 @@ def exported(
             compute(region.graph)
             region.recompile()
     graph, root = flat_graph(module, names)
+    ask_for_gradients(graph, [returned_by(graph)[place] for place in flat.returned.asking])
     root = with_real_parts(graph, root, dict(model.named_parameters(remove_duplicate=False)))
     with_sparse_products(graph)
     packs = packs_in(graph, root)
@@ -584,8 +585,8 @@ def symbolic_trace(model: nn.Module, options: Options, layers: Mapping[str, Any]
     if learned := [node for node in graph.nodes if node.op == "get_attr" and node.target in frozen]:
         raise UntraceableError(
             f"{type(model).__name__} computes with parameters that torch.fx takes for constants, at "
-            f"{where(next(iter(learned[0].users)))}, because forward reads them through named_parameters(), parameters() "
-            "or a container of its own.\n"
+            f"{where(next(iter(learned[0].users)))}, because forward reads them through named_parameters(), "
+            "parameters() or a container of its own.\n"
             "Give kfac_fx.compile example inputs."
         )
     refuse_drawn(type(model).__name__, drawn)

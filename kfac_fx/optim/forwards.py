@@ -778,7 +778,8 @@ class Forwards:
         """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""
         # In a part of a batch, experts may have no rows. `check_loss` has warned of an inverted mask.
         if self.schedule.options.fraction == 1.0 and not self.has_inverted_mask:
-            check_coverage(self.estimator, gradients, whole=not self.net.program.submodules)
+            whole, named = not self.net.program.submodules, not self.net.knows_no_loss
+            check_coverage(self.estimator, gradients, whole, named)
 
     def note_unrecorded(self) -> None:
         """Count a step with statistics due and no forward before it; warns at the first."""

@@ -38,7 +38,9 @@ CERTAINTY = 1e-7  # of the length of a gradient, for the root of the mean square
 LISTED_PARAMETERS = 8  # parameters that a warning names
 
 
-def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], whole: bool) -> None:
+def check_coverage(
+    estimator: FisherEstimator, gradients: Mapping[str, Tensor], whole: bool, named: bool = True
+) -> None:
     """Warn of parameters of Fisher blocks that have a gradient and no curvature.
 
     Their step would follow the gradient alone. This happens if the predictive distributions of the
@@ -52,6 +54,7 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     Args:
         gradients: by parameter.
         whole: whether one graph is the whole model. A registered loss then depends on all parameters of blocks.
+        named: whether a loss is registered. Else the factors are of the gradients that the outputs are sent.
     """
     curved: dict[str, Tensor] = {}
     for block in (block for block in estimator.blocks.values() if block.group.here):
@@ -76,6 +79,13 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
         more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
         cause, remedy = (
             (
+                "the trained loss reaches parameters past the outputs of forward, as through derivatives of them that "
+                "are taken outside of it, so their factors are zero",
+                "Compute the derivatives in forward and return the residuals, as in "
+                "loss=lambda residuals: [kfac_fx.losses.Normal(residual) for residual in residuals]",
+            )
+            if not named
+            else (
                 "the model is certain of its outputs, as a saturated softmax is, or a Normal distribution far away "
                 "from its targets, so these parameters have no curvature to speak of",
                 "Scale the inputs and the targets, or initialize the last layer with smaller weights",

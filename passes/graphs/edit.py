@@ -11,7 +11,7 @@ order of the model and computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..torch_private import UNSAFE_VIEW, GraphAppendingTracer
+from ..torch_private import UNSAFE_VIEW, GraphAppendingTracer, transforms
 from .labels import Label, known_number, labels
 from .operations import (
     CASTS,
@@ -211,7 +211,7 @@ def numbers(graph: fx.Graph, root: nn.Module) -> None:
 SHARES_MEMORY = CASTS | {  # operations that may return a view, beside those that ATen declares; dropout in evaluation
     "T", "H", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", UNSAFE_VIEW,
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "dropout", "dropout1d", "dropout2d", "dropout3d",
-    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "overwritten", OWN_BACKWARD,
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "overwritten", "asks_gradient", OWN_BACKWARD,
 }  # fmt: skip
 INPLACE = {
     "add_", "sub_", "mul_", "div_", "relu_", "relu6_", "leaky_relu_", "elu_", "selu_", "celu_", "silu_", "hardswish_",
@@ -290,6 +290,23 @@ def sequence(graph: fx.Graph) -> None:
 def overwritten(tensor: torch.Tensor, write: Any) -> torch.Tensor:
     """The tensor after the write into its memory."""
     return tensor
+
+
+def asks_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached tensor that requires a gradient, as forward asked for; a transformation of torch.func has none."""
+    leaf = tensor.detach()
+    return leaf if transforms() else leaf.requires_grad_()
+
+
+def ask_for_gradients(graph: fx.Graph, returned: Sequence[fx.Node]) -> None:
+    """Let these nodes require a gradient, and all that is computed from them: what forward returns may be
+    differentiated by them."""
+    for node in returned:
+        if node.op in KINDS_OF_CALLS:  # and no parameter or argument, which is a leaf in every run
+            with graph.inserting_after(node):
+                leaf = graph.call_function(asks_gradient, (node,))
+            leaf.meta = dict(node.meta)
+            node.replace_all_uses_with(leaf, lambda user, leaf=leaf: user is not leaf)  # type: ignore[misc]
 
 
 def memories(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -39,7 +39,7 @@ SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, neve
 STOPS_GRADIENT = {
     "detach", "detach_", "data", "argmax", "argmin", "argsort", "item", "long", "int", "bool", "sign", "round",
     "floor", "ceil", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isfinite", "isinf", "logical_not", "logical_and",
-    "logical_or",
+    "logical_or", "asks_gradient",
 }  # fmt: skip
 NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT
 RANDOM = {  # operations that draw random numbers, beside those of ATen, which have a tag for it

@@ -318,6 +318,7 @@ class Returned:
         leaves: all outputs.
         told: see `passes.tracing.substitutes.recurrent_layers`.
         nested: which outputs are the values of nested tensors.
+        asking: which outputs are no results of operations and require a gradient.
     """
 
     spec: results.TreeSpec | None = None
@@ -328,6 +329,7 @@ class Returned:
     leaves: list[Any] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
     nested: list[int] = field(default_factory=list)
+    asking: list[int] = field(default_factory=list)
 
 
 class FlatModel(nn.Module):
@@ -371,6 +373,10 @@ class FlatModel(nn.Module):
         returned, self.returned.spec = results.tree_flatten(result)
         outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
+        self.returned.asking = [
+            place for place, leaf in enumerate(returned)
+            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
+        ]  # fmt: skip
         self.returned.nested = [place for place, leaf in enumerate(given) if is_nested(leaf)]
         return [*outputs, *(given[place].offsets() for place in self.returned.nested)]
 

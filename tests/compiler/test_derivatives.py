@@ -93,6 +93,41 @@ def test_every_use_of_the_weight_is_found_and_proved(way: Callable[[Tensor, Tens
         assert net.record((torch.randn(cases, 3),), {}).cases == cases
 
 
+class Field(nn.Module):
+    """A network that gives back its points, so that others differentiate it by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        points = x.clone().detach().requires_grad_(True)
+        return {"points": points, "values": self.inner(points)}
+
+
+@pytest.mark.filterwarnings("ignore:the model is certain of its outputs")
+@pytest.mark.parametrize("example", [None, (X.double(),)], ids=["symbolic", "exported"])
+@pytest.mark.parametrize("named", [False, True])
+def test_points_that_forward_returns_may_be_differentiated_by_in_training(example: Any, named: bool) -> None:
+    def trained(net: Any) -> Tensor:
+        out = net(X.double())
+        (slope,) = torch.autograd.grad(out["values"].sum(), out["points"], create_graph=True)
+        return (slope - 1).square().mean() + out["values"].square().mean()
+
+    torch.manual_seed(0)
+    model = Field().double()
+    loss = (lambda outputs: kfac_fx.losses.Normal(outputs["values"])) if named else None
+    net = kfac_fx.compile(model, example, loss=loss, strict=True)
+    optimizer = kfac_fx.KFAC(net, cov_update_every=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        trained(net).backward()
+        wanted = torch.autograd.grad(trained(model), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        optimizer.step()
+
+
 class Potential(nn.Module):
     """The gradient of a network with biases, some of whose derivatives vanish."""
 

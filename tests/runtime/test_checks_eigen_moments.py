@@ -244,6 +244,42 @@ def test_the_first_step_has_ten_times_the_rate_of_adam_where_its_bound_allows() 
     assert 0.5 * longest < move.norm() <= longest * (1 + 1e-6)
 
 
+def test_the_first_steps_are_short_where_the_loss_is_of_derivatives_that_are_taken_outside() -> None:
+    """Long steps of a network of sines make the loss of its Laplacian many times as large; see the outputs' slope."""
+
+    class Sines(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(2, 24), nn.Linear(24, 24), nn.Linear(24, 1)
+            for layer in (self.second, self.last):
+                nn.init.uniform_(layer.weight, -0.02, 0.02)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(torch.sin(30 * self.second(torch.sin(30 * self.first(x)))))
+            return y
+
+    def laplacian(net: nn.Module) -> Tensor:
+        x = points.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        seconds = [torch.autograd.grad(slope[:, n].sum(), x, create_graph=True)[0][:, n] for n in (0, 1)]
+        return (sum(seconds) - 10 * points[:, 0]).square().mean()
+
+    torch.manual_seed(0)
+    points = 2 * torch.rand(64, 2) - 1
+    net = compile(Sines())
+    opt, losses = KFAC(net), []
+    with pytest.warns(
+        LossScaleWarning, match="past the outputs of forward, .* zero: last.weight.\\n.* Compute the deriv"
+    ):
+        for _ in range(10):
+            opt.zero_grad()
+            loss = laplacian(net)
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    assert max(losses[1:]) < losses[0] and losses[-1] < 0.5 * losses[0]
+
+
 class Cliff(Curved):
     """The outputs explode behind the tangent."""
 

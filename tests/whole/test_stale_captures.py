@@ -431,6 +431,38 @@ def change(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
     return [*grown[:-1], after[-1]]
 
 
+class OnGrid(nn.Module):
+    """The positions of its inputs are kept until their number changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.grid: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid is None or len(self.grid) != x.shape[1]:
+            self.grid = torch.linspace(0, 1, x.shape[1]).unsqueeze(-1)
+        h: Tensor = self.head(torch.tanh(self.lift(torch.cat([x, self.grid.expand(len(x), -1, -1)], -1))))
+        return h
+
+
+def test_a_cache_that_forward_fills_rides_as_one_that_is_full() -> None:
+    def trained(full: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, inputs = OnGrid(), [torch.randn(8, 5, 2), torch.randn(8, 7, 2)]
+        if full:
+            model(inputs[0])
+        net = kfac_fx.compile(model, (inputs[0],))
+        optimizer = kfac_fx.KFAC(net, cov_update_every=1)
+        for x in (inputs[0], inputs[0], inputs[1], inputs[0]):
+            optimizer.zero_grad()
+            (net(x) - x.sum(-1, keepdim=True)).abs().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
 def test_a_hook_of_the_user_is_called_once_in_a_ride_and_one_of_the_backward_refuses_it() -> None:
     model, calls = model_of(lambda model, x: x), []
     model.first.register_forward_hook(lambda module, args, output: calls.append(1))

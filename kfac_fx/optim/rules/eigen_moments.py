@@ -98,6 +98,9 @@ A loss without a name may be measured in any unit, and its values are not known.
 of |g|² at the outputs that a check has seen; of a number that forward returns, its largest square. After the first
 check it grows by `LARGER` at most, so that an outlier does not take the bound away.
 
+Checks do not see what is lost of the slope where the user takes derivatives of the outputs outside of forward. If the
+first check sees less than `APART` of it, m begins at its least value, and the cosines alone make it grow.
+
 A check is *calm* if it undid nothing and lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The
 check after a calm one may come later (`kfac_fx.optim.schedule`).
 
@@ -182,6 +185,7 @@ JUMP = 4.0  # of lr, which is more than that of a warm-up from one step to the n
 ADVANCE, FIRST = 0.5, 10.0  # the first check takes m to this part of the bound, and at most to `FIRST`
 AGREEMENT = 0.75  # of batches, from which steps do what their checks predicted
 EARLY = 5  # steps, whose checks take m on if batches agree
+APART = 0.5  # of the slope along a step: what the outputs tell at least of a loss that checks see
 ADVANCE_AGAIN, AGAIN = 0.75, 2.0  # to this part of the bound, at most times `AGAIN`
 RIGHT, WRONG = 0.25, 0.5  # the change of the loss: as far from the predicted one, or below this part of it
 MORE_TRUST, MOST_TRUST = 2.0, 4.0  # T
@@ -464,7 +468,7 @@ class EigenMoments(CheckedRule):
         if self.may_be_exact(step, check):
             longest = exact_steps.longest_bounded(step.scalars, check, longest)
         norm = (fisher / longest).sqrt() / step.scalars["trust"]
-        times = self.advance(step, norm)
+        times = self.advance(step, norm, self.sees_part(step, check, slope, proposed))
         norm = norm * times
         ratio = next_divisor(last, norm)
         length = times / ratio
@@ -480,10 +484,20 @@ class EigenMoments(CheckedRule):
             norm,
         )
 
-    def advance(self, step: BlockStep, norm: Tensor) -> Tensor:
+    def sees_part(self, step: BlockStep, check: Check, slope: Tensor, proposed: Tensor) -> Tensor:
+        """Whether the outputs tell less than `APART` of the slope of a loss without a name along a step, 0-dim.
+
+        The rest is that of derivatives of the outputs, which the user took outside of forward, or of the parameters.
+        """
+        if check.batch.has_names or not check.batch.observed:
+            return torch.zeros_like(slope, dtype=torch.bool)
+        whole = step.flat.inner(step.flat.g, proposed)
+        return (whole < 0) & (slope > APART * whole)
+
+    def advance(self, step: BlockStep, norm: Tensor, in_part: Tensor) -> Tensor:
         """Take m a part of the way that the bound allows, or back. Returns by how much it was multiplied, 0-dim.
 
-        norm: lr ρ, 0-dim.
+        norm: lr ρ, 0-dim. in_part: see `sees_part`.
         """
         multiplier, gained, agreed = (step.scalars[name] for name in ("multiplier", "advance", "agreed"))
         lr = step.flat.largest_lr
@@ -494,7 +508,8 @@ class EigenMoments(CheckedRule):
         back = torch.maximum(1 / gained, (1 / multiplier).clamp(max=1.0))
         later = torch.where(agreed > 0, torch.where(early, again, 1.0), back)
         first = step.size.norm.isinf()
-        times = torch.where(first, multiple(norm, lr, ADVANCE, FIRST), later)
+        careful = torch.where(in_part, LEAST / multiplier, multiple(norm, lr, ADVANCE, FIRST))
+        times = torch.where(first, careful, later)
         gained.copy_(torch.where(first | ~(agreed > 0), 1.0, gained * times))
         multiplier.mul_(times)
         return times
