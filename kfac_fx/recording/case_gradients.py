@@ -70,6 +70,7 @@ from kfac_fx.recording.meeting_cases import (
     keys_that_meet,
     nodes_of_rows,
     row_probes,
+    rows_meet,
 )
 from kfac_fx.recording.recorder import CHUNK_BYTES, Pullback, Recorder
 from kfac_fx.recording.statistics import (
@@ -652,10 +653,14 @@ class CaseRecorder:
         kind: of the source: "loss", "outputs", or the code of a measurement, which may itself mix examples. nodes: of
             the leaves of `loss_rows`; (): not known.
         """
-        compared = self.compared.setdefault(kind, set())
-        unknown = {r.parameters for r in run.backward.registrations} - compared - self.apart.keys()
         examples = self.recorder.emitted.examples(values)
-        if not unknown or examples < 2:
+        if examples < 2:
+            return
+        compared = self.compared.setdefault(kind, set())
+        if compared and not nodes and kind != "loss" and rows_meet(loss_rows(run.output, (*run.fisher, *run.others))):
+            compared.clear()  # a function of the user's, in which examples meet by the numbers of a batch
+        unknown = {r.parameters for r in run.backward.registrations} - compared - self.apart.keys()
+        if not unknown:
             return
         if nodes:
             rows = loss_rows(run.output, (*run.fisher, *run.others))
