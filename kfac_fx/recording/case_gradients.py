@@ -727,6 +727,7 @@ class CaseRecorder:
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
                 "an example are not known. Let the first dimension of the outputs be that of the examples, or say "
                 "which row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
+                + (OF_SOME if first < examples else "")
             )
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)
@@ -795,6 +796,10 @@ class CaseRecorder:
         )
 
 
+OF_SOME = (
+    " If the loss is of some examples alone, as that of logits[labeled], let it be of all, with targets of -100 for "
+    "the others."
+)
 WHOLE_ONLY = (
     "the loss that {} returns has terms beside those that it computes by functions of torch, and no single graph holds "
     "the model, so the parts of single examples or rows in them are not known. Score with measurement=, a function "

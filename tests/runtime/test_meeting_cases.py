@@ -487,6 +487,23 @@ def test_cases_that_meet_in_a_later_batch_alone_are_found(how: str, mode: str) -
     torch.testing.assert_close(spectrum.trace(), trace)
 
 
+@pytest.mark.filterwarnings("ignore:2 of 5 cases of the loss have no target")
+def test_nodes_without_a_label_have_a_score_of_zero_and_the_error_says_how() -> None:
+    model, labeled = Mixing("edges"), torch.tensor([0, 2, 3])
+    x, partner = torch.randn(5, 3), torch.tensor([2, 0, 0, 1, 3])
+    y = torch.tensor([1, -100, 0, 2, -100])
+    picked = kfac_fx.compile(model, (x, partner), loss=lambda logits: Categorical(logits[labeled]))
+    with pytest.raises(kfac_fx.LossError, match=r"of some examples alone.* targets of -100"):
+        kfac_fx.fit_spectrum(picked, [kfac_fx.Batch(x, partner, targets=y[labeled])], case="row")
+    batch, learned = kfac_fx.Batch(x, partner, targets=y), list(model.parameters())
+    net = kfac_fx.compile(model, (x, partner), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [batch], case="row").at(scale=0.0, damping=1.0)
+    losses = nn.functional.cross_entropy(model(x, partner), y, reduction="none")
+    each = [torch.autograd.grad(loss, learned, retain_graph=True) for loss in losses]
+    squares = torch.stack([sum(part.square().sum() for part in parts) for parts in each])
+    torch.testing.assert_close(spectrum.self_scores(batch), squares)
+
+
 def test_examples_that_meet_in_a_measurement_of_a_later_batch_alone_are_found() -> None:
     """Every example is compared with the mean of its class, which is itself in the first batch."""
 
