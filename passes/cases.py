@@ -248,8 +248,8 @@ def kept_apart(program: Program, ends: Iterable[fx.Node]) -> frozenset[tuple[str
 
 
 def are_placed_by_data(program: Program) -> bool:
-    """Whether the numbers of a batch choose which cases meet or change places, as the edges of a graph do. What one
-    batch tells of its cases is then not true of another."""
+    """Whether the numbers of a batch choose which cases meet or change places, as the edges of a graph do. Another
+    batch may then let others meet."""
     uses = {use.output for registration in program.registrations for use in registration.uses}
     following = set[fx.Node]()  # uses
     for node in program.graph.nodes:

@@ -350,31 +350,32 @@ class Queries:
         return matrices.left if isinstance(matrices, LowRank) else matrices
 
     def scores_by_position(self, batch: Any, measurement: Measurement | None) -> Tensor:
-        parts: dict[Key, list[Tensor]] = {}
+        parts: dict[tuple[Key, int], list[tuple[int, Tensor]]] = {}  # by the number of the use
 
         def add(key: Key, of_examples: Cases) -> None:
             if of_examples.whole is not None:
                 products = query_products(of_examples, self.matrices[key])
-                parts.setdefault(key, []).append(products.unsqueeze(-1))
+                parts.setdefault((key, 0), []).append((of_examples.first, products.unsqueeze(-1)))
                 return
-            for rows in of_examples.uses:
+            for number, rows in enumerate(of_examples.uses):
                 use = Cases(of_examples.matrix, (rows,))
-                parts.setdefault(key, []).append(torch.cat(list(by_rows(use, self.matrices[key])), dim=1))
+                products = torch.cat(list(by_rows(use, self.matrices[key])), dim=1)
+                parts.setdefault((key, number), []).append((of_examples.first, products))
 
         counts = self.record(batch, add, measurement)
         if not parts:  # an empty batch, or one whose loss depends on none of the blocks
             return self.like(next(iter(self.matrices))).new_zeros(len(self), counts.examples, 1)
+        whole = {place: in_order(of_use, 1) for place, of_use in parts.items()}
         sizes: dict[int, list[str]] = {}
-        for key, products in parts.items():
-            for product in products:
-                sizes.setdefault(product.shape[-1], []).append(", ".join(key))
+        for (key, _), product in whole.items():
+            sizes.setdefault(product.shape[-1], []).append(", ".join(key))
         if len(sizes) > 1:
             rows = "\n".join(f"  {size:5}  {', '.join(dict.fromkeys(names))}" for size, names in sorted(sizes.items()))
             raise ValueError(
                 f"the blocks have different numbers of positions, so their scores have no sum by position:\n{rows}\n"
                 'Pass by="block", or make the queries by spectrum.part([...]) of the blocks with the same positions.'
             )
-        return torch.stack([product for products in parts.values() for product in products]).sum(0)
+        return torch.stack(list(whole.values())).sum(0)
 
 
 def warn_of_scores(scores: Sequence[Tensor], of: str) -> None:

@@ -70,6 +70,7 @@ from kfac_fx.recording.meeting_cases import (
     keys_that_meet,
     nodes_of_rows,
     row_probes,
+    rows_meet,
 )
 from kfac_fx.recording.recorder import CHUNK_BYTES, Pullback, Recorder
 from kfac_fx.recording.statistics import (
@@ -652,10 +653,14 @@ class CaseRecorder:
         kind: of the source: "loss", "outputs", or the code of a measurement, which may itself mix examples. nodes: of
             the leaves of `loss_rows`; (): not known.
         """
-        compared = self.compared.setdefault(kind, set())
-        unknown = {r.parameters for r in run.backward.registrations} - compared - self.apart.keys()
         examples = self.recorder.emitted.examples(values)
-        if not unknown or examples < 2:
+        if examples < 2:
+            return
+        compared = self.compared.setdefault(kind, set())
+        if compared and not nodes and kind != "loss" and rows_meet(loss_rows(run.output, (*run.fisher, *run.others))):
+            compared.clear()  # a function of the user's, in which examples meet by the numbers of a batch
+        unknown = {r.parameters for r in run.backward.registrations} - compared - self.apart.keys()
+        if not unknown:
             return
         if nodes:
             rows = loss_rows(run.output, (*run.fisher, *run.others))
@@ -722,6 +727,7 @@ class CaseRecorder:
                 f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
                 "an example are not known. Let the first dimension of the outputs be that of the examples, or say "
                 "which row is of which example, as in kfac_fx.compile(..., examples=lambda x, edges, graph: graph)."
+                + (OF_SOME if first < examples else "")
             )
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)
@@ -790,6 +796,10 @@ class CaseRecorder:
         )
 
 
+OF_SOME = (
+    " If the loss is of some examples alone, as that of logits[labeled], let it be of all, with targets of -100 for "
+    "the others."
+)
 WHOLE_ONLY = (
     "the loss that {} returns has terms beside those that it computes by functions of torch, and no single graph holds "
     "the model, so the parts of single examples or rows in them are not known. Score with measurement=, a function "

@@ -50,7 +50,7 @@ from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of
 from kfac_fx.passes.trace import Capture, place_of_loss
 from kfac_fx.passes.tracing.calls import Lent, call_with, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import python_random, untouched
-from kfac_fx.passes.tracing.signature import call_key
+from kfac_fx.passes.tracing.signature import call_key, tensors_held
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
     EmittedModel,
@@ -448,8 +448,7 @@ def examples_in(value: Any) -> int | None:
         return value.shape[0] if value.dim() else None
     if isinstance(value, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return len(value)
-    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim())
-    return next((leaf.shape[0] for leaf in leaves), None)
+    return next((tensor.shape[0] for tensor in tensors_held(value) if tensor.dim()), None)
 
 
 def number_of_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

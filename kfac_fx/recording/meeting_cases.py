@@ -61,6 +61,20 @@ class LossRows:
                 low, high = (pulled([tensor], [vector * half], self.leaves, keep=True) for half in (~upper, upper))
                 yield upper.flatten(), low, high
 
+    def weighed(self) -> Iterator[tuple[Tensor, Cotangents, Cotangents]]:
+        """(weights of the rows, random cotangents of the outputs, the same of the weighed rows). The weights are powers
+        of two, which change no digit of a number. Any two rows have different weights once: the weights are those of
+        the digits of their numbers."""
+        generator = torch.Generator().manual_seed(0)
+        for tensor in (tensor for tensor in self.tensors if tensor.dim()):
+            vector = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+            row, plain = torch.arange(len(tensor), device=tensor.device), None
+            for bit in range(0, max(0, len(tensor) - 1).bit_length(), DIGIT):
+                weights = torch.exp2(((row >> bit) % 2**DIGIT - 2 ** (DIGIT - 1)).to(torch.float32)).to(tensor.dtype)
+                weighed = vector * weights.view(-1, *[1] * (tensor.dim() - 1))
+                plain = pulled([tensor], [vector], self.leaves, keep=True) if plain is None else plain
+                yield weights, plain, pulled([tensor], [weighed], self.leaves, keep=True)
+
     def first_rows(self) -> Iterator[Cotangents]:
         """Random cotangents of the outputs, from the first row of each of the pooled tensors."""
         generator = torch.Generator().manual_seed(0)
@@ -69,6 +83,8 @@ class LossRows:
             vector[:1] = torch.randn(tensor[:1].shape, generator=generator, dtype=torch.float32).to(tensor)
             yield pulled([tensor], [vector], self.leaves, keep=True)
 
+
+DIGIT = 4  # bits of a digit of a number of a row
 
 VIEWS = {  # names of the backwards of views in torch's graph
     "AliasBackward0", "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
@@ -183,9 +199,10 @@ def keys_that_meet(
 ) -> frozenset[Key] | None:
     """The registrations with cases that the losses of several examples reach; None if an output is NaN, which hides it.
 
-    It runs one forward, and two backwards for every bit of the number of examples, or four if cases seem to meet. The
-    host waits. Registrations with uses that do not depend on the batch are left out, because their gradients are of
-    all examples.
+    It runs one forward, and two backwards or a few more: gradient rows of a loss whose rows are weighed by powers of
+    two are those without weights, times the weight of one row, digit for digit. If some are not, it runs two backwards
+    for every bit of the number of examples, or four if cases seem to meet. The host waits. Registrations with uses that
+    do not depend on the batch are left out, because their gradients are of all examples.
 
     Args:
         emitted: with collecting taps.
@@ -248,9 +265,53 @@ def keys_that_meet(
                 found |= {key for (key, _), cases in cases_of(of_first).items() if int(of_steps(key, cases).sum()) > 1}
             return found
 
+        def otherwise_weighed() -> set[Key]:
+            """Those with gradient rows whose sizes change otherwise than by the weight of one row of the loss."""
+
+            def sizes_of(cotangents: Cotangents) -> dict[tuple[Key, int], Tensor]:
+                sizes: dict[tuple[Key, int], Tensor] = {}
+
+                def note(key: Key, rows: Rows) -> None:
+                    size = rows.d.abs().flatten(1).sum(1)
+                    place = key, len(size)
+                    sizes[place] = sizes[place] + size if place in sizes else size
+
+                with collected({tap: partial(note, key) for key in taps for tap in taps[key]}, reads_x=False):
+                    pulled(of_loss.outputs, cotangents, leaves, keep=True)
+                return sizes
+
+            found: set[Key] = set()
+            last: Cotangents | None = None
+            for weights, plain, weighed in of_loss.weighed():
+                if plain is not last:
+                    last, before = plain, sizes_of(plain)
+                after = sizes_of(weighed)
+                for place in before.keys() | after.keys():
+                    one_of = before[place] if place in before else after[place]
+                    old, new = (sizes.get(place, torch.zeros_like(one_of)) for sizes in (before, after))
+                    factor, ordered = new / old, place[0] in in_order and place[1] == len(weights)
+                    as_one = factor == weights if ordered else torch.frexp(factor).mantissa == 0.5
+                    if not bool((as_one | ((old == 0) & (new == 0))).all()):
+                        found.add(place[0])
+            return found
+
+        suspects = set(taps) if of_loss.pooled else otherwise_weighed()
         # A case without gradient rows has no gradient, so most models need no second look, and no patches.
-        suspects = meeting(taps, reads_x=False)
+        suspects = meeting(suspects, reads_x=False) if suspects else suspects
         return frozenset(meeting(suspects, reads_x=True) if suspects else ())
+
+
+def rows_meet(rows: LossRows) -> bool:
+    """Whether a row of a loss has a gradient in another row of the outputs, in this batch. The host waits."""
+    for weights, plain, weighed in rows.weighed():
+        for old, new in zip(plain, weighed, strict=True):
+            if old is None and new is None:
+                continue
+            if old is None or new is None or old.shape[:1] != weights.shape:
+                return True
+            if not torch.equal(new, old * weights.view(-1, *[1] * (old.dim() - 1))):
+                return True
+    return False
 
 
 def keys_that_meet_in_outputs(

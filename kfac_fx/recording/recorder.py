@@ -988,7 +988,9 @@ class Recorder:
 
     @property
     def places_by_data(self) -> bool:
-        """See `are_placed_by_data`."""
+        """See `are_placed_by_data`. Python between the submodules of a divided model may do so, too."""
+        if not self.whole:
+            return True
         return once(are_placed_by_data, self.program, lambda: are_placed_by_data(self.program))
 
     def kept_apart(self, ends: Sequence[fx.Node]) -> frozenset[Key]:

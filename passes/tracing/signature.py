@@ -134,13 +134,18 @@ def refuse_hidden_tensors(model: str, leaves: list[Any]) -> None:
         )
 
 
-def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, (nn.Module, type)):
-        return False
-    inside = results.attributes_of(value).values()
-    return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.tree_leaves(attribute))
+def holds_tensor(value: Any) -> bool:
+    return any(True for _ in tensors_held(value))
+
+
+def tensors_held(value: Any, depth: int = ARGUMENT_DEPTH) -> Iterator[Tensor]:
+    """The tensors of a structure, and those in the attributes of its objects."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (nn.Module, type)):
+            for attribute in results.attributes_of(leaf).values():
+                yield from tensors_held(attribute, depth - 1)
 
 
 def kinds() -> tuple[str, ...]:

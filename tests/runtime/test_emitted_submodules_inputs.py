@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +29,8 @@ SCALAR, X = torch.tensor(2.0), torch.arange(12.0).view(4, 3)
         (([X, X, X],), {}, 3),
         (({"x": X},), {}, 4),
         ((3, "text"), {"x": X}, 4),
+        ((UserDict({"scale": SCALAR, "x": X}),), {}, 4),
+        ((SimpleNamespace(x=X, edges=torch.zeros(2, 7)),), {}, 4),
         ((3, [1, 2]), {}, 1),
     ],
 )

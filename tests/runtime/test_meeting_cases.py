@@ -449,7 +449,9 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor, partner: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
-        if self.how == "mixup":
+        if self.how == "python" and float(x.sum()) > 1e9:
+            hidden = 2.0 * hidden
+        if self.how in ("mixup", "python"):
             mixed = 0.7 * hidden + 0.3 * hidden[partner]
         elif self.how == "edges":
             mixed = torch.zeros_like(hidden).index_add_(0, partner, hidden)
@@ -462,7 +464,7 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["empirical", "exact"])
-@pytest.mark.parametrize("how", ["mixup", "edges", "mask"])
+@pytest.mark.parametrize("how", ["mixup", "edges", "mask", "python"])
 def test_cases_that_meet_in_a_later_batch_alone_are_found(how: str, mode: str) -> None:
     """In the first batch every case is its own partner, so that none of them meet."""
     model = Mixing(how)
@@ -483,6 +485,42 @@ def test_cases_that_meet_in_a_later_batch_alone_are_found(how: str, mode: str) -
             squares = torch.stack([sum(p.square().sum() for p in parts) for parts in rows])
         trace = trace + squares.sum() / 10
     torch.testing.assert_close(spectrum.trace(), trace)
+
+
+@pytest.mark.filterwarnings("ignore:2 of 5 cases of the loss have no target")
+def test_nodes_without_a_label_have_a_score_of_zero_and_the_error_says_how() -> None:
+    model, labeled = Mixing("edges"), torch.tensor([0, 2, 3])
+    x, partner = torch.randn(5, 3), torch.tensor([2, 0, 0, 1, 3])
+    y = torch.tensor([1, -100, 0, 2, -100])
+    picked = kfac_fx.compile(model, (x, partner), loss=lambda logits: Categorical(logits[labeled]))
+    with pytest.raises(kfac_fx.LossError, match=r"of some examples alone.* targets of -100"):
+        kfac_fx.fit_spectrum(picked, [kfac_fx.Batch(x, partner, targets=y[labeled])], case="row")
+    batch, learned = kfac_fx.Batch(x, partner, targets=y), list(model.parameters())
+    net = kfac_fx.compile(model, (x, partner), loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [batch], case="row").at(scale=0.0, damping=1.0)
+    losses = nn.functional.cross_entropy(model(x, partner), y, reduction="none")
+    each = [torch.autograd.grad(loss, learned, retain_graph=True) for loss in losses]
+    squares = torch.stack([sum(part.square().sum() for part in parts) for parts in each])
+    torch.testing.assert_close(spectrum.self_scores(batch), squares)
+
+
+def test_examples_that_meet_in_a_measurement_of_a_later_batch_alone_are_found() -> None:
+    """Every example is compared with the mean of its class, which is itself in the first batch."""
+
+    def from_mean(z: Tensor, y: Tensor) -> Tensor:
+        same = (y.unsqueeze(1) == y).to(z)
+        distance: Tensor = (2 * z - same @ z / same.sum(1, keepdim=True)).square().sum(1)
+        return distance
+
+    model = embedding()
+    net = kfac_fx.compile(model, (torch.randn(5, 4),), loss="categorical")
+    batches = [(torch.randn(5, 4), torch.arange(5) % classes) for classes in (5, 2)]
+    spectrum = kfac_fx.fit_spectrum(net, batches, case="sequence", measurement=from_mean).at(scale=0.0, damping=1.0)
+    for x, y in batches:
+        measured = from_mean(model(x), y)
+        each = [torch.autograd.grad(number, list(model.parameters()), retain_graph=True) for number in measured]
+        squares = torch.stack([sum(part.square().sum() for part in parts) for parts in each])
+        torch.testing.assert_close(spectrum.self_scores((x, y), measurement=from_mean), squares)
 
 
 @pytest.mark.parametrize(

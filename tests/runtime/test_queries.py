@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +75,55 @@ def test_the_score_of_a_position_is_that_of_its_part_of_the_gradient(text: Fixtu
     positions = {name: of_all.flatten(0, 1) for name, of_all in of_positions(model, x, y).items()}
     expected = inner(directions, positions).unflatten(1, x.shape)
     torch.testing.assert_close(part.precondition((x[:2], y[:2])).scores((x, y), by="position"), expected)
+
+
+class Merged(nn.Module):
+    """A layer whose rows are those of all examples and positions, so that an example takes a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x.view(-1, 3))).view(len(x), -1, 4)
+        logits: Tensor = self.head(hidden.sum(1))
+        return logits
+
+
+def test_blocks_without_rows_of_examples_have_one_position_of_every_example() -> None:
+    model, x, y = Merged(), torch.randn(5, 6, 3), torch.randint(2, (5,))
+    spectrum = spectrum_of(model, x, y)
+    for names in (["layer.weight", "layer.bias"], list(dict(model.named_parameters()))):
+        queries = spectrum.part(names).precondition((x[:2], y[:2]))
+        by_position, scores = queries.scores((x, y), by="position"), queries.scores((x, y))
+        assert by_position.shape == (2, 5, 1)
+        torch.testing.assert_close(by_position.sum(-1), scores)
+
+
+class OfObject(nn.Module):
+    """The examples are in an object that no graph takes, as those of a tokenizer and of a graph are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, data: Any) -> Tensor:
+        logits: Tensor = self.net(data["x"] if isinstance(data, UserDict) else data.x)
+        return logits
+
+
+@pytest.mark.parametrize("holds", [lambda x: UserDict({"x": x}), lambda x: SimpleNamespace(x=x)])
+def test_examples_are_counted_in_an_object_that_holds_tensors(holds: Callable[[Tensor], Any]) -> None:
+    model, x, y = OfObject(), torch.randn(5, 3), torch.randint(2, (5,))
+    batch = kfac_fx.Batch(holds(x), targets=y)
+    net = kfac_fx.compile(model, batch.args, loss="categorical")
+    spectrum = kfac_fx.fit_spectrum(net, [batch], case="row").at(scale=0.0, damping=1.0)
+    losses = F.cross_entropy(model(*batch.args), y, reduction="none")
+    each = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    gradients = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in each])
+    torch.testing.assert_close(spectrum.self_scores(batch), gradients.square().sum(1))
+    torch.testing.assert_close(spectrum.precondition(batch).scores(batch), gradients @ gradients.T)
+    assert spectrum.functional_variance(batch).shape == (5, 2, 2)
 
 
 def test_blocks_with_different_positions_have_no_sum_by_position() -> None:
