@@ -110,7 +110,7 @@ def program_with_loss_mask(program: Program) -> Program:
     (mask,) = masks
     assert mask is not None, "bug in kfac_fx: no mask of a loss"
     mask = mask.written(program) if isinstance(mask, IgnoringTargets) else mask
-    fitted = padding(program.but(mask=mask)).registrations
+    fitted = padding(program.but(mask=mask), of_losses=True).registrations
     registrations = [
         replace(
             now, uses=tuple(replace(use, loss_mask=True) if use.mask_dims else use for use in now.uses)
