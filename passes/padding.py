@@ -199,8 +199,7 @@ def padding(program: Program, of_losses: bool = False) -> Program:
 class Places:
     """Where the cases and the positions of a mask are in the nodes of its graph.
 
-    of_losses: see `padding`. What moves positions in front of a use does not matter then, and what moves them behind it
-    does.
+    of_losses: see `padding`. Moves of positions in front of a use do not matter then, and those behind it do.
     """
 
     def __init__(self, program: Program, mask: fx.Node, of_losses: bool = False) -> None:

@@ -233,7 +233,7 @@ def parts_of_others(
 def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
-    Of two classes it tells the cases that are left out alone: every gradient fits a target and some weight.
+    With two classes every gradient fits a target and some weight, so only cases that are left out are told.
 
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
         finite. has_mask: whether there is a padding mask.
