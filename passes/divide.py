@@ -181,8 +181,10 @@ def refuse_other_cases(captured: Iterable[CapturedSubmodule], model: str, error:
                     f"{textwrap.indent(cause_and_answer(error), '  ')}\n"
                     "Change this, and the model is one graph. Or write batch_first=True in the layer, and give it "
                     "inputs [cases, positions, features], because a model that is divided into submodules has its "
-                    "cases on the first dimension of all inputs. If the first dimension does count the cases, write "
-                    "kfac_fx.compile(..., batch_dim=0)."
+                    "cases on the first dimension of all inputs. If the first dimension does count the cases, or to "
+                    "train with a loss that is named, write kfac_fx.compile(..., batch_dim=0): Kronecker factors of "
+                    "sampled targets add up all rows, wherever the cases are. Scores of examples would be those of "
+                    "positions."
                 )
 
 

@@ -62,6 +62,7 @@ def normalize(program: Program) -> Program:
     known_sizes(graph)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
+    drop_casts(graph)
     sequence(graph)
     spell_native(graph)
     respell(graph)
@@ -124,6 +125,20 @@ def broadcast_apart(graph: fx.Graph) -> None:
     for node in reversed(graph.find_nodes(op="call_function", target=torch.broadcast_tensors)):
         if not node.users:
             graph.erase_node(node)
+
+
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
+def drop_casts(graph: fx.Graph) -> None:
+    """Drop each `x.type_as(w)` where both have one dtype: it is x, and its second operand would be one of the loss."""
+    for node in graph.nodes:
+        values = [operand.meta.get("val") for operand in node.all_input_nodes]
+        if op_name(node) == "type_as" and len(values) == 2 and all(isinstance(value, Tensor) for value in values):
+            first, second = values
+            if (first.dtype, first.device) == (second.dtype, second.device) and not node.kwargs:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
 
 
 # --- losses of log-probabilities --------------------------------------------------------------------------------------

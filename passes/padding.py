@@ -165,11 +165,14 @@ NO_ROWS = "its output ["
 LENGTH = 3  # of a dimension whose size only the batch knows, for trying a layer's rows
 
 
-def padding(program: Program) -> Program:
-    """Give every use that the mask fits the mask, and say of the others why not."""
+def padding(program: Program, of_losses: bool = False) -> Program:
+    """Give every use that the mask fits the mask, and say of the others why not.
+
+    of_losses: whether the mask is that of the rows of the losses, and not of the inputs.
+    """
     if program.mask is None:
         return program
-    places = Places(program, program.mask)
+    places = Places(program, program.mask, of_losses)
     notes: list[Note] = []
     padded: list[Note] = []
     registrations: list[Registration] = []
@@ -193,15 +196,19 @@ def padding(program: Program) -> Program:
 
 
 class Places:
-    """Where the cases and the positions of a mask are in the nodes of its graph."""
+    """Where the cases and the positions of a mask are in the nodes of its graph.
 
-    def __init__(self, program: Program, mask: fx.Node) -> None:
+    of_losses: see `padding`. Moves of positions in front of a use do not matter then, and those behind it do.
+    """
+
+    def __init__(self, program: Program, mask: fx.Node, of_losses: bool = False) -> None:
         self.order = CaseOrder(program.graph)
         self.mask, self.layers = mask, program.layers
         self.shape = tuple(self.order.size(size) for size in tied(program, mask))
         self.cases, self.positions = (str(size) for size in self.shape)
         self.both = str(self.shape[0] * self.shape[1])
         self.moved: dict[fx.Node, fx.Node] = {}  # a node -> what moved positions or cases on the way to it
+        self.movers: list[fx.Node] = []  # what moves positions
         self.merged: dict[fx.Node, bool] = {}  # in their first dimension, case by case (False) or position by position
         self.joined: set[fx.Node] = set()  # steps of other sequences than the mask's, and what is computed from these
         for node in program.graph.nodes:
@@ -212,6 +219,11 @@ class Places:
         behind = everything_behind([mask]) - {mask}
         owners = [node for node in program.inputs if node in behind and self.positions in self.order.sizes(node)]
         self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners), self.order.sizes)
+        self.moved_outputs = self.moved
+        if of_losses:
+            of_sorted = {node: mover for node, mover in self.moved.items() if self.order.sort_of(node) is not None}
+            later = {node: mover for mover in self.movers for node in everything_behind([mover]) - {mover}}
+            self.moved_outputs = later | of_sorted
         for node in program.graph.nodes:
             if self.joins_others(node) or any(n in self.joined for n in node.all_input_nodes if self.time.carries(n)):
                 self.joined.add(node)
@@ -223,9 +235,7 @@ class Places:
             for operand in operands
             if operand in self.moved and self.positions in self.order.sizes(operand)
         ]
-        if before:
-            self.moved[node] = before[0]
-        elif (
+        if (
             operands
             and self.positions in sizes
             and node not in self.order.picked
@@ -233,7 +243,10 @@ class Places:
                 op_name(node) in REORDERS or (op_name(node) in PICKS and self.order.sizes(operands[0])[:2] == sizes[:2])
             )
         ):
+            self.movers.append(node)
             self.moved[node] = node
+        if before:
+            self.moved[node] = before[0]
         if sizes[:1] != [self.both]:
             return
         if op_name(node) in MERGES and (shape := self.order.sizes(operands[0])[:2]) in (
@@ -280,8 +293,8 @@ class Places:
             return None, "its output is complex, so each position has two rows"
         if use.output in self.joined:
             return None, OTHER_SEQUENCES
-        if use.output in self.moved:
-            return None, f"positions are moved by {where(self.moved[use.output])}"
+        if use.output in self.moved_outputs:
+            return None, f"positions are moved by {where(self.moved_outputs[use.output])}"
         fitting = [dims for dims in self.candidates(use.output) if fits_mask(dims, use, layer, self.shape)]
         if len(fitting) == 1:
             turned = len(set(fitting[0])) == 1 and self.merged[use.output]

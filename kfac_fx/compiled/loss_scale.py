@@ -77,7 +77,7 @@ IF_MASKED = "If they are padding, padding_mask does not fit these outputs, so"
 HOW_TO_LEAVE_OUT = (
     "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
     "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "
-    "as the nodes of a graph without labels, name the outputs of the others: "
+    "as the nodes of a graph without labels or all tokens but the last, name the outputs of the others: "
     "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 HOW_TO_LEAVE_OUT_ELEMENTS = (
@@ -233,11 +233,13 @@ def parts_of_others(
 def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has_mask: bool) -> list[str]:
     """The lines of the warning about a Categorical loss whose trained cases have other weights than registered.
 
+    With two classes every gradient fits a target and some weight, so only cases that are left out are told.
+
     coefficient: of the registered loss, a number or one for every case. gradient: the trained one, of its inputs;
         finite. has_mask: whether there is a padding mask.
     """
     fits = gradient.shape == loss.inputs.shape and gradient.numel() > 0
-    if not isinstance(loss, Categorical) or gradient.shape[-1] < 3 or not fits:
+    if not isinstance(loss, Categorical) or gradient.shape[-1] < 2 or not fits:
         return []
     counted = loss.kept if loss.real is None else loss.real
     kept = torch.ones(gradient.shape[:-1], dtype=torch.bool, device=gradient.device) if counted is None else counted
@@ -263,7 +265,7 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has
     if left_out > SMALL * cases:
         remedy = HOW_TO_LEAVE_OUT.format(IF_MASKED if has_mask else IF_PADDING)
         lines.append(LEFT_OUT.format(int(left_out), int(cases), f"{left_out / cases:.0%}", remedy, kind="cases"))
-    if high - low > ONE_WEIGHT * high:
+    if gradient.shape[-1] > 2 and high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
     return lines

@@ -110,7 +110,7 @@ def program_with_loss_mask(program: Program) -> Program:
     (mask,) = masks
     assert mask is not None, "bug in kfac_fx: no mask of a loss"
     mask = mask.written(program) if isinstance(mask, IgnoringTargets) else mask
-    fitted = padding(program.but(mask=mask)).registrations
+    fitted = padding(program.but(mask=mask), of_losses=True).registrations
     registrations = [
         replace(
             now, uses=tuple(replace(use, loss_mask=True) if use.mask_dims else use for use in now.uses)
@@ -153,6 +153,7 @@ class IgnoringTargets:
 
 def inserted(program: Program, node: fx.Node, function: Callable[..., Any], more: tuple[Any, ...]) -> fx.Node:
     """A call of the function with the node's value, behind it in the graph."""
+    program.labeled.clear()  # they have none of the new node
     with program.graph.inserting_after(node):
         return program.graph.call_function(function, (node, *more))
 
@@ -317,6 +318,7 @@ def traced_mask(
         return function(*its_args, **its_kwargs)
 
     refuse_misfit_of_function("padding_mask", function, args, kwargs)
+    program.labeled.clear()  # they have none of the new nodes
     shapes = [node.meta["val"] for node in inputs]
     try:
         with getattr(shapes[0], "fake_mode", nullcontext()), lengths_in([function]):
@@ -435,6 +437,7 @@ def masked_input(program: Program, number: int, sizes: MaskSizes | None) -> fx.N
     cases, positions = (the_size(inputs, size, symbols) for size in sizes)
     if cases is None or positions is None or cases[1] == positions[1]:
         return None
+    program.labeled.clear()  # they have none of the new node
     with program.graph.inserting_after(inputs[-1]):
         name = "padding_mask" if number == 0 else f"padding_mask_{number}"
         mask = program.graph.create_node("placeholder", name, name=name)

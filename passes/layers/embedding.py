@@ -100,6 +100,35 @@ def positions_added(
     return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
+def times_factor(dy: Tensor, attrs: Attrs) -> Tensor:
+    return as_rows(dy * attrs["factor"], attrs)
+
+
+@embedding.form(
+    rows=shared_ids,
+    grad_rows=times_factor,
+    leading=False,
+    where=lambda attrs: leaves_weight_alone(attrs) and isinstance(attrs["factor"], int | float),
+    example=(
+        written(lambda x, w: x + F.embedding(torch.arange(4), w) * 0.5, (2, 4, 3), w=(5, 3)),
+        written(lambda x, w: 3 * F.embedding(torch.arange(4).unsqueeze(0), w, padding_idx=1) + x, (2, 4, 3), w=(5, 3)),
+    ),
+)
+def scaled_positions_added(
+    ids: Tensor,
+    base: Tensor,
+    padding_idx: Any,
+    max_norm: Any,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    factor: float,
+    *,
+    weight: Tensor,
+) -> Tensor:
+    return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse) * factor
+
+
 # --- a frozen table of which some entries are replaced by trained ones ----------------------------------------------
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx.passes.layers import embedding as forms
 from kfac_fx.passes.matrix import Layout, Shape
 
@@ -44,6 +45,34 @@ def test_ids_without_cases_are_rows_that_all_cases_share(ids: Tensor, rows: Shap
 def test_ids_are_repeated_for_every_position_that_they_are_added_to() -> None:
     attrs = {**WEIGHT, "padding_idx": None, "base": torch.zeros(2, 3, 2, 3)}
     assert forms.shared_ids(torch.tensor([4, 1]), attrs).tolist() == [[4, 1] * 3]
+
+
+class Scaled(nn.Module):
+    """Tokens with positions that are scaled by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(20, 4), nn.Linear(4, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = self.places(torch.arange(ids.shape[1])) * 4**-0.5
+        y: Tensor = self.head(torch.tanh(self.words(ids) + places))
+        return y
+
+
+@pytest.mark.usefixtures("float64")
+def test_scaled_positions_have_the_block_of_their_table_and_the_scores_of_autograd() -> None:
+    torch.manual_seed(0)
+    model, ids = Scaled(), torch.randint(9, (5, 7))
+    net = kfac_fx.compile(model, (ids[:3, :6],), loss="categorical", strict=True)
+    assert {str(registration) for registration in net.registrations} >= {"embedding(places.weight)"}
+    targets = torch.randint(9, (5, 7))
+    batch = kfac_fx.Batch(ids, targets=targets)
+    scores = kfac_fx.fit_spectrum(net, [batch]).at(scale=0.0, damping=1.0).self_scores(batch)
+    losses = F.cross_entropy(model(ids).mT, targets, reduction="none").sum(1)
+    gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    wanted = torch.stack([torch.cat([g.flatten() for g in of_one]).square().sum() for of_one in gradients])
+    torch.testing.assert_close(scores, wanted)
 
 
 def test_trained_tokens_of_a_frozen_table_are_counted_by_their_places() -> None:

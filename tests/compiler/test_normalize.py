@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import kfac_fx
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.normalize import normalize
@@ -27,6 +28,27 @@ def both(model: nn.Module, x: Tensor) -> list[Program]:
 def result(program: Program, x: Tensor) -> Tensor:
     outputs = fx.GraphModule(program.root, program.graph)(x)
     return outputs if isinstance(outputs, Tensor) else outputs[0]
+
+
+class Cast(nn.Module):
+    """Its loss is cast to the dtype of its weight, which it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        picked = self.head(x).log_softmax(-1).gather(1, y.unsqueeze(1))
+        return (-picked.sum() / len(y)).type_as(self.head.weight)
+
+
+def test_a_cast_to_the_same_dtype_is_none_and_hides_no_loss() -> None:
+    y = torch.tensor([0, 3, 1, 2])
+    net = kfac_fx.compile(Cast(), (X, y))
+    assert "type_as" not in [op_name(node) for node in net.program.graph.nodes]
+    assert [site.loss for site in net.program.losses] == ["cross_entropy"]
+    (found_in_double,) = kfac_fx.compile(Cast().double(), (X.double(), y)).program.losses
+    assert found_in_double.loss == "cross_entropy"
 
 
 def test_both_captures_speak_one_language() -> None:

@@ -14,7 +14,6 @@ from kfac_fx import LayerError, UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
 from tests.compiler.test_effects import Memory
-from tests.compiler.test_errors_of_captures import Branches
 from tests.compiler.toy import Toy, code
 
 X = torch.randn(5, 3)
@@ -230,6 +229,18 @@ def test_an_operator_of_torch_library_is_taken() -> None:
     assert code(captured.program)[-1] == "twice = twice(matmul)"
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = 2 * x
+        y: Tensor = self.inner(x)
+        return y
+
+
 @pytest.mark.parametrize("inputs", [None, (X,)], ids=["symbolic", "exported"])
 def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(Branches()))
@@ -237,7 +248,7 @@ def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
     with pytest.raises(UntraceableError) as failure:
         trace_model(model, inputs)
     first, source, _, advice = str(failure.value).splitlines()
-    place = f"torch gave up in 1.0 (test_errors_of_captures.py:{line})"
+    place = f"torch gave up in 1.0 (test_trace.py:{line})"
     assert first == f"Sequential could not be captured as a graph; {place}:"
     assert source == "  if x.sum() > 0:"
     assert advice.startswith("Replace what depends on the values of tensors (if, while, .item(), .numpy())")
@@ -246,7 +257,7 @@ def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
 def test_recurrent_layers_beside_what_is_refused_are_none_of_ours() -> None:
     """They only stand for operations while torch.export traces, and are not run when that fails."""
     model = nn.Sequential(nn.LSTM(3, 2), Toy(lambda found: Branches()(found[0])))
-    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_errors_of_captures.py:\d+\)"):
+    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_trace.py:\d+\)"):
         trace_model(model, (torch.randn(4, 5, 3),))
 
 

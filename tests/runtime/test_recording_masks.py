@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import kfac_fx
 from kfac_fx.losses import Categorical
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Note, Options, Program
@@ -46,6 +48,30 @@ def test_the_mask_is_a_node_of_the_graph_and_every_use_has_it(declared: Any) -> 
     masked = program_with_mask(program(X, MASK), declared, Model(), (X, MASK), {})
     assert masked.mask is not None and masked.unmasked == ()
     assert [use.mask_dims for registration in masked.registrations for use in registration.uses] == [(0, 1)]
+
+
+class Distances(nn.Module):
+    """Its centers are generic; it returns a loss of shifted tokens, or logits."""
+
+    def __init__(self, returns_loss: bool) -> None:
+        super().__init__()
+        self.words, self.head, self.centers = nn.Embedding(9, 3), nn.Linear(3, 9), nn.Parameter(torch.randn(3, 3))
+        self.returns_loss = returns_loss
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.cdist(self.words(ids), self.centers))
+        return F.cross_entropy(logits[:, :-1].mT, ids[:, 1:]) if self.returns_loss else logits
+
+
+@pytest.mark.parametrize("returns_loss", [True, False])
+def test_the_report_counts_the_places_of_generic_parameters_beside_a_mask(returns_loss: bool) -> None:
+    ids = torch.randint(9, (4, 7))
+    masked: dict[str, Any] = {} if returns_loss else {"loss": "categorical", "padding_mask": lambda ids: ids != 0}
+    net = kfac_fx.compile(Distances(returns_loss), (ids,), **masked)
+    (row,) = (row for row in net.report.rows if row.generic)
+    assert row.names == "centers" and row.uses == 1
+    assert (net.program.mask is None) is returns_loss
+    assert [use.mask_dims for registration in net.registrations for use in registration.uses] == [(0, 1), (0, 1)]
 
 
 def test_a_call_without_the_argument_has_no_mask() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,45 @@ def test_the_user_may_say_that_the_first_dimension_counts_the_cases() -> None:
     losses = [F.cross_entropy(y, t, reduction="sum") for y, t in rows]
     scores = self_scores(net, kfac_fx.Batch(*args, targets=targets))
     torch.testing.assert_close(scores, squared_norms(model, losses))
+
+
+class Translator(nn.Module):
+    """Positions first. `forced`: Python's random numbers decide whether a step sees the target; they always say yes."""
+
+    def __init__(self, forced: bool) -> None:
+        super().__init__()
+        self.words, self.encoder, self.decoder = nn.Embedding(WORDS, D), nn.GRU(D, D), nn.GRU(D, D)
+        self.head, self.forced = nn.Linear(D, WORDS), forced
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        h, token, outputs = self.encoder(self.words(source))[1], target[0], []
+        for step in range(1, target.shape[0]):
+            y, h = self.decoder(self.words(token).unsqueeze(0), h)
+            outputs.append(self.head(y.squeeze(0)))
+            sees = random.random() < 2.0 if self.forced else True
+            token = target[step] if sees else outputs[-1].argmax(1)
+        return torch.stack(outputs)
+
+
+def test_factors_of_a_model_with_positions_first_do_not_depend_on_what_counts_the_cases() -> None:
+    """Without random numbers of Python it is one graph, which knows that its cases are second."""
+    args = torch.randint(WORDS, (6, N)), torch.randint(WORDS, (4, N))
+    factors = []
+    for forced in (True, False):
+        torch.manual_seed(0)
+        model = Translator(forced).double()
+        if forced:
+            with pytest.raises(UntraceableError, match="or to train with a loss that is named, write .*batch_dim=0"):
+                kfac_fx.compile(model, args, loss="categorical")
+        net = kfac_fx.compile(model, args, loss="categorical", batch_dim=0 if forced else None)
+        assert bool(net.program.submodules) is forced
+        found = kfac_fx.FisherEstimator(net, damping=0.1, estimation_mode="exact")
+        found.update_covariances(*args)
+        keys = [registration.parameters for registration in net.registrations]
+        factors.append({key: {side: found.blocks[key].factors[side].value for side in "AG"} for key in keys})
+    assert factors[0].keys() == factors[1].keys()
+    for key, sides in factors[0].items():
+        torch.testing.assert_close(sides, factors[1][key])
 
 
 class OwnAttention(nn.Module):

@@ -238,6 +238,38 @@ def test_rows_whose_targets_are_ignored_are_in_no_factor(name: str, mode: str) -
         torch.testing.assert_close(A, rows.T @ rows / len(rows))
 
 
+class Windows(Tagger):
+    """A position sees its window of tokens, which `roll` brings to it; `late`: its hidden state moves as well."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(flat)
+        self.late = late
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x + x.roll(1, 1)))
+        return self.loss(self.head(h.roll(1, 1) if self.late else h), y)
+
+
+@pytest.mark.filterwarnings(TOLD)
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_that_are_moved_before_a_layer_are_left_out_by_their_targets(late: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = Windows(late), torch.randn(N, 6, 3), torch.randint(C, (N, 6))
+    y[torch.arange(6) >= torch.randint(2, 6, (N, 1))] = -100
+    found = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x[:3], y[:3])), estimation_mode="exact")
+    found.update_covariances(x, y)
+    windows, all_rows = x + x.roll(1, 1), torch.ones(N, 6, dtype=torch.bool)
+    h = torch.tanh(model.layer(windows)).detach()
+    kept = every(y)
+    for layer, values, of_layer in (
+        ("layer", windows, all_rows if late else kept),
+        ("head", h.roll(int(late), 1), kept),
+    ):
+        rows = torch.cat([values[of_layer], torch.ones(int(of_layer.sum()), 1)], 1)
+        A = found.blocks[f"{layer}.weight", f"{layer}.bias"].factors["A"].value.squeeze(0)
+        torch.testing.assert_close(A, rows.T @ rows / len(rows))
+
+
 def test_the_fisher_of_rows_without_ignored_targets_is_that_of_the_real_ones_alone() -> None:
     torch.manual_seed(0)
     model, x, y = Tagger(flat), torch.randn(N, 6, 3), torch.randint(C, (N, 6))

@@ -183,8 +183,8 @@ LEFT_OUT = (
     "are of cases that are not trained. If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in "
     "padding_mask=lambda ids: ids != 0. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
     "these cases, or (losses * mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they "
-    "are the same in every batch, as the nodes of a graph without labels, name the outputs of the others: "
-    "loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
+    "are the same in every batch, as the nodes of a graph without labels or all tokens but the last, name the outputs "
+    "of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
 )
 WEIGHED = (
     "the trained loss weighs its cases from 0.4 to 1.6 of their mean, and the factors are of cases of one weight. If "
@@ -611,6 +611,21 @@ def test_positions_that_a_loss_leaves_out_are_told(name: str, width: int) -> Non
 
     (told,) = in_steps(kfac_fx.compile(nn.Linear(3, width), loss=name), trained, X.unsqueeze(1) + torch.ones(8, 6, 3))
     assert told == left_out(34, 48, "71%", "positions", name)
+
+
+def test_tokens_that_a_classifier_of_two_classes_leaves_out_are_told() -> None:
+    x, y = X.unsqueeze(1) + torch.randn(8, 6, 3), torch.arange(8) % 2
+
+    def trained(z: Tensor) -> Tensor:
+        return F.cross_entropy(z[:, -1], y)
+
+    (told,) = in_steps(kfac_fx.compile(nn.Linear(3, 2), loss="categorical"), trained, x)
+    assert "leaves out 40 of 48 cases, whose gradient is zero" in told and "all tokens but the last" in told
+    net = kfac_fx.compile(nn.Linear(3, 2), loss=lambda z: kfac_fx.losses.Categorical(z[:, -1]))
+    assert in_steps(net, trained, x) == []
+    weighed = torch.linspace(0.1, 1.0, 8)
+    net = kfac_fx.compile(nn.Linear(3, 2), loss="categorical")
+    assert in_steps(net, lambda z: (weighed * F.cross_entropy(z, y, reduction="none")).mean(), X) == []
 
 
 def test_a_function_of_the_trained_outputs_ends_the_warning_about_the_others() -> None:
