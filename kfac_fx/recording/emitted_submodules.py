@@ -112,7 +112,8 @@ class LossWatch(TorchFunctionMode):
             smoothed = bool(loss.changed(["label_smoothing"], bound.arguments))
             by_class = bound.arguments.get("weight") if loss.classes_second and not smoothed else None
             number = len(self.losses)
-            self.losses.append(ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number))
+            observed = ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number)
+            self.losses.append(replace(observed, number=number))
         return result
 
 
@@ -133,15 +134,22 @@ def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
     return kept
 
 
-def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss]) -> list[ObservedLoss]:
+def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss] | None) -> list[ObservedLoss]:
     """The losses with their weights in what the model returned; in a transformation of torch.func with those of the
-    run before. Losses that the returned ones do not depend on are left out."""
-    if transforms():
-        earlier = before if len(before) == len(losses) else losses
+    run before. Losses that the returned ones do not depend on are left out, and so are those that have a gradient from
+    their targets alone, as `F.mse_loss(codes.detach(), h)`. A run without gradients has the losses of the run before.
+    """
+    if transforms() or not any(loss.result.requires_grad for loss in losses):
+        if before is None or any(other.number >= len(losses) for other in before):
+            return list(losses)
+        same = [losses[other.number] for other in before]
+        if not transforms():
+            return same
         return [
             replace(loss, weights=other.weights, linear=other.linear, divisor=other.divisor, divided=other.divided)
-            for loss, other in zip(losses, earlier, strict=True)
+            for loss, other in zip(same, before, strict=True)
         ]
+    losses = [loss for loss in losses if loss.inputs.requires_grad]
     of_losses = [loss.result for loss in losses]
     roots = among_returned(returned, of_losses)
     if not roots:
@@ -485,7 +493,7 @@ class EmittedSubmodules(EmittedModel):
         mask_sizes: the shape of the mask when each submodule was captured.
         checked: the submodules that were proved, by their places in the division; None: all may run.
         ran: the submodules that did run, in this or in another emission of this capture.
-        observed: the losses that Python computed in the last run.
+        observed: the losses that Python computed in the last run; None: there was none.
         uncaptured: the first call of the last training forward that no graph serves.
     """
 
@@ -497,7 +505,7 @@ class EmittedSubmodules(EmittedModel):
     mask_sizes: tuple[MaskSizes | None, ...] = ()
     checked: set[int] | None = None
     ran: set[int] = field(default_factory=set)
-    observed: list[ObservedLoss] = field(default_factory=list, init=False)
+    observed: list[ObservedLoss] | None = field(default=None, init=False)
     uncaptured: UncapturedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -530,7 +538,7 @@ class EmittedSubmodules(EmittedModel):
 
     @property
     def loss_sites(self) -> Sequence[ObservedLoss]:
-        return self.observed
+        return self.observed or []
 
     @property
     def graphs(self) -> Sequence[Callable[..., Any]]:
@@ -626,6 +634,12 @@ class EmittedSubmodules(EmittedModel):
         if self.observed:
             return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, results.tree_leaves(output)))
+
+    def has_losses_of(self, other: EmittedSubmodules) -> None:
+        """Take which losses the last run of another emission of the same model had: this run had gradients, which tell
+        outputs from constants."""
+        observed = other.observed or []
+        self.observed = [replace(of, inputs=of.inputs.detach(), result=of.result.detach()) for of in observed]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

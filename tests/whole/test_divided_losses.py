@@ -37,6 +37,50 @@ def test_a_loss_that_python_computes_is_found_with_its_targets() -> None:
         kfac_fx.compile(Branching(), (X,)).record((X,), {})
 
 
+class OfCodes(nn.Module):
+    """A vector-quantized autoencoder, whose commitment loss has its targets first."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 4)
+        self.register_buffer("codes", torch.randn(5, 3))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        h = self.encoder(x)
+        if not self.codes.isfinite().all():  # a branch on values: there is no graph of the whole
+            self.codes.zero_()
+        nearest = self.codes[torch.cdist(h, self.codes).argmin(1)]
+        commitment = F.mse_loss(nearest.detach(), h)
+        logits = self.decoder(h + (nearest - h).detach())
+        return (logits, commitment) if y is None else commitment + F.cross_entropy(logits, y)
+
+
+def test_a_loss_whose_targets_alone_have_a_gradient_is_no_known_one() -> None:
+    net = kfac_fx.compile(OfCodes(), (X,))
+    assert net.knows_no_loss
+    optimizer = kfac_fx.KFAC(net)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        out, commitment = net(X)
+        loss = F.mse_loss(out, X) + commitment
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_loss_next_to_one_whose_targets_alone_have_a_gradient_is_found() -> None:
+    y = torch.randint(4, (6,))
+    net = kfac_fx.compile(OfCodes(), (X, y))
+    for _ in range(2):
+        assert net.fisher_product(X, y)({name: torch.ones_like(p) for name, p in net.named_parameters()})
+    (loss,) = net.recorder((X, y), {}).emitted.loss_sites
+    assert loss.loss == "cross_entropy"
+
+
 def test_a_part_of_the_batch_is_a_part_of_every_input() -> None:
     net = compiled(Branching())
     assert net.record((X,), {}, fraction=0.5).cases == 3
