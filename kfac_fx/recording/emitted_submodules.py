@@ -93,12 +93,16 @@ class UncapturedCall(BaseException):
 
 
 class LossWatch(TorchFunctionMode):
-    """Notes the losses that are computed outside of the captured submodules."""
+    """Notes the losses that are computed outside of the captured submodules.
+
+    Attributes:
+        has_gradients: whether one of them has a gradient of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[ObservedLoss] = []
-        self.paused = False
+        self.paused = self.has_gradients = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -112,6 +116,9 @@ class LossWatch(TorchFunctionMode):
             smoothed = bool(loss.changed(["label_smoothing"], bound.arguments))
             by_class = bound.arguments.get("weight") if loss.classes_second and not smoothed else None
             number = len(self.losses)
+            self.has_gradients = self.has_gradients or result.requires_grad
+            if not result.requires_grad and not transforms():  # so that what is returned tells its weights
+                result = result.detach().requires_grad_().clone()
             observed = ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number)
             self.losses.append(replace(observed, number=number))
         return result
@@ -134,22 +141,20 @@ def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
     return kept
 
 
-def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss] | None) -> list[ObservedLoss]:
+def weighed(returned: Any, watch: LossWatch, before: Sequence[ObservedLoss] | None) -> list[ObservedLoss]:
     """The losses with their weights in what the model returned; in a transformation of torch.func with those of the
     run before. Losses that the returned ones do not depend on are left out, and so are those that have a gradient from
     their targets alone, as `F.mse_loss(codes.detach(), h)`. A run without gradients has the losses of the run before.
     """
-    if transforms() or not any(loss.result.requires_grad for loss in losses):
-        if before is None or any(other.number >= len(losses) for other in before):
-            return list(losses)
-        same = [losses[other.number] for other in before]
-        if not transforms():
-            return same
-        return [
-            replace(loss, weights=other.weights, linear=other.linear, divisor=other.divisor, divided=other.divided)
-            for loss, other in zip(same, before, strict=True)
-        ]
-    losses = [loss for loss in losses if loss.inputs.requires_grad]
+    losses = watch.losses
+    if watch.has_gradients and not transforms():
+        losses = [loss for loss in losses if loss.inputs.requires_grad]
+    elif before is not None and all(other.number < len(losses) for other in before):
+        losses = [losses[other.number] for other in before]
+        if transforms():
+            return [with_weights_of(other, loss) for loss, other in zip(losses, before, strict=True)]
+    if transforms():
+        return list(losses)
     of_losses = [loss.result for loss in losses]
     roots = among_returned(returned, of_losses)
     if not roots:
@@ -172,6 +177,13 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
         weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor, divided=divided)
         found.append(replace(weighted, linear=linear, elementwise=elementwise))
     return found
+
+
+def with_weights_of(other: ObservedLoss, loss: ObservedLoss) -> ObservedLoss:
+    weights = other.weights
+    if isinstance(weights, Tensor) and weights.shape != loss.result.shape:  # of another batch
+        weights = None
+    return replace(loss, weights=weights, linear=other.linear, divisor=other.divisor, divided=other.divided)
 
 
 def inverse_weight(weights: Tensor, divided: bool) -> Tensor:
@@ -630,7 +642,7 @@ class EmittedSubmodules(EmittedModel):
         cut = TangentsCut() if transforms() else nullcontext()
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = call_with(self.model, named, args, kwargs)
-        self.observed = weighed(output, watch.losses, self.observed)
+        self.observed = weighed(output, watch, self.observed)
         if self.observed:
             return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, results.tree_leaves(output)))

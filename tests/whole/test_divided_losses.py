@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -79,6 +80,36 @@ def test_a_loss_next_to_one_whose_targets_alone_have_a_gradient_is_found() -> No
         assert net.fisher_product(X, y)({name: torch.ones_like(p) for name, p in net.named_parameters()})
     (loss,) = net.recorder((X, y), {}).emitted.loss_sites
     assert loss.loss == "cross_entropy"
+
+
+class Denoiser(nn.Module):
+    """Of images with a weight for each, [N, 2, 3, 3], as those of a diffusion; one that follows a coin has no graph."""
+
+    def __init__(self, coin: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.coin = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1), coin
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = x if self.coin and random.random() < -1.0 else torch.sin(5 * x)
+        loss = F.mse_loss(self.last(torch.tanh(self.first(x + noise))), noise, reduction="none")
+        return (loss.flatten(1).mean(1) * (1.0 + x[:, 0, 0, 0].sigmoid())).mean()
+
+
+def test_checks_of_a_divided_model_weigh_its_losses_as_those_of_one_graph() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(12, 2, 3, 3), Denoiser(False)
+    changes = []
+    for coin in (False, True):
+        copied = Denoiser(coin)
+        copied.load_state_dict(model.state_dict())
+        net = kfac_fx.compile(copied, (x,))
+        assert net.recorder((x,), {}).whole is not coin
+        optimizer = kfac_fx.KFAC(net, seed=0)
+        net(x).backward()
+        optimizer.step()
+        changes.append(float(optimizer.scalars["predicted_change"]))
+        assert 0.7 < float(optimizer.rho) < 1.4
+    assert 0.8 < changes[1] / changes[0] < 1.25
 
 
 def test_a_part_of_the_batch_is_a_part_of_every_input() -> None:
