@@ -83,7 +83,7 @@ def test_a_loss_next_to_one_whose_targets_alone_have_a_gradient_is_found() -> No
 
 
 class Denoiser(nn.Module):
-    """Of images with a weight for each, [N, 2, 3, 3], as those of a diffusion; one that follows a coin has no graph."""
+    """A denoiser of images, [N, 2, 3, 3], with a weight for each image. With a coin it has no single graph."""
 
     def __init__(self, coin: bool) -> None:
         super().__init__()
