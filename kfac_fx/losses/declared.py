@@ -350,6 +350,7 @@ class ObservedLoss:
         linear, elementwise: see `passes.ir.Way`.
         divisor: the number that the returned loss divides it by; None: there is no way between.
         divided: whether that is a division, and no factor 1 / n.
+        number: of the loss among those that Python computed in the run.
     """
 
     loss: str
@@ -365,6 +366,7 @@ class ObservedLoss:
     elementwise: bool = True
     divisor: Tensor | None = None
     divided: bool = True
+    number: int = 0
 
 
 FoundLoss = LossSite | ObservedLoss

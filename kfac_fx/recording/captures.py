@@ -188,13 +188,15 @@ def size_of_gradient(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
     copied_args, copied_kwargs = copies(args, kwargs)
     with model_kept(recorder), LossWatch() as watch:
         returned = recorder.model(*copied_args, **copied_kwargs)
-        inputs = [loss.inputs for loss in watch.losses if loss.inputs.requires_grad]
-        inputs = inputs or [parameter for parameter in recorder.model.parameters() if parameter.requires_grad]
+        learned = [loss for loss in watch.losses if loss.inputs.requires_grad]
+        inputs = [loss.inputs for loss in learned] or [
+            parameter for parameter in recorder.model.parameters() if parameter.requires_grad
+        ]
         if isinstance(recorder.emitted, EmittedGraph):
             leaves = results.tree_leaves(returned)
             losses = [leaves[place] for place in recorder.emitted.places_of_losses]
         else:
-            losses = among_returned(returned, [loss.result for loss in watch.losses])
+            losses = among_returned(returned, [loss.result for loss in learned])
         roots = [loss.sum() for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]
         if not roots or not inputs:
             return math.nan

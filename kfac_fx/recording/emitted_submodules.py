@@ -93,12 +93,16 @@ class UncapturedCall(BaseException):
 
 
 class LossWatch(TorchFunctionMode):
-    """Notes the losses that are computed outside of the captured submodules."""
+    """Notes the losses that are computed outside of the captured submodules.
+
+    Attributes:
+        has_gradients: whether one of them has a gradient of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[ObservedLoss] = []
-        self.paused = False
+        self.paused = self.has_gradients = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -112,7 +116,11 @@ class LossWatch(TorchFunctionMode):
             smoothed = bool(loss.changed(["label_smoothing"], bound.arguments))
             by_class = bound.arguments.get("weight") if loss.classes_second and not smoothed else None
             number = len(self.losses)
-            self.losses.append(ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number))
+            self.has_gradients = self.has_gradients or result.requires_grad
+            if not result.requires_grad and not transforms():  # so that what is returned tells its weights
+                result = result.detach().requires_grad_().clone()
+            observed = ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number)
+            self.losses.append(replace(observed, number=number))
         return result
 
 
@@ -133,15 +141,20 @@ def among_returned(returned: Any, of_losses: Sequence[Tensor]) -> list[Tensor]:
     return kept
 
 
-def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[ObservedLoss]) -> list[ObservedLoss]:
+def weighed(returned: Any, watch: LossWatch, before: Sequence[ObservedLoss] | None) -> list[ObservedLoss]:
     """The losses with their weights in what the model returned; in a transformation of torch.func with those of the
-    run before. Losses that the returned ones do not depend on are left out."""
+    run before. Losses that the returned ones do not depend on are left out, and so are those that have a gradient from
+    their targets alone, as `F.mse_loss(codes.detach(), h)`. A run without gradients has the losses of the run before.
+    """
+    losses = watch.losses
+    if watch.has_gradients and not transforms():
+        losses = [loss for loss in losses if loss.inputs.requires_grad]
+    elif before is not None and all(other.number < len(losses) for other in before):
+        losses = [losses[other.number] for other in before]
+        if transforms():
+            return [with_weights_of(other, loss) for loss, other in zip(losses, before, strict=True)]
     if transforms():
-        earlier = before if len(before) == len(losses) else losses
-        return [
-            replace(loss, weights=other.weights, linear=other.linear, divisor=other.divisor, divided=other.divided)
-            for loss, other in zip(losses, earlier, strict=True)
-        ]
+        return list(losses)
     of_losses = [loss.result for loss in losses]
     roots = among_returned(returned, of_losses)
     if not roots:
@@ -164,6 +177,13 @@ def weighed(returned: Any, losses: Sequence[ObservedLoss], before: Sequence[Obse
         weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor, divided=divided)
         found.append(replace(weighted, linear=linear, elementwise=elementwise))
     return found
+
+
+def with_weights_of(other: ObservedLoss, loss: ObservedLoss) -> ObservedLoss:
+    weights = other.weights
+    if isinstance(weights, Tensor) and weights.shape != loss.result.shape:  # of another batch
+        weights = None
+    return replace(loss, weights=weights, linear=other.linear, divisor=other.divisor, divided=other.divided)
 
 
 def inverse_weight(weights: Tensor, divided: bool) -> Tensor:
@@ -484,7 +504,7 @@ class EmittedSubmodules(EmittedModel):
         mask_sizes: the shape of the mask when each submodule was captured.
         checked: the submodules that were proved, by their places in the division; None: all may run.
         ran: the submodules that did run, in this or in another emission of this capture.
-        observed: the losses that Python computed in the last run.
+        observed: the losses that Python computed in the last run; None: there was none.
         uncaptured: the first call of the last training forward that no graph serves.
     """
 
@@ -496,7 +516,7 @@ class EmittedSubmodules(EmittedModel):
     mask_sizes: tuple[MaskSizes | None, ...] = ()
     checked: set[int] | None = None
     ran: set[int] = field(default_factory=set)
-    observed: list[ObservedLoss] = field(default_factory=list, init=False)
+    observed: list[ObservedLoss] | None = field(default=None, init=False)
     uncaptured: UncapturedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -529,7 +549,7 @@ class EmittedSubmodules(EmittedModel):
 
     @property
     def loss_sites(self) -> Sequence[ObservedLoss]:
-        return self.observed
+        return self.observed or []
 
     @property
     def graphs(self) -> Sequence[Callable[..., Any]]:
@@ -621,10 +641,16 @@ class EmittedSubmodules(EmittedModel):
         cut = TangentsCut() if transforms() else nullcontext()
         with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
             output = call_with(self.model, named, args, kwargs)
-        self.observed = weighed(output, watch.losses, self.observed)
+        self.observed = weighed(output, watch, self.observed)
         if self.observed:
             return output, tuple(loss.inputs for loss in self.observed)
         return output, tuple(filter(is_differentiable, results.tree_leaves(output)))
+
+    def has_losses_of(self, other: EmittedSubmodules) -> None:
+        """Take which losses the last run of another emission of the same model had: this run had gradients, which tell
+        outputs from constants."""
+        observed = other.observed or []
+        self.observed = [replace(of, inputs=of.inputs.detach(), result=of.result.detach()) for of in observed]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

@@ -436,9 +436,27 @@ def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:
 
 def refuse_unfit(model: nn.Module) -> None:
     """Raises UntraceableError for what no capture can do anything with, with all culprits."""
+    refuse_without_forward(model)
     for culprits, message in UNFIT_MODELS:
         refuse(model, culprits, message)
     refuse_overlapping(model)
+
+
+def refuse_without_forward(model: nn.Module) -> None:
+    """Raises UntraceableError for a module that is called by methods of its own alone, or that only holds others."""
+    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+        return
+    parts = [name for name, part in model.named_children() if any(p.requires_grad for p in part.parameters())]
+    by_parts = (
+        f"; or compile the submodules that the training calls, of {', '.join(parts)}, each with an optimizer of its own"
+        if parts
+        else ""
+    )
+    raise UntraceableError(
+        f"{class_of(model).__name__} has no forward, and a capture is one of forward: give it one that computes what "
+        "the training needs, and call the module in place of its other methods, as in "
+        f"`def forward(self, x): return self.encoder(x), self.head(x)`{by_parts}"
+    )
 
 
 def refuse_without_values(model: nn.Module) -> None:

@@ -194,6 +194,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         recorder.emitted.capture = prover.capture
         rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
         gradients = proof_gradients(prover, values)
+        if isinstance(recorder.emitted, EmittedSubmodules) and isinstance(prover.emitted, EmittedSubmodules):
+            recorder.emitted.has_losses_of(prover.emitted)
         for registration, wanted, computed, bound in gradients.pairs:
             conclusive = conclusive and bool(wanted.isfinite().all())
             differs[registration.parameters] = difference_in_words(wanted, computed, rounding, float(bound))

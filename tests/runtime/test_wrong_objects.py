@@ -308,3 +308,28 @@ def test_a_model_that_waits_for_its_first_forward_says_what_to_write() -> None:
     net = kfac_fx.compile(Silent(), loss="categorical")
     with pytest.raises(kfac_fx.UntraceableError, match=r"as in kfac_fx\.compile\(model, \(x,\), \.\.\.\) for"):
         kfac_fx.KFAC(net)
+
+
+class Agent(nn.Module):
+    """Is called by methods of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic, self.frozen = nn.Linear(3, 2), nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+
+    def values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+def test_a_module_without_a_forward_is_told_to_have_one() -> None:
+    for inputs in (None, (torch.randn(6, 3),)):
+        with pytest.raises(
+            kfac_fx.UntraceableError, match=r"^Agent has no forward, and a capture is one of forward: "
+        ) as e:
+            kfac_fx.compile(Agent(), inputs)
+        assert str(e.value).endswith(
+            "or compile the submodules that the training calls, of actor, critic, each with an optimizer of its own"
+        )
+    agent = Agent()
+    vars(agent)["forward"] = agent.values
+    assert len(kfac_fx.compile(agent, (torch.randn(6, 3),)).registrations) == 2
