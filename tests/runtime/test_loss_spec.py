@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
+from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.losses.declared import loss_from
 from kfac_fx.passes.errors import LossError
 
@@ -165,6 +165,26 @@ def test_the_form_for_several_outputs_has_those_of_the_model(outputs: Any, names
     with pytest.raises(LossError, match="returned a str") as error:
         loss_from(lambda _: "mse")(outputs)
     assert form in str(error.value)
+
+
+def test_the_form_for_several_outputs_begins_with_the_distribution_that_was_named() -> None:
+    with pytest.raises(LossError) as error:
+        loss_from("mse")((X, X))
+    form = "[kfac_fx.losses.Normal(outputs[0]), (0.5, kfac_fx.losses.Normal(outputs[1]))]"
+    assert form in str(error.value) and "Categorical" not in str(error.value)
+
+
+@pytest.mark.parametrize("spec", ["gaussian_nll", "GaussianNLLLoss", nn.GaussianNLLLoss(), F.gaussian_nll_loss])
+def test_a_loss_of_a_mean_and_a_variance_is_told_its_class(spec: Any) -> None:
+    written = "write loss=lambda outputs: kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1])"
+    with pytest.raises(LossError, match="gaussian|Gaussian") as error:
+        loss_from(spec)
+    assert written in str(error.value)
+
+
+def test_a_distribution_without_its_last_argument_says_how_all_are_written() -> None:
+    with pytest.raises(TypeError, match=r"needs variance: write NormalMeanVariance\(mean, variance=\.\.\.\)"):
+        NormalMeanVariance(X)  # type: ignore[call-arg]
 
 
 def test_a_name_that_is_like_no_other_has_two_ways_on() -> None:

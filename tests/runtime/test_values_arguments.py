@@ -77,6 +77,18 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         f"dense_limit={limit!r}": (lambda limit=limit: compiled(dense_limit=limit), RegistrationError, "at least 1")
         for limit in (-1, 0, math.nan, "a", 2.5, True)
     },
+    "a mask that is a tensor": (
+        lambda: compiled(padding_mask=torch.ones(4, 3)), TypeError,
+        "padding_mask is a Tensor; it must be the name of an argument of forward, or a function of what forward takes",
+    ),
+    "a spectrum without its net": (
+        lambda: kfac_fx.load_spectrum("folder"),  # type: ignore[call-arg, arg-type]
+        TypeError, r"load_spectrum needs folder: write load_spectrum\(net, folder=\.\.\.\)",
+    ),
+    "a batch in place of example inputs": (
+        lambda: kfac_fx.compile(MODEL, {"x": X}),  # type: ignore[arg-type]
+        TypeError, r"write example_kwargs=\{'x': x\} for arguments by name, and \(batch,\) for one argument that is a",
+    ),
     "a class of two outputs": (
         lambda: compiled(loss=losses.NormalMeanVariance), LossError, r"NormalMeanVariance\(outputs\[0\], outputs\[1\]",
     ),

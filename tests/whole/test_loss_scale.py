@@ -299,6 +299,22 @@ def test_a_factor_is_told_with_what_to_write(case: dict[str, Any], text: str) ->
     assert warned(**case).partition("\n")[0] == text
 
 
+@pytest.mark.parametrize(
+    ("factor", "forwards", "rest"),
+    [
+        (3.0, 1, "take the factor out, or " + REGISTER.format(3, "Categorical", "")),
+        (1.0, 4, "the step has 4 forwards: divide the loss of each by 4."),
+    ],
+)
+def test_a_factor_is_that_of_the_mean_over_cases_with_a_target(factor: float, forwards: int, rest: str) -> None:
+    text = warned("categorical", SOME, ce(factor), forwards=forwards)
+    multiple = factor * forwards
+    assert (
+        f"is {multiple:g} times the mean of the registered Categorical loss over its {5 * forwards} cases with" in text
+    )
+    assert f" a target; {rest}" in text
+
+
 def test_a_forward_whose_gradients_are_set_to_zero_is_no_part_of_the_loss_of_the_step() -> None:
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     for by_hand in (False, True):
@@ -457,6 +473,54 @@ def test_several_losses_are_told_apart() -> None:
     (text,) = str(caught[0].message).splitlines()[:-1]
     shape = f"the trained loss is 0.25 times the mean of the registered MultiBernoulli loss of {[len(X), 2]} over its "
     assert text.startswith(shape) and "(0.5, kfac_fx.losses.MultiBernoulli" in text
+
+
+class Heads(nn.Module):
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(3, size) for size in sizes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def told_of_heads(sizes: tuple[int, int], loss: Any, trained: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
+    """The lines of the first warning."""
+    net = kfac_fx.compile(Heads(sizes), loss=loss)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    trained(*net(X)).backward()
+    with pytest.warns(LossScaleWarning) as caught:
+        optimizer.step()
+    return str(caught[0].message).splitlines()[:-1]
+
+
+def test_losses_of_one_shape_are_told_apart_by_their_numbers() -> None:
+    lines = told_of_heads(
+        (1, 1),
+        lambda y: [losses.Normal(y[0]), losses.Normal(y[1])],
+        lambda u, v: u.square().mean() + 10 * v.square().mean(),
+    )
+    (line,) = lines
+    assert line.startswith("loss 2 of 2: the trained loss is 10 times the mean of the registered Normal loss of [8, 1]")
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "texts"),
+    [
+        (1.0, ["the trained loss is 8 times the mean of the registered Normal loss", SUM]),
+        (0.5, ["behind that division the trained loss is 2 times the mean", "(1, kfac_fx.losses.Normal(...))"]),
+    ],
+)
+def test_where_one_loss_is_a_sum_the_others_are_told_what_is_left_behind_the_division(
+    coefficient: float, texts: list[str]
+) -> None:
+    first, other = told_of_heads(
+        (4, 2),
+        lambda y: [losses.Categorical(y[0]), (coefficient, losses.Normal(y[1]))],
+        lambda u, v: F.cross_entropy(u, CLASSES, reduction="sum") + v.square().sum(),
+    )
+    assert "8 times the mean of the registered Categorical loss of [8, 4]" in first and first.endswith(SUM)
+    assert all(text in other for text in texts)
 
 
 @pytest.mark.parametrize(
