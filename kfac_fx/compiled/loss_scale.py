@@ -1392,7 +1392,7 @@ def advice(multiple: float, of_loss: Sequence[LossFactor], cases: int, reduction
 
 
 def registered_as(multiple: float, factor: LossFactor) -> str:
-    """What to write so that the registered loss is that many times what it is, as a part of a sentence."""
+    """The change that makes the registered loss that many times as large, as a part of a sentence."""
     name, weight = type(factor.loss).__name__, factor.coefficient * multiple
     variance = f", var={factor.loss.var:g}" if isinstance(factor.loss, Normal) else ""
     if isinstance(factor.spec, LossSpec) and factor.of > 1:
