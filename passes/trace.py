@@ -85,7 +85,7 @@ from .torch_private import (
     without_functional,
 )
 from .tracing.calls import backward_hooks, call_with, forward_hooks, map_tensors, without_backward_hooks, without_trace
-from .tracing.effects import cumulative_averages, python_random, untouched
+from .tracing.effects import OfOneRun, cumulative_averages, python_random, untouched
 from .tracing.functions import own_backwards
 from .tracing.settings import ForwardSettings, Observer, Outside
 from .tracing.signature import (
@@ -438,7 +438,7 @@ def exported(
     captured = Program(graph, root, parameters, aliases, options, layers, told_cases=told_cases, autocast=under)
     marks = [torch.empty(0) for _ in pytree.tree_leaves(captured.returned)]
     captured = captured.but(named_loss=place_of_loss(flat.unflatten(marks), marks))
-    returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
+    returned = (OfOneRun(f"returns a {kind}") for kind in flat.returned.left_out.values())
     hooks = (*forward_hooks(model), *(later := backward_hooks(model)))
     outside = replace(outside, read=None) if later else outside  # which do not run in a trace
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects, *returned)

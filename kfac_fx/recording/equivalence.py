@@ -60,6 +60,7 @@ from kfac_fx.passes.pipeline import EVALUATED, run
 from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.calls import call_with, map_tensors
 from kfac_fx.passes.tracing.effects import (
+    OfOneRun,
     Trace,
     attributes,
     buffers_kept,
@@ -109,7 +110,7 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     with objects_kept(dict(named_arguments(recorder.model, args, kwargs))) as changed:
         outputs, gradients, buffers = results_of_model(recorder, *copied)
     effects = changes_outside(recorder, args, kwargs, outputs) + inputs_written(recorder, (args, kwargs), copied)
-    effects += [f"changes its input {argument}" for argument in changed]
+    effects += [OfOneRun(f"changes its input {argument}") for argument in changed]
     del copied  # a batch may be larger than the model
     values = recorder.capture.flatten(args, kwargs)
     try:
@@ -246,9 +247,10 @@ def inputs_written(
         for inputs_now in (inputs, after)
     )
     if specs != others:
-        return [f"changes its input {name}" for name in specs if specs[name] != others[name]]
+        return [OfOneRun(f"changes its input {name}") for name in specs if specs[name] != others[name]]
     leaves = zip(input_names(recorder.model, *inputs), tensors_in(*inputs), tensors_in(*after), strict=True)
-    return [f"writes into its input {name}" for name, leaf, copy in leaves if not equal_up_to_rounding(leaf, copy)]
+    written = (name for name, leaf, copy in leaves if not equal_up_to_rounding(leaf, copy))
+    return [OfOneRun(f"writes into its input {name}") for name in written]
 
 
 @contextmanager

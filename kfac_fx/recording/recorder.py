@@ -74,7 +74,7 @@ from kfac_fx.passes.matrix import real_numbers, without_autocast
 from kfac_fx.passes.torch_private import backward_here, class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.calls import map_tensors
-from kfac_fx.passes.tracing.effects import accelerators, same_random
+from kfac_fx.passes.tracing.effects import OfOneRun, accelerators, same_random
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import is_nested
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, RunOutputs, lasting
@@ -372,8 +372,6 @@ def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:
     total[key] = {name: value + sums[name] for name, value in total[key].items()} if key in total else sums
 
 
-# The effects of the one forward whose outputs the loss is computed from; a second run of it does not make up for them.
-OF_ONE_RUN = ("returns a ", "writes into its input ", "changes its input ", "calls the backward hooks ")
 TIMES = 2  # the numbers of the factors, that may wait
 FEW = 1 << 20  # numbers
 
@@ -1044,7 +1042,7 @@ class Recorder:
         Raises UntraceableError if forward has effects that the emitted model does not have and that are lost.
         """
         effects = self.capture.effects
-        repeats = forward is not None and self.whole and not any(effect.startswith(OF_ONE_RUN) for effect in effects)
+        repeats = forward is not None and self.whole and not any(isinstance(effect, OfOneRun) for effect in effects)
         if not effects or not repeats or forward is None:
             return self.ride(values, generator, self.live_buffers(), effects)
         self.repeated = effects

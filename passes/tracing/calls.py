@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from ..errors import UntraceableError
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, buffers_of, parameters_of, pytree, transforms
-from .effects import Trace, accelerators, model_restored, python_random, same_random, seed_all
+from .effects import OfOneRun, Trace, accelerators, model_restored, python_random, same_random, seed_all
 from .settings import is_torchs
 from .signature import autocast
 
@@ -38,7 +38,7 @@ def hooked_by_user(module: nn.Module) -> bool:
 def backward_hooks(model: nn.Module) -> list[str]:
     """The effects of backward hooks, which an emitted module would not call."""
     return [
-        f"calls the backward hooks of {path or type(model).__name__}"
+        OfOneRun(f"calls the backward hooks of {path or type(model).__name__}")
         for path, module in model.named_modules()
         if any(module.__dict__[name] for name in BACKWARD_HOOKS)
     ]

@@ -33,6 +33,13 @@ from .settings import ATOMS, CONTAINERS, FEW, SYMBOLS, TORCHS, fields, plain
 from .substitutes import custom_functions
 
 
+class OfOneRun(str):
+    """An effect of the very forward whose outputs the loss is computed from: a second forward does not make up for it
+    where a graph runs instead of the first."""
+
+    __slots__ = ()
+
+
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and value of every attribute of every module."""
     for path, module in model.named_modules():
