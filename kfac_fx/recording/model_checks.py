@@ -436,15 +436,15 @@ def refuse(model: nn.Module, culprits: Culprits, message: str) -> None:
 
 def refuse_unfit(model: nn.Module) -> None:
     """Raises UntraceableError for what no capture can do anything with, with all culprits."""
-    refuse_without_forward(model)
     for culprits, message in UNFIT_MODELS:
         refuse(model, culprits, message)
+    refuse_without_forward(model)
     refuse_overlapping(model)
 
 
 def refuse_without_forward(model: nn.Module) -> None:
     """Raises UntraceableError for a module that is called by methods of its own alone, or that only holds others."""
-    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+    if getattr(type(model), "forward", None) is not nn.Module.forward or "forward" in vars(model):
         return
     parts = [name for name, part in model.named_children() if any(p.requires_grad for p in part.parameters())]
     by_parts = (

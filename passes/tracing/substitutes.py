@@ -52,13 +52,12 @@ own, as those under torch.no_grad: no pass reads these.
 from __future__ import annotations
 
 import dis
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from inspect import signature, unwrap
+from inspect import currentframe, signature, unwrap
 from types import ClassMethodDescriptorType, CodeType
 from typing import Any
 
@@ -237,10 +236,10 @@ class Refusals(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in LOOKS:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":  # of other modes
+            frame = currentframe()
+            while frame is not None and frame.f_code.co_name == "__torch_function__":  # this one, and other modes
                 frame = frame.f_back
-            truth = without_raise(frame.f_code, frame.f_lasti)
+            truth = None if frame is None else without_raise(frame.f_code, frame.f_lasti)
             if truth is not None:
                 return truth
         return func(*args, **(kwargs or {}))

@@ -159,7 +159,7 @@ def test_a_call_that_does_not_fit_a_signature_says_what_to_write(fitted: Fitted)
             fit(net, [(x, y)], estimation_mode="exact")
         ),
         "fit_spectrum has no option 'dampin'. Did you mean 'damping'?": lambda: fit(net, [(x, y)], dampin=0.1),
-        "fit_spectrum needs batches: write fit_spectrum(batches=...).": lambda: fit(net),
+        "fit_spectrum needs batches: write fit_spectrum(net, batches=...).": lambda: fit(net),
         "FisherEstimator has no option 'mode'. Write estimation_mode=....\nIts options are net, variables, ": lambda: (
             estimator(net, mode="exact")
         ),
