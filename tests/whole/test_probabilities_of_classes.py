@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
+from tests.tables import pairs
 
 WEIGHT = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)
 OPTIONS = {
@@ -58,9 +59,7 @@ def curve(net, loss, rule, steps=30) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pairs(("rule", RULES), ("options", OPTIONS), ("shape", SHAPES))
 def test_they_train_inside_of_forward_as_outside(shape, options, rule):
     """With class weights the checks of the default rule see the weighted loss inside alone, so its steps differ."""
     (x, y), body = data(shape), Body()

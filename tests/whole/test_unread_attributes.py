@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_fx
 from kfac_fx.recording import captures
+from tests.tables import pairs
 
 X, Y = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 0, 1, 0])
 FETCH = getattr
@@ -284,8 +285,7 @@ def moment_of_model(model: Any) -> Tensor:
     return rows.T @ rows  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("examples", [(), (X,)], ids=["without inputs", "with inputs"])
-@pytest.mark.parametrize("reader", READERS)
+@pairs(("examples", {"without inputs": (), "with inputs": (X,)}), ("reader", READERS))
 def test_an_attribute_that_forward_reads_is_seen(reader: str, examples: tuple[Tensor, ...]) -> None:
     read, change = READERS[reader]
     torch.manual_seed(0)
