@@ -285,7 +285,7 @@ def moment_of_model(model: Any) -> Tensor:
     return rows.T @ rows  # type: ignore[no-any-return]
 
 
-@pairs(("examples", {"without inputs": (), "with inputs": (X,)}), ("reader", READERS))
+@pairs(("examples", {"without inputs": (), "with inputs": (X,)}), ("reader", list(READERS)))
 def test_an_attribute_that_forward_reads_is_seen(reader: str, examples: tuple[Tensor, ...]) -> None:
     read, change = READERS[reader]
     torch.manual_seed(0)
