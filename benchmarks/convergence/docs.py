@@ -50,12 +50,13 @@ INTRODUCTION = """## How it was measured
   model find their own step size. No method decays weights.
 - The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
   their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
-- CPU time is that of the steps on one thread, without compilation and measurements. Other work ran on both
-  cores of the machine, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
-- The runs of AdamW, SOAP and Muon at chosen rates and those of KFAC were made on one machine, whose processor has
-  AVX-512: KFAC, AdamW and Muon of a task one after another, and SOAP after all of them, at a lower load. The runs of
-  the searches and of the other methods were made before, on others. Muon has products in bfloat16, which take
-  many times as long on processors without AVX-512.
+- CPU time is that of the steps on one thread, without compilation and measurements. Seconds are noisy; ratios within a
+  task are better than the seconds, and steps are exact.
+- The runs of AdamW, SOAP and Muon at chosen rates and those of KFAC were made at one commit, on one machine, whose
+  processor has AVX-512: the four methods of a task and a seed one after another, on each of two cores those of other
+  tasks. The runs of the searches and of the other methods were made before, on other machines. Times of two commits are
+  not compared, so the other methods have a loss and steps, and no multiple of AdamW's time. Muon has products in
+  bfloat16, which take many times as long on processors without AVX-512.
 - Results are medians over seeds, with their range.
 - Runs of KFAC adaptive whose command says KFAC were made while it was the default.
 
@@ -188,12 +189,13 @@ SUMMARY = """\
 ## Summary
 
 Every cell gives the lowest training loss and, in parentheses, the steps and the CPU time until the method reached
-AdamW's lowest loss, as multiples of AdamW's. A dash says that it did not reach it. The best loss of a task is bold.
+AdamW's lowest loss, as multiples of AdamW's. A single number is that of the steps. A dash says that the method did not
+reach that loss. The best loss of a task is bold.
 *Diverged* counts runs that ended above their first loss.
 """
 VERDICTS = """\
 The next table counts the tasks on which a method reaches the lowest loss of another one in fewer steps, and in less CPU
-time, than the other does, of the tasks on which both were run.
+time, than the other does, of the tasks on which both were run. A single count is that of the steps.
 """
 
 
@@ -218,16 +220,20 @@ def cell(of_task: Mapping[str, Entry], name: str) -> str:
     text = f"**{number(entry.loss)}**" if best else number(entry.loss)
     if adamw is None or name == "AdamW":
         return text
-    mine, its = entry.reached(adamw.loss), adamw.reached(adamw.loss)
-    return f"{text} ({ratio(mine[0], its[0])}, {ratio(mine[1], its[1])})"
+    pairs = list(zip(entry.reached(adamw.loss), adamw.reached(adamw.loss), strict=True))
+    compared = pairs if entry.commits == adamw.commits else pairs[:1]
+    return f"{text} ({', '.join(ratio(mine, its) for mine, its in compared)})"
 
 
 def counts(known: Mapping[str, Mapping[str, Entry]], name: str, peer: str) -> str:
     if name == peer:
         return ""
     pairs = [(of_task[name], of_task[peer]) for of_task in known.values() if name in of_task and peer in of_task]
-    found = [beats(entry, other) for entry, other in pairs]
-    return f"{sum(steps for steps, _ in found)}, {sum(time for _, time in found)} of {len(found)}" if found else ""
+    if not pairs:
+        return ""
+    steps, times = zip(*(beats(entry, other) for entry, other in pairs), strict=True)
+    of_time = "" if None in times else f", {sum(times)}"
+    return f"{sum(steps)}{of_time} of {len(pairs)}"
 
 
 def missing(known: Mapping[str, Mapping[str, Entry]]) -> str:
@@ -275,7 +281,8 @@ def details(task: Task, of_task: Mapping[str, Entry]) -> str:
         row.append(f"{entry.seconds:.1f}")
         if adamw:
             steps, seconds = entry.reached(adamw.loss)
-            row += [whole(steps), f"{seconds:.1f}" if math.isfinite(seconds) else "-", number(entry.loss_at(time))]
+            of_time = [f"{seconds:.1f}" if math.isfinite(seconds) else "-", number(entry.loss_at(time))]
+            row += [whole(steps), *(of_time if entry.commits == adamw.commits else ["", ""])]
         rows.append(row)
     sections = [f"## {task.name}\n", f"{task.title}.\n", f"![{task.name}]({FIGURES}/{task.name}.png)\n"]
     sections.append(table(columns, rows))

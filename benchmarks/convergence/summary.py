@@ -49,6 +49,11 @@ class Entry:
         return self.median(lambda run: float(run["points"][-1][1]))
 
     @property
+    def commits(self) -> set[str]:
+        """Those that the runs were made at. Runs of one commit were made on one machine, so their times compare."""
+        return {str(run["commit"]) for run in self.runs}
+
+    @property
     def validation(self) -> float:
         return self.median(lambda run: math.inf if run["validation"] is None else float(run["validation"]))
 
@@ -102,7 +107,8 @@ def entries(records: Sequence[Record], task: Task) -> dict[str, Entry]:
     return {name: found for name in METHODS if (found := entry(records, task, name)) is not None}
 
 
-def beats(entry: Entry, other: Entry) -> tuple[bool, bool]:
-    """Whether `entry` reaches the loss of `other` in fewer steps, and in less CPU time, than `other` does."""
+def beats(entry: Entry, other: Entry) -> tuple[bool, bool | None]:
+    """Whether `entry` reaches the loss of `other` in fewer steps, and in less CPU time, than `other` does; None for
+    times of two commits."""
     mine, its = entry.reached(other.loss), other.reached(other.loss)
-    return mine[0] < its[0], mine[1] < its[1]
+    return mine[0] < its[0], mine[1] < its[1] if entry.commits == other.commits else None

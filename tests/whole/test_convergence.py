@@ -285,6 +285,13 @@ def test_the_page_has_the_tables_and_says_which_runs_are_missing() -> None:
     assert "L-BFGS: all." in page
 
 
+def test_times_of_two_commits_are_not_compared() -> None:
+    others = [of | {"commit": "def"} if of["method"] == "KFAC qmodel" else of for of in RECORDS]
+    page = docs.page(others)
+    assert "| poisson | 3 | 8 (-, -) | **1** (0.50) |" in page and "| KFAC qmodel | 1 of 1 |" in page
+    assert "| KFAC qmodel |  | 3 | 1 | 0.5 to 2 | 1 | 0.5 | 100.0 | 10 |  |  |" in page
+
+
 def test_the_page_of_results_is_made_of_the_runs() -> None:
     assert docs.page(runs.read(convergence.OUT)) == docs.DOCS.read_text(encoding="utf-8"), (
         "run python -m benchmarks.convergence --write-docs"
