@@ -251,7 +251,9 @@ def without_raise(code: CodeType, at: int) -> bool | None:
     an error that the function does not handle; None if there is no such branch."""
     instructions = list(dis.get_instructions(code))
     places = {instruction.offset: place for place, instruction in enumerate(instructions)}
-    place = places[at]
+    place = places.get(at)
+    if place is None:
+        return None
     while instructions[place].opname in BETWEEN_LOOK_AND_BRANCH:
         place += 1
     branch = instructions[place]
