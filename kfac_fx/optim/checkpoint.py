@@ -345,7 +345,10 @@ def checked_here(state: StepState, groups: Sequence[Group], state_dict: Mapping[
                 f"first one have what is of the whole optimizer, such as '{WHOLE}counter'. Load all that "
                 "optimizer.state_dict() returned"
             )
-        raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
+        raise ValueError(
+            f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer, such as AdamW. Load the "
+            "weights of the model alone, and begin KFAC without a state: it has factors after its first batch"
+        )
     if OUTDATED in entries.whole:
         raise ValueError(
             "the optimizer took a step after this state_dict was made, which shares most of its tensors, so some of "

@@ -863,7 +863,11 @@ class CaptureCache:
     # --- capturing --------------------------------------------------------------------------------------------------
 
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
-        """The capture without inputs, if it holds for these; None: torch.export has to capture the model."""
+        """The capture without inputs, if it holds for these; None: torch.export has to capture the model.
+
+        Derivatives that forward takes are one call in a trace without inputs, which hides uses in it. Where the proof
+        then finds other gradients, the model is captured again, with these inputs.
+        """
         if self.first is None or self.outdated:
             return None
         if not self.first.capture.holds(args, kwargs) or not self.has_settings_of(self.first):
@@ -871,9 +875,16 @@ class CaptureCache:
         if self.first.program.unsized:  # the terms of the returned loss have no rows without the sizes of a batch
             return None
         try:
-            return self.capturing.proved(self.first, args, kwargs)
+            recorder = self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
+        if generic_parameters(recorder) == generic_parameters(self.first):
+            return recorder
+        try:
+            again = self.capturing.exported(args, kwargs, every_size=False, first=True)
+        except (UntraceableError, RegistrationError):
+            return recorder
+        return again if generic_parameters(again) < generic_parameters(recorder) else recorder
 
 
 def off_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

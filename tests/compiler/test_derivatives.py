@@ -93,6 +93,34 @@ def test_every_use_of_the_weight_is_found_and_proved(way: Callable[[Tensor, Tens
         assert net.record((torch.randn(cases, 3),), {}).cases == cases
 
 
+class Equation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        values = self.net(x)
+        (slopes,) = torch.autograd.grad(values.sum(), x, create_graph=True)
+        return (slopes.sum(1, keepdim=True) - values).square().mean()
+
+
+def test_derivatives_without_example_inputs_are_captured_with_the_first_batch() -> None:
+    def trained(*examples: Any) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        net = kfac_fx.compile(Equation(), *examples)
+        optimizer = kfac_fx.KFAC(net, seed=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(X).backward()
+            optimizer.step()
+        return [p.detach() for p in net.parameters()], [f"{r}: {len(r.uses)}" for r in net.registrations]
+
+    (parameters, blocks), (expected, of_examples) = trained(), trained((X,))
+    assert blocks == of_examples and not any("generic" in block for block in blocks)
+    assert all(map(torch.equal, parameters, expected))
+
+
 class Field(nn.Module):
     """A network that gives back its points, so that others differentiate it by them."""
 
