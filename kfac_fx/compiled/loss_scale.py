@@ -922,9 +922,8 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     squares: list[tuple[SquaredError, LossFactor]] = []
     taken: set[int] = set()
     rest = value if watched.part == 1 else None  # of the value, which the known losses do not explain
-    shapes = [(type(loss), loss.inputs.shape) for *_, loss in weighted]
+    forms = [(type(loss), loss.inputs.shape) for *_, loss in weighted]
     for number, (registered, weight, loss) in enumerate(weighted):
-        alike = shapes.count(shapes[number])
         gradient = gradient_behind(loss.inputs, leaves, arrived)
         cases = loss.all_cases if spec is not None or loss.kept is None else int(loss.cases)
         if gradient is None or not bool(gradient.isfinite().all()) or not cases:
@@ -944,7 +943,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                         spec,
                         of=len(weighted),
                         place=number + 1,
-                        alike=alike,
+                        alike=forms.count(forms[number]),
                     )
                     square = SquaredError(loss, weight, gradient / loss_scale, of_padding_too(loss, spec))
                     squares.append((square, unknown))
@@ -974,7 +973,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                     given=watched.is_given,
                     of=len(weighted),
                     place=number + 1,
-                    alike=alike,
+                    alike=forms.count(forms[number]),
                     unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
                     in_sum=spec is None and not watched.recorder.losses.is_mean,
                 )

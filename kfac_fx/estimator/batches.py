@@ -59,8 +59,8 @@ def as_batch(batch: Any) -> Batch:
         return Batch(targets=targets, **inputs) if isinstance(inputs, Mapping) else Batch(inputs, targets=targets)
     if isinstance(batch, DataLoader):
         raise TypeError(
-            "a batch is one that a DataLoader yields, and this is the DataLoader itself: call it for every batch, as "
-            "in torch.cat([spectrum.self_scores(batch) for batch in loader])."
+            "a batch is one that a DataLoader yields, and this is the DataLoader itself: call the method for every "
+            "batch, as in torch.cat([spectrum.self_scores(batch) for batch in loader])."
         )
     what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     raise TypeError(

@@ -661,15 +661,15 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             of_torch = SHORT[spec]
             fixed = not of_torch.averages_elements  # else the coefficient depends on the sizes of the output
             return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch)
-        if spec.lower().removesuffix("loss").strip("_") in NLL:
+        if without_loss_in_name(spec) in NLL:
             raise LossError(
                 f"loss {spec!r} is none of {', '.join(map(repr, NAMES))}. F.nll_loss takes logarithms of "
                 'probabilities, and these are logits, too: write loss="cross_entropy" if forward ends with log_softmax '
                 "and you train F.nll_loss(net(x), y), and also if forward returns logits for F.cross_entropy."
             )
-        if spec.lower().removesuffix("loss").strip("_") in OF_VARIANCES:
+        if without_loss_in_name(spec) in OF_VARIANCES:
             raise LossError(f"loss {spec!r} is none of {', '.join(map(repr, NAMES))}: {WITH_VARIANCES}")
-        meant = MEANT.get(spec.lower().removesuffix("_loss").removesuffix("loss"))
+        meant = MEANT.get(without_loss_in_name(spec))
         choice("loss", spec, NAMES, LossError, meant, otherwise=UNNAMED)
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
@@ -693,7 +693,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             f"such as lambda logits: kfac_fx.losses.Categorical(logits). {several()}"
         )
     if trained := name_in_torch(spec):
-        if trained.lower().removesuffix("loss").strip("_") in OF_VARIANCES:
+        if without_loss_in_name(trained) in OF_VARIANCES:
             raise LossError(f"loss={trained} needs targets, and K-FAC draws its own; {WITH_VARIANCES}")
         known = OF_TORCH.get(trained, "")
         raise LossError(
@@ -728,6 +728,11 @@ def _of_one_tensor(kind: type[LossFunction], name: str) -> Callable[[Any], LossF
         return kind(one_tensor(outputs, f"loss={name!r}", f"kfac_fx.losses.{kind.__name__}({{0}})", kind.of_classes))
 
     return make
+
+
+def without_loss_in_name(name: str) -> str:
+    """A name that somebody may write for a loss, in small letters and without "loss" at its end."""
+    return name.lower().removesuffix("loss").strip("_")
 
 
 def expression_of(loss: TorchLoss) -> str:

@@ -119,8 +119,11 @@ class LossWatch(TorchFunctionMode):
             self.has_gradients = self.has_gradients or result.requires_grad
             if not result.requires_grad and not transforms():  # so that what is returned tells its weights
                 result = result.detach().requires_grad_().clone()
-            observed = ObservedLoss(loss.name, reduction, inputs, targets, result, ignored, by_class, number)
-            self.losses.append(replace(observed, number=number))
+            self.losses.append(
+                ObservedLoss(
+                    loss.name, reduction, inputs, targets, result, ignored, by_class, chunk_of=number, number=number
+                )
+            )
         return result
 
 

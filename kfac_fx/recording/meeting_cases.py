@@ -287,8 +287,8 @@ def keys_that_meet(
                     last, before = plain, sizes_of(plain)
                 after = sizes_of(weighed)
                 for place in before.keys() | after.keys():
-                    one_of = before[place] if place in before else after[place]
-                    old, new = (sizes.get(place, torch.zeros_like(one_of)) for sizes in (before, after))
+                    none = torch.zeros_like(before[place] if place in before else after[place])
+                    old, new = before.get(place, none), after.get(place, none)
                     factor, ordered = new / old, place[0] in in_order and place[1] == len(weights)
                     as_one = factor == weights if ordered else torch.frexp(factor).mantissa == 0.5
                     if not bool((as_one | ((old == 0) & (new == 0))).all()):

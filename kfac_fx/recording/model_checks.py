@@ -454,7 +454,7 @@ def refuse_without_forward(model: nn.Module) -> None:
     )
     raise UntraceableError(
         f"{class_of(model).__name__} has no forward, and a capture is one of forward: give it one that computes what "
-        "the training needs, and call the module in place of its other methods, as in "
+        "the training needs, and call the module instead of its other methods, as in "
         f"`def forward(self, x): return self.encoder(x), self.head(x)`{by_parts}"
     )
 

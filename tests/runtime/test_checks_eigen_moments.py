@@ -104,7 +104,7 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
             last, at_last = number, here
         torch.testing.assert_close(float(opt.scalars["multiplier"]), ours.multiplier.value)
     assert opt.skipped == free.skipped == 0
-    # The first step with weight decay is as long as the wider bound allows, so m stays 1 there.
+    # With weight decay ρ of the first step is above a half, the part of the bound that m goes to, so m stays 1.
     assert max(ratios) > 1 if bound == 1e-6 else (firsts[0] == 1 if "weight_decay" in options else 1 < firsts[0] < 10)
 
 
