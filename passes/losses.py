@@ -99,6 +99,7 @@ SMOOTH = {
     "detach",
 }
 SCATTERS = {"scatter_add", "index_add"}
+SELECTS = {"index", "index_select", "masked_select"}
 KEEPS_VALUE = "kfac_fx_keeps_value"  # in the meta of a node without a gradient that takes a value away again
 OF_MEMORY = {"device", "pin_memory", "layout"}  # arguments of `arange` that change no number
 KEEP_ORDER = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
@@ -366,6 +367,18 @@ def weights_on(way: Way, leaf: Tensor, value_of: ValueOf) -> Tensor:
 
     weights: Tensor = grad(returned)(leaf)  # of torch.func, because a product with a Jacobian may run around it
     return weights
+
+
+def counts_left_out(way: Way) -> bool:
+    """Whether a mean on a way counts the rows that a mask leaves out: forward neither selects rows, nor divides by
+    values, as those of the sum of a mask are."""
+    operands = [node.args[1] for node in way.nodes[1:] if op_name(node) == "div"] + [
+        number for number, _ in way.divisors
+    ]
+    by_values = any(
+        isinstance(operand, fx.Node) and isinstance(operand.meta.get("val"), Tensor) for operand in operands
+    )
+    return not by_values and not any(op_name(node) in SELECTS for node in way.nodes[1:])
 
 
 # --- what else is in a returned loss ----------------------------------------------------------------------------------

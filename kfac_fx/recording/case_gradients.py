@@ -72,6 +72,7 @@ from kfac_fx.recording.meeting_cases import (
     row_probes,
     rows_meet,
 )
+from kfac_fx.recording.output_losses import share
 from kfac_fx.recording.recorder import CHUNK_BYTES, Pullback, Recorder
 from kfac_fx.recording.statistics import (
     CHUNK,
@@ -468,8 +469,8 @@ class CaseRecorder:
                 sources, rows = iter([source]), examples
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, "" if returned else mode, targets)
-                cases, sums = losses_of.summed(losses)
-                rows, others = int(cases), others if returned else ()
+                terms, sums = losses_of.summed(losses, losses_of.terms(losses))
+                rows, others = int(terms), others if returned else ()
                 backward.outputs = (*fisher, *others)
                 leaves = [*constants, *(other.detach().requires_grad_() for other in others)]
 
@@ -485,9 +486,11 @@ class CaseRecorder:
                     self.refuse_other_examples([loss.inputs for _, loss in losses], layout(), leaves, backward)
                     self.grouped = True
                 if grouped is not None:
-                    rows = self.rows_of_examples(losses, [owner for owner, _ in layout()])
+                    of_examples = self.rows_of_examples(losses, [owner for owner, _ in layout()])
+                    rows = round(of_examples * share(terms, losses_of.cases(losses)))
                 if returned:
-                    sources = self.of_returned(returned, values, fisher, leaves, losses, layout, by_row, backward)
+                    scale = losses_of.scale(losses, values, terms)
+                    sources = self.of_returned(returned, scale, fisher, leaves, losses, layout, by_row, backward)
                 else:
                     sources = (
                         CaseSource([loss.inputs for _, loss in sums], vectors, leaves, lambda: [o for o, _ in layout()])
@@ -545,7 +548,7 @@ class CaseRecorder:
     def of_returned(
         self,
         returned: Sequence[Tensor],
-        values: Any,
+        scale: float | Tensor,
         fisher: Sequence[Tensor],
         leaves: Sequence[Tensor],
         losses: WeightedLosses,
@@ -556,13 +559,12 @@ class CaseRecorder:
         """The sources of the loss that forward returned: its gradient is cut where cases are still apart.
 
         Args:
-            values: the model's inputs.
+            scale: the multiple of the returned loss that is a sum over cases.
             fisher: the inputs of its losses; `backward.outputs` has the last activations of its other terms, too.
             leaves: the same as constants. losses: on these. layout: see `record`.
 
         Raises LossError for gradients of single rows or examples, if the terms of the loss do not tell them.
         """
-        scale = self.losses.scale(losses, values)
         vectors = [torch.ones_like(loss) * scale for loss in returned]
         direct = direct_gradients(returned, vectors, backward.outputs, self.order_of_cut)
         by_row = by_row and any(loss.all_cases != backward.examples for _, loss in losses)

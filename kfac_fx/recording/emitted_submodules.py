@@ -168,17 +168,18 @@ def weighed(returned: Any, watch: LossWatch, before: Sequence[ObservedLoss] | No
     for loss in (losses[number] for number in sorted(used)):
         weights: Tensor | float = 1.0
         linear = elementwise = divided = True
-        divisor: Tensor | None = None
+        selects, divisor = False, None
         if len(roots) > 1 or loss.result is not roots[0]:
             ones = [torch.ones_like(root) for root in roots]
             (weights,) = torch.autograd.grad(roots, loss.result, ones, retain_graph=True)
-            linear, elementwise, divided = way_back(roots, loss.result)
+            linear, elementwise, divided, selects = way_back(roots, loss.result)
             divisor = inverse_weight(weights, divided) if weights.numel() else None
         sources = [source_of_piece(other.inputs) for other in found]
         source = source_of_piece(loss.inputs)
         first = len(found) if source is None or source not in sources else found[sources.index(source)].chunk_of
         weighted = replace(loss, weights=weights, chunk_of=first, divisor=divisor, divided=divided)
-        found.append(replace(weighted, linear=linear, elementwise=elementwise))
+        counts_left_out = not (divided or selects)
+        found.append(replace(weighted, linear=linear, elementwise=elementwise, counts_left_out=counts_left_out))
     return found
 
 
@@ -203,7 +204,8 @@ VIEWED = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Cl
 PIECES = {"Split", "SplitWithSizes", "Select", "Slice", "Unbind", "Narrow"}
 ADDS = {"Add", "Sub", "Rsub", "Stack", "Cat", "Where"}
 PRODUCTS = {"Mul", "Div", "Dot", "Mv", "Mm", "Bmm"}
-ONE_BY_ONE = {"Sum", "Mean", "Neg", "Index", "MaskedSelect", "MaskedFill", "Expand", "Gather", "IndexSelect"}
+SELECTS = {"Index", "IndexSelect", "MaskedSelect"}
+ONE_BY_ONE = {"Sum", "Mean", "Neg", "MaskedFill", "Expand", "Gather", *SELECTS}
 SMOOTH = {"Exp", "Expm1", "Log", "Log1P", "Pow", "Sqrt", "Sigmoid", "Tanh", "Softplus"}
 
 
@@ -212,9 +214,10 @@ def operation(step: Any) -> str:
     return name.removesuffix("Backward")
 
 
-def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool]:
+def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool, bool]:
     """(whether the roots are linear in the result, whether all operations between act on single elements, or are
-    linear, whether one of them is a division): by the names that autograd has for them."""
+    linear, whether one of them is a division, whether one selects elements): by the names that autograd has for them.
+    """
     target, order, seen, stack = result.grad_fn, list[Any](), set[Any](), [(root.grad_fn, False) for root in roots]
     while stack:
         step, left = stack.pop()
@@ -223,7 +226,7 @@ def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool]
         elif step is not None and step not in seen and step is not target:
             seen.add(step)
             stack += [(step, True), *((following, False) for following, _ in step.next_functions)]
-    between, linear, elementwise, divided = {target}, True, True, False
+    between, linear, elementwise, names = {target}, True, True, set[str]()
     for step in order:
         inside = sum(following in between for following, _ in step.next_functions if following is not None)
         if inside:
@@ -233,8 +236,8 @@ def way_back(roots: Sequence[Tensor], result: Tensor) -> tuple[bool, bool, bool]
             its_linear = single or name in VIEWED | PIECES | ADDS | ONE_BY_ONE
             linear = linear and its_linear
             elementwise = elementwise and (its_linear or name in SMOOTH | {"Mul", "Div"})
-            divided = divided or name == "Div"
-    return linear, elementwise, divided
+            names.add(name)
+    return linear, elementwise, "Div" in names, not names.isdisjoint(SELECTS)
 
 
 def source_of_piece(tensor: Tensor) -> Any:

@@ -49,7 +49,7 @@ from kfac_fx.passes.errors import LossError, fatal, first_line, module_of, where
 from kfac_fx.passes.graphs.labels import once, shape_of
 from kfac_fx.passes.graphs.operations import PARTS, SHAPE_ONLY, VIEWS, op_name
 from kfac_fx.passes.ir import Dims, LossSite, Way
-from kfac_fx.passes.losses import shape_on, told_by
+from kfac_fx.passes.losses import counts_left_out, shape_on, told_by
 from kfac_fx.passes.matrix import precise
 from kfac_fx.passes.padding import spread
 from kfac_fx.passes.torch_losses import BY_NAME, TorchLoss
@@ -477,13 +477,28 @@ class OutputLosses:
         """The number of terms in the mean of the first loss, which is the number of cases of the batch."""
         return self.declared.cases_by_loss(losses)[0]
 
-    def summed(self, losses: WeightedLosses) -> tuple[int | Tensor, WeightedLosses]:
+    def terms(self, losses: WeightedLosses) -> int | Tensor:
+        """`cases`, and with them the rows that a mask leaves out, if the mean that forward returns counts these."""
+        first = next(iter(self.emitted.loss_sites), None) if self.given is None and self.is_mean else None
+        if isinstance(first, ObservedLoss):
+            counted = first.counts_left_out
+        else:
+            counted = first is not None and first.way is not None and counts_left_out(first.way)
+        if first is None or first.reduction == "mean" or not counted:
+            return self.cases(losses)
+        pieces = zip(self.emitted.loss_sites, losses, strict=True)
+        return sum(loss.all_cases for site, (_, loss) in pieces if site.chunk_of == first.chunk_of)
+
+    def summed(self, losses: WeightedLosses, terms: int | Tensor | None = None) -> tuple[int | Tensor, WeightedLosses]:
         """(`cases`, the losses with the coefficients of the sum over cases, which is `cases` times the mean loss).
 
         Every loss is a mean over its own cases. Losses of as many cases as the first keep their coefficients.
+
+        terms: another multiple of the mean loss than `cases`.
         """
         each = self.declared.cases_by_loss(losses)
-        return each[0], [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
+        multiple = each[0] if terms is None else terms
+        return multiple, [(c * share(multiple, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     def averaged(self, losses: WeightedLosses) -> WeightedLosses:
         """Coefficients of means over the cases of all towers: a tower has the weight of its cases. Weights of single
@@ -532,10 +547,13 @@ class OutputLosses:
         """Whether the returned loss is known to be a weighted sum of log-likelihoods, and nothing else."""
         return self.given is not None or (self.emitted.whole and self.emitted.program.likelihood)
 
-    def scale(self, losses: WeightedLosses, values: Any) -> float | Tensor:
-        """The multiple of the returned loss that is the sum over the cases of the first loss. values: the inputs."""
+    def scale(self, losses: WeightedLosses, values: Any, terms: int | Tensor | None = None) -> float | Tensor:
+        """The multiple of the returned loss that is the sum over the cases of the first loss.
+
+        values: the inputs. terms: of the mean, if these are not `cases`.
+        """
         if self.is_mean:
-            return self.cases(losses)
+            return self.cases(losses) if terms is None else terms
         divisor = self.divisor(self.emitted.loss_sites[0], values)
         return self.in_forward.undivided(losses[0][1], [RowsOfLoss(divisor=divisor)])
 
