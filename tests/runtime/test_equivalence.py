@@ -21,8 +21,8 @@ from kfac_fx.recording.recorder import Recorder
 X = torch.randn(5, 3)
 
 
-def recorder(model: nn.Module, exported: bool = True) -> Recorder:
-    traced = trace_model(model, (X,) if exported else None, layers=LAYERS)
+def recorder(model: nn.Module, exported: bool = True, x: Tensor = X) -> Recorder:
+    traced = trace_model(model, (x,) if exported else None, layers=LAYERS)
     return Recorder(EmittedGraph(traced, run(traced.program), model))
 
 
@@ -69,6 +69,30 @@ def test_a_hook_that_changes_gradients_is_refused_with_its_parameters() -> None:
     first, advice = str(failure.value).splitlines()
     assert first == "Sequential has other gradients than its graph, in 0.weight, 0.bias, 1.weight, 1.bias."
     assert "torch.library.custom_op" in advice
+
+
+class Sensitive(nn.Module):
+    """Its gradients change by as much as one rounding of the parameters, times 1e5."""
+
+    def __init__(self, other_gradients: bool) -> None:
+        super().__init__()
+        self.inner, self.out = nn.LSTM(3, 16, num_layers=2), nn.Linear(16, 2)
+        if other_gradients:
+            self.out.register_full_backward_hook(lambda module, inner, outer: (2 * inner[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e-5 * (1e5 * self.out(self.inner(x)[0])).sin()
+
+
+def test_gradients_that_rounding_changes_as_much_are_those_of_the_graph_and_told() -> None:
+    torch.manual_seed(0)
+    (told,) = check_equivalence(recorder(Sensitive(other_gradients=False)), (X,), {})
+    assert told.startswith("gradients of the model differ from those of its graph by more than rounding. They also ")
+    assert told.endswith("To compare it, compile it in float64")
+    with pytest.raises(UntraceableError, match="other gradients than its graph, in inner"):
+        check_equivalence(recorder(Sensitive(other_gradients=True).double(), x=X.double()), (X.double(),), {})
+    with pytest.raises(UntraceableError, match="other gradients than its graph, in inner"):
+        check_equivalence(recorder(Sensitive(other_gradients=True)), (X,), {})
 
 
 def test_a_hook_of_a_parameter_changes_training_and_not_the_fisher() -> None:
