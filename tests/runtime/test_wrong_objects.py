@@ -101,7 +101,8 @@ def test_variances_that_are_not_positive_are_among_the_causes_of_sums_that_are_n
     x = torch.randn(6, 3)
     model = nn.Linear(3, 4)
     nn.init.constant_(model.bias, -9.0)
-    net = kfac_fx.compile(model, (x,), loss=lambda out: kfac_fx.losses.NormalMeanVariance(out[:, :2], out[:, 2:]))
+    with pytest.warns(UserWarning, match=r"^12 of the 12 variances of the NormalMeanVariance loss are not positive"):
+        net = kfac_fx.compile(model, (x,), loss=lambda out: kfac_fx.losses.NormalMeanVariance(out[:, :2], out[:, 2:]))
     with pytest.raises(ValueError, match=r"is finite.*and for variances of a NormalMeanVariance that are not positive"):
         kfac_fx.fit_spectrum(net, [(x, torch.randn(6, 2))])
 

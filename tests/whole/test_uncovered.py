@@ -138,7 +138,8 @@ def test_a_saturated_softmax_is_told_as_such(mode: str) -> None:
     F.cross_entropy(net(torch.eye(3)), torch.tensor([1, 2, 1])).backward()
     said = (
         "the model is certain of its outputs, as a saturated softmax is, or a Normal distribution far away from its "
-        r"targets, so these parameters have no curvature to speak of: weight, bias.\nWithout curvature .* Scale the inp"
+        "targets, or its outputs are no distribution, as variances that are not positive, so these parameters have no "
+        r"curvature to speak of: weight, bias.\nWithout curvature .* Scale the inp"
     )
     with pytest.warns(LossScaleWarning, match=said):
         optimizer.step()
