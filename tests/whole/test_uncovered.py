@@ -79,8 +79,9 @@ def test_the_report_says_that_a_parameter_outside_of_forward_follows_adamw() -> 
     assert abs(model.coefficient.item() + 0.03) < 1e-6
     (line,) = [line for line in net.report.to_dict()["fallbacks"] if "AdamW" in line]
     assert line == (
-        "coefficient: has gradients, and no forward uses it, so it is in no Fisher block and follows AdamW, by about "
-        "its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr than 0.03"
+        "coefficient: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which "
+        "moves a number by about 0.03 in a step, whatever the gradient is: write KFAC(..., first_order=dict(lr=...)) "
+        "for other steps, or use it in forward"
     )
 
 
