@@ -223,6 +223,36 @@ def line_of(step: TracebackType) -> tuple[str, str] | None:
     )
 
 
+def users_line(error: Exception) -> str:
+    """`"model.py:33"`, the innermost line of the user's in an error's traceback; empty without one."""
+    line, step = "", error.__traceback__
+    while step is not None:
+        found = line_of(step)
+        line, step = found[0] if found else line, step.tb_next
+    return line
+
+
+def with_users_steps(error: Exception, before: Exception | None = None) -> Exception:
+    """The error with the steps of its traceback that are in the user's code, as far as there are some: those of torch
+    and of this library are hundreds of lines.
+
+    before: an error of this library's that was handled when this one was raised; it is no longer told above it.
+    """
+    steps, step = [], error.__traceback__
+    while step is not None:
+        steps += [step] if is_users(step.tb_frame.f_code.co_filename) else []
+        step = step.tb_next
+    kept = None
+    for step in reversed(steps):
+        kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    error.__traceback__ = kept or error.__traceback__
+    last: BaseException = error
+    while before is not None and last.__context__ is not None:
+        last.__context__ = None if last.__context__ is before else last.__context__
+        last = last.__context__ or last
+    return error
+
+
 def warn_user(warning: Warning) -> None:
     """Warn, with the file and line of the call that entered the library.
 

@@ -945,18 +945,52 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+@dataclass(frozen=True)
+class Failing:
+    """The innermost module that an error comes from, and the innermost line of the user's in it.
+
+    Attributes:
+        path: of the module; None if the error is of no module's call.
+        module: that of the path.
+        inputs: the tensors that it was called with.
+        line: as `"model.py:33"`, or empty.
+        source: of the line.
+    """
+
+    path: str | None = None
+    module: nn.Module | None = None
+    inputs: tuple[Tensor, ...] = ()
+    line: str = ""
+    source: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, error: Exception) -> Failing:
+        found, step = cls(), error.__traceback__
+        paths = {id(module): path for path, module in model.named_modules()}
+        while step is not None:
+            frame = step.tb_frame
+            owner = first_argument(frame)
+            if (path := paths.get(id(owner))) is not None:
+                found = replace(found, path=path, module=owner)
+                if frame.f_code.co_name == "forward":
+                    arguments = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+                    values = [frame.f_locals.get(name) for name in arguments]
+                    found = replace(found, inputs=tuple(value for value in values if isinstance(value, Tensor)))
+            if found.path is not None and (line := line_of(step)) is not None:
+                found = replace(found, line=line[0], source=line[1])
+            step = step.tb_next
+        return found
+
+    def place(self, model: nn.Module) -> str:
+        """`"layers.0 (model.py:33)"`; the class of the model itself."""
+        return f"{self.path or type(model).__name__}{self.line and f' ({self.line})'}"
+
+
 def untraceable(model: nn.Module, error: Exception) -> UntraceableError:
     """The error of a capture that failed. It names the innermost module and the innermost line of the user's."""
-    place, source = "", ""
-    path, step = None, error.__traceback__
-    while step is not None:
-        owner = first_argument(step.tb_frame)
-        named = next((name for name, module in model.named_modules() if module is owner), None)
-        path = named if named is not None else path
-        if path is not None and (line := line_of(step)) is not None:
-            place, source = f" ({line[0]})", line[1]
-        step = step.tb_next
-    gave_up = "" if path is None else f"torch gave up in {path or type(model).__name__}{place}"
+    failing = Failing.of(model, error)
+    gave_up = "" if failing.path is None else f"torch gave up in {failing.place(model)}"
+    source = failing.source
     lines = [text for text in (source, without_symbols(kind_and_line(error))) if text]
     if any(word in str(error) for word in VALUE_ERRORS):
         advice = (

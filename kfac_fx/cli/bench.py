@@ -34,7 +34,7 @@ from kfac_fx.cli.problem import (
 )
 from kfac_fx.compiled.report import memory_text
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.recording.progress import tracked
+from kfac_fx.recording.progress import tracked, working
 
 NEVER = 1_000_000  # steps
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps
@@ -108,35 +108,41 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
     problem.model.train()
     contestants = {"SGD": plain_contestant(problem, SGD), "AdamW": plain_contestant(problem, AdamW)}
     try:
-        for name, (statistics_every, inverses_every, checks_every) in PHASE_INTERVALS.items():
-            net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "lr=.* is of the size of Adam's")
-                optimizer = kfac_fx.KFAC(
-                    net,
-                    lr=LEARNING_RATE,
-                    cov_update_every=statistics_every,
-                    invert_every=inverses_every,
-                    damping_adaptation_interval=checks_every,
-                    estimation_mode="gradients",
-                )
-            contestants[name] = Contestant(net, optimizer, problem)
+        with working("kfac-fx bench: compiling the model", after=0.0):
+            for name, intervals in PHASE_INTERVALS.items():
+                contestants[name] = contestant_of(problem, *intervals)
     except (ValueError, RuntimeError) as error:
         raise failure(error) from error
     order, shuffle = list(contestants.values()), random.Random(0).shuffle
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kfac_fx.LossScaleWarning)  # the loss here is not the one that is trained
         try:
-            for contestant in tracked(((1, contestant) for contestant in order), len(order), "first steps"):
+            for contestant in tracked(((1, contestant) for contestant in order), len(order), "first steps", after=0.0):
                 for _ in range(WARM):
                     contestant.step()
         except (ValueError, RuntimeError) as error:
             raise failure(error) from error
-        for _ in tracked(((1, number) for number in range(rounds)), rounds, "rounds"):
+        for _ in tracked(((1, number) for number in range(rounds)), rounds, "rounds", after=0.0):
             shuffle(order)
             for contestant in order:
                 contestant.timed_step()
     return contestants
+
+
+def contestant_of(problem: Problem, statistics_every: int, inverses_every: int, checks_every: int) -> Contestant:
+    """KFAC with these intervals."""
+    net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lr=.* is of the size of Adam's")
+        optimizer = kfac_fx.KFAC(
+            net,
+            lr=LEARNING_RATE,
+            cov_update_every=statistics_every,
+            invert_every=inverses_every,
+            damping_adaptation_interval=checks_every,
+            estimation_mode="gradients",
+        )
+    return Contestant(net, optimizer, problem)
 
 
 def plain_contestant(problem: Problem, kind: type[SGD] | type[AdamW]) -> Contestant:
@@ -215,7 +221,9 @@ def fitting_schedule(contestants: Mapping[str, Contestant], overhead: float) -> 
 
 def print_times(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    contestants = bench(read(options).on(options.device), options.rounds)
+    with working("kfac-fx bench: reading the model", after=0.0):
+        problem = read(options).on(options.device)
+    contestants = bench(problem, options.rounds)
     console = Console()
     console.print(table_of_times(contestants))
     console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)

@@ -37,6 +37,7 @@ from kfac_fx.estimator.batches import batch_for
 from kfac_fx.estimator.model_spectrum import CASE_KINDS
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.model_checks import with_targets
+from kfac_fx.recording.progress import working
 
 FORMATS = ("text", "json", "html", "dot")
 FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -235,15 +236,17 @@ REPORT = Subcommand(
 
 def write_factors(options: argparse.Namespace) -> None:
     """Write the spectrum of a model over the user's batches into a folder. Raises CommandError."""
-    model = load(options.model, {})
-    batches, loss = data_of(options.data), declared_loss(options.loss)
-    first = next(iter(batches), None)
+    with working("kfac-fx factors: reading the model and the data", after=0.0):
+        model = load(options.model, {})
+        batches, loss = data_of(options.data), declared_loss(options.loss)
+        first = next(iter(batches), None)
     if first is None:
         raise CommandError(f"{options.data} has no batches", status=1)
     try:
-        batch = batch_for(model, first, "the first batch")
-        kwargs = with_targets(model, batch.args, batch.kwargs, batch.targets, loss is not None)
-        net = kfac_fx.compile(model, batch.args, kwargs, loss=loss)
+        with working("kfac-fx factors: compiling the model", after=0.0):
+            batch = batch_for(model, first, "the first batch")
+            kwargs = with_targets(model, batch.args, batch.kwargs, batch.targets, loss is not None)
+            net = kfac_fx.compile(model, batch.args, kwargs, loss=loss)
         spectrum = kfac_fx.fit_spectrum(
             net,
             batches,

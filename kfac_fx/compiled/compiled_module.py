@@ -111,6 +111,7 @@ from kfac_fx.recording.equivalence import (
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import (
     averages_gradients,
+    derivatives_noted,
     refuse_compiled,
     refuse_inference_mode,
     refuse_unfit,
@@ -574,7 +575,8 @@ class CompiledModule(nn.Module):
                     outputs, watched = results.of_values(outputs)
                     self._listener.on_outputs(args, kwargs, watched)
                 return outputs
-        return self._plain(*args, **kwargs)
+        with derivatives_noted():
+            return self._plain(*args, **kwargs)
 
     @torch.compiler.disable(reason=OUTSIDE)  # type: ignore[untyped-decorator]
     def call_in_place(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,11 @@ So the values of several squared errors add up to Σ s_i / f_i, which is what th
 of the value. Other terms, such as a penalty on parameters, hide the factors, as do other losses that are registered as
 squared errors, such as Huber's: then the equation gives any number. So a factor counts if it is one that people write.
 
+**Half precision**: a gradient that arrives in it is rounded by half of its eps, so a multiple of the registered loss's
+fits to eps. Losses with another term, such as BCE and a tenth of a Dice loss, do not. The factor of a squared error is
+known to half of eps, so it tells there only whether micro-batches were divided. A multiple may be the scale of a
+GradScaler, but not in bfloat16, which needs none, and not if it is the number of micro-batches.
+
 **Parts** of a trained loss that its curvature does not have: weights of cases, masks, and terms around the losses.
 
 A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it
@@ -47,7 +52,7 @@ from kfac_fx.linalg.matrices import dense, is_differentiable, with_gradient
 from kfac_fx.linalg.processes import Replicas
 from kfac_fx.losses import MultiBernoulli, Normal
 from kfac_fx.losses.declared import DIVIDED_BY_CASES, LossSpec, RowsOfLoss, WeightedLosses, expression_of, place_of_leaf
-from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction, NormalMeanVariance
+from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical, LossFunction, NormalMeanVariance, Poisson
 from kfac_fx.passes import results
 from kfac_fx.passes.errors import LossError, out_of_memory, warn_user, where
 from kfac_fx.passes.graphs.labels import ancestors
@@ -351,6 +356,7 @@ def part_around(
 
 
 EXACT = 1e-4  # relative error of a factor that is a number that people write
+OF_EPS = 0.5  # the same in half precision, relative to its eps
 VALUES = 1e-5  # of a sum of several values
 MANTISSAS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
 DECADES = range(-6, 7)
@@ -365,12 +371,14 @@ class SquaredError:
         weight: of its mean over cases.
         gradient: the trained one, of its inputs.
         padded: see `of_padding_too`.
+        eps: that of the dtype in which the gradient arrived, if it is of half precision; else 0.
     """
 
     loss: Normal
     weight: float
     gradient: Tensor
     padded: float | None = None
+    eps: float = 0.0
 
     @property
     def size(self) -> float:
@@ -380,8 +388,10 @@ class SquaredError:
 
     def nominal(self, factor: float, parts: int) -> float | None:
         """The number that people write that this factor is; None if it is none."""
-        numbers = self.numbers(parts)
-        return next((number for number in numbers if abs(factor - number) <= EXACT * number), None)
+        near_enough = OF_EPS * self.eps
+        numbers = self.numbers(parts) if near_enough <= EXACT else (1.0, 1 / parts)
+        exact = max(EXACT, near_enough)
+        return next((number for number in numbers if abs(factor - number) <= exact * number), None)
 
     def numbers(self, parts: int) -> Iterator[float]:
         """The factors that people write: those of means and sums, round numbers, and each divided by the number of
@@ -427,6 +437,7 @@ def factors_of_squares(
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
 PROPORTIONAL = 1e-3  # relative error of a gradient that is a multiple of another, in float32
 SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
+OF_TERMS = 8  # the same in half precision, relative to its eps: another term that fits may be that large
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
 SMOOTHED = 0.7  # the least part of a target that label smoothing leaves, for all that people write
@@ -476,7 +487,7 @@ class Watched:
     inner: dict[int, list[Tensor]]  # if () above: the gradients of the Fisher's outputs, of every number returned
     cases: int | None  # how many of them are kept; None for all
     part: float  # of the batch that is kept
-    autocast: bool
+    scaled: bool  # ran under an autocast to float16, for which people scale the loss
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
     rows: Sequence[RowsOfLoss] = ()  # see `OutputLosses.rows`
     around: str | None = None  # the line of the warning about terms that do not pass the Fisher's outputs
@@ -658,11 +669,17 @@ def watch_unnamed(recorder: Recorder, outputs: Any) -> Watched | None:
     if not hooked or sum(leaves[n].numel() for n in hooked) > LIMIT:
         return None
     kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    autocast = any(torch.is_autocast_enabled(kept[n].device.type) for n in hooked)
-    watched = Watched(recorder, kept, spec, hooked, [kept[n] for n in hooked], None, {}, None, 1.0, autocast)
+    fisher = [kept[n] for n in hooked]
+    watched = Watched(recorder, kept, spec, hooked, fisher, None, {}, None, 1.0, may_be_scaled(fisher))
     for leaf in hooked:
         take_gradient(leaves[leaf], watched.take, leaf)
     return watched
+
+
+def may_be_scaled(fisher: Sequence[Tensor]) -> bool:
+    """Whether forward runs under an autocast to float16."""
+    kinds = {value.device.type for value in fisher}
+    return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
 def numbers_of(
@@ -715,7 +732,7 @@ def watch_leaves(
         {leaf: [first(gradient, cases) for gradient in gradients] for leaf, gradients in inner.items()},
         cases,
         part,
-        any(torch.is_autocast_enabled(value.device.type) for value in fisher),
+        may_be_scaled(fisher),
         rows=recorder.losses.first_rows(fisher, values, cases, part),
         between=between,
         around=around,
@@ -906,6 +923,7 @@ class LossFactor:
     alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
+    eps: float = 0.0  # as of `SquaredError`
 
 
 def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
@@ -918,6 +936,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     """
     arrived, spec = watched.arrived(), watched.recorder.loss
     leaves, weighted = watched.losses()
+    eps = eps_of_halves(arrived)
     known: list[LossFactor] = []
     squares: list[tuple[SquaredError, LossFactor]] = []
     taken: set[int] = set()
@@ -933,7 +952,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
             if targets is None and isinstance(loss, Normal):
                 if are_residuals(loss.inputs.detach(), gradient):
                     targets = torch.zeros_like(gradient)
-                elif bool(((gradient != 0) | is_padding(loss)).all()):  # all of them are trained
+                elif all_trained(gradient, loss, eps):
                     unknown = LossFactor(
                         loss_scale,
                         loss,
@@ -944,8 +963,9 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                         of=len(weighted),
                         place=number + 1,
                         alike=forms.count(forms[number]),
+                        eps=eps,
                     )
-                    square = SquaredError(loss, weight, gradient / loss_scale, of_padding_too(loss, spec))
+                    square = SquaredError(loss, weight, gradient / loss_scale, of_padding_too(loss, spec), eps)
                     squares.append((square, unknown))
             if targets is None:
                 rest = rest if isinstance(loss, Normal) else None
@@ -976,6 +996,7 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
                     alike=forms.count(forms[number]),
                     unevenness=unevenness(loss, of_sum) / rounding_of(arrived),
                     in_sum=spec is None and not watched.recorder.losses.is_mean,
+                    eps=eps,
                 )
             )
     told = factors_of_squares([of for of, _ in squares], rest, parts)
@@ -983,6 +1004,13 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
     return known or factor_of_returned(watched, weighted)
+
+
+def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
+    """Whether the trained loss leaves no element out, of which the gradient would be zero. In half precision a few are
+    rounded to zero. eps: as of `SquaredError`."""
+    zero = (gradient == 0) & ~torch.as_tensor(is_padding(loss), device=gradient.device)
+    return int(zero.sum()) <= OF_EPS * eps * zero.numel()
 
 
 def is_padding(loss: LossFunction) -> Tensor | bool:
@@ -1077,8 +1105,14 @@ def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None
 
 def rounding_of(gradients: Sequence[Tensor]) -> float:
     """The relative error of a gradient that is a multiple of another."""
-    floating = [gradient.dtype for gradient in gradients if gradient.is_floating_point() or gradient.is_complex()]
-    return max(PROPORTIONAL, *(16 * torch.finfo(dtype).eps for dtype in floating))
+    return max(PROPORTIONAL, eps_of_halves(gradients))
+
+
+def eps_of_halves(gradients: Sequence[Tensor]) -> float:
+    """The eps of the coarsest dtype of gradients in half precision; 0 if there are none."""
+    return max(
+        (torch.finfo(of.dtype).eps for of in gradients if of.dtype in (torch.bfloat16, torch.float16)), default=0.0
+    )
 
 
 def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
@@ -1112,7 +1146,7 @@ def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float) -> li
         factor = ratio([gradient], [output]) or 0.0  # positive, for residuals
         loss = Normal(output)
         weight = factor / loss_scale * parts * loss.all_cases / 2
-        if is_loss_scale(weight, forward.autocast):
+        if is_loss_scale(weight, forward.scaled):
             return []
         number = SquaredError(loss, 1.0, gradient).nominal(weight, parts)
         total, nominal = total + factor / 2 * float(output.double().square().sum()), nominal and number is not None
@@ -1189,7 +1223,7 @@ def check_scale(
     with torch.enable_grad():
         reached = gradients_of(used[0], reduction, loss_scale) if used else []
         unread = [] if in_training else [line for forward in used[:1] for line in unread_outputs(forward)]
-        kinds = misplaced_classes, without_targets, cross_entropies, no_events
+        kinds = misplaced_classes, without_targets, cross_entropies, no_events, other_spread, rates
         of_kinds = ([line for reach in reached if (line := kind(reach)) is not None] for kind in kinds)
         lines = next(filter(None, of_kinds), [])
         for forward in () if lines else of_losses:
@@ -1222,8 +1256,9 @@ def check_scale(
             lines += counted_without_target(multiple, of_loss, recorded)
         if multiple is None or is_right(multiple, of_loss) or may_be_smoothing(multiple, of_loss):
             continue
-        divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
-        if not divided or near(multiple, cases):
+        divided = not in_training and is_loss_scale(multiple, any(forward.scaled for forward in used))
+        undivided = near(multiple, cases) or (len(of_loss) > 1 and near(multiple, len(of_loss)))
+        if not divided or undivided:
             wrong.append((multiple, of_loss, cases))
     lines += advised(wrong, reduction)
     with torch.enable_grad():
@@ -1310,7 +1345,8 @@ def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """
     if all(factor.given for factor in of_loss):
         return DIVIDED_BY_CASES[0] <= multiple <= DIVIDED_BY_CASES[1]
-    return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * cases_per_target(of_loss)
+    tolerance = max(SCALE_TOLERANCE, OF_TERMS * max(factor.eps for factor in of_loss))
+    return 1.0 - tolerance <= multiple <= (1.0 + tolerance) * cases_per_target(of_loss)
 
 
 def cases_per_target(of_loss: Sequence[LossFactor]) -> float:
@@ -1339,9 +1375,9 @@ def near(number: float, other: float) -> bool:
     return abs(number - other) <= SCALE_TOLERANCE * other
 
 
-def is_loss_scale(multiple: float, autocast: bool) -> bool:
-    """Whether it may be that of a GradScaler, which divides the gradients before the step."""
-    return is_power_of_two(multiple) and (autocast or multiple >= LARGE)
+def is_loss_scale(multiple: float, scaled: bool) -> bool:
+    """Whether it may be that of a GradScaler, which divides the gradients before the step. scaled: as of `Watched`."""
+    return is_power_of_two(multiple) and (scaled or multiple >= LARGE)
 
 
 def is_power_of_two(multiple: float) -> bool:
@@ -1397,7 +1433,8 @@ def registered_as(multiple: float, factor: LossFactor) -> str:
     if isinstance(factor.spec, LossSpec) and factor.of > 1:
         return f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
     if isinstance(factor.spec, LossSpec):
-        return f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
+        made = factor.loss.written or f"kfac_fx.losses.{name}(outputs{variance})"
+        return f"register it as loss=lambda outputs: ({weight:.4g}, {made})"
     if factor.spec is not None:
         return f"register it on a LayerCollection with coeff={weight:.4g}"
     return f"let forward multiply its loss by {multiple:.4g}"
@@ -1629,12 +1666,18 @@ def without_targets(reached: Reached) -> str | None:
         return None
     if rest_of_classes(reached.gradient) <= NO_CLASSES and not is_square_of_classes(loss.inputs, reached.gradient):
         return None
+    outputs, name = f"the outputs {list(loss.inputs.shape)}", type(loss).__name__
+    if factor_of_logits("multi_bernoulli", loss.inputs, reached.gradient):
+        return (
+            f"the trained loss is a binary cross entropy of each of {outputs}, and the registered {name} loss is a "
+            f'cross entropy over classes: write loss="{name_of_events(reached)}".'
+        )
     return (
-        f"the trained loss fits no targets of the registered {type(loss).__name__} loss: the outputs "
-        f"{list(loss.inputs.shape)} have gradients that do not sum to zero over the classes, so the loss takes them "
-        "for something else than logits. If it compares cases (contrastive losses), compute the similarities in "
-        "forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile that module, whose outputs "
-        'are the logits. If it is a squared error, write loss="mse".'
+        f"the trained loss fits no targets of the registered {name} loss: {outputs} have gradients that do not sum to "
+        "zero over the classes, so the loss takes them for something else than logits of classes. If it is a binary "
+        'cross entropy of each of them, write loss="bce_with_logits". If it compares cases (contrastive losses), '
+        "compute the similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile "
+        'that module, whose outputs are the logits. If it is a squared error, write loss="mse".'
     )
 
 
@@ -1645,31 +1688,40 @@ def cross_entropies(reached: Reached) -> str | None:
     multiple of softmax(outputs), or of sigmoid(outputs), but for the targets.
     """
     outputs = reached.loss.inputs
-    kinds = ("categorical", "multi_bernoulli") if isinstance(reached.loss, Normal) else ()
-    for kind in kinds:
-        if has_logits(kind, outputs, reached.gradient):
+    for kind in ("categorical", "multi_bernoulli") if isinstance(reached.loss, Normal) else ():
+        if factor_of_logits(kind, outputs, reached.gradient):
+            name = kind if kind == "categorical" else name_of_events(reached)
             return (
                 f"the trained loss is a cross entropy, which takes the outputs {list(outputs.shape)} for logits, and "
-                f'the registered Normal loss is a squared error: write loss="{kind}".'
+                f'the registered Normal loss is a squared error: write loss="{name}".'
             )
     return None
 
 
-def has_logits(kind: str, outputs: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient is that of the mean or the sum of cross entropies of these logits, with certain targets."""
+def name_of_events(reached: Reached) -> str:
+    """The name of the mean of binary cross entropies over elements, or over cases if that is the trained one."""
+    factor, cases = factor_of_logits("multi_bernoulli", reached.loss.inputs, reached.gradient), reached.loss.all_cases
+    of_sum = factor is not None and near(factor * cases, 1.0) and reached.loss.inputs.numel() > cases
+    return "multi_bernoulli" if of_sum else "bce_with_logits"
+
+
+def factor_of_logits(kind: str, outputs: Tensor, gradient: Tensor) -> float | None:
+    """The factor of the sum of cross entropies of these logits, with certain targets, that has this gradient; None if
+    none has."""
     with torch.no_grad():
         categorical = kind == "categorical"
         probabilities = outputs.softmax(-1) if categorical else outputs.sigmoid()
         deviations = probabilities - probabilities.mean()
         if bool(deviations.abs().sum() <= 10 * PROPORTIONAL * probabilities.sum()):
-            return False  # all outputs are nearly zero, and squared errors have gradients of this form, too
+            return None  # all outputs are nearly zero, and squared errors have gradients of this form, too
         counted = gradient.any(-1, keepdim=True).expand_as(gradient)  # not those of ignored targets
         others, targets = counted & (gradient > 0), counted & (gradient < 0)
         if not (others.any() and targets.any()) or (categorical and bool((targets.sum(-1) > 1).any())):
-            return False
+            return None
         scale = gradient[others].sum() / probabilities[others].sum()
         expected = torch.where(counted, scale * (probabilities - targets.to(probabilities.dtype)), 0)
-        return bool((gradient - expected).abs().sum() <= PROPORTIONAL * gradient.abs().sum())
+        is_multiple = bool((gradient - expected).abs().sum() <= rounding_of([gradient]) * gradient.abs().sum())
+        return float(scale) if is_multiple else None
 
 
 def no_events(reached: Reached) -> str | None:
@@ -1682,7 +1734,7 @@ def no_events(reached: Reached) -> str | None:
     loss, gradient, s = reached.loss, reached.gradient, reached.of_case
     if not isinstance(loss, MultiBernoulli) or not s or not gradient.any() or gradient.shape != loss.inputs.shape:
         return None
-    if has_logits("multi_bernoulli", loss.inputs, gradient):
+    if factor_of_logits("multi_bernoulli", loss.inputs, gradient):
         return None
     outputs = f"the gradients of the outputs {list(gradient.shape)}"
     if gradient.shape[-1] > 1 and rest_of_classes(gradient) <= PROPORTIONAL:
@@ -1704,6 +1756,83 @@ def no_events(reached: Reached) -> str | None:
         'If it is a squared error, write loss="mse". Else leave loss= out, and the factors are those of the gradients '
         "that training sends back."
     )
+
+
+# By what the trained loss takes the variances v for: (the variance, its derivative by v).
+SPREADS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = {
+    "variances": (lambda v: v, torch.ones_like, ""),
+    "standard deviations": (lambda v: v.square(), lambda v: 2 * v, "outputs[1].square()"),
+    "logarithms of variances": (torch.exp, torch.exp, "outputs[1].exp()"),
+    "logarithms of standard deviations": (
+        lambda v: (2 * v).exp(), lambda v: 2 * (2 * v).exp(), "(2 * outputs[1]).exp()",
+    ),
+}  # fmt: skip
+
+
+def other_spread(reached: Reached) -> str | None:
+    """The line of the warning, for a NormalMeanVariance loss of what the trained one takes for something else.
+
+    With the residual u and the variance V of the trained loss its gradient is (s u / V, s (1 / 2V - u² / 2V²) V'), with
+    one factor s for all cases. That is a quadratic equation for s, and only the right V(v) has one solution for all.
+    """
+    loss = reached.loss
+    if not isinstance(loss, NormalMeanVariance) or reached.gradient.shape != loss.inputs.shape:
+        return None
+    inputs, gradient = loss.inputs.detach().double(), reached.gradient.double()
+    (_, spread), (of_mean, of_spread) = inputs.chunk(2, dim=-1), gradient.chunk(2, dim=-1)
+    if spread.numel() <= RESIDUALS or not bool((of_mean != 0).all()):
+        return None
+    for kind, (variance_of, derivative_of, written) in SPREADS.items():
+        variance, by_variance = variance_of(spread), of_spread / derivative_of(spread)
+        factors = variance * (by_variance + (by_variance.square() + of_mean.square() / variance).sqrt())
+        mean = factors.mean()
+        if not mean > 0 or (factors - mean).norm() > rounding_of([reached.gradient]) * factors.norm():
+            continue
+        if not written:
+            return None
+        return (
+            f"the trained loss takes for {kind} what the registered NormalMeanVariance loss takes for variances: write "
+            f"loss=lambda outputs: kfac_fx.losses.NormalMeanVariance(outputs[0], {written})."
+        )
+    return None
+
+
+def rates(reached: Reached) -> str | None:
+    """The line of the warning, for a Poisson loss of outputs that the trained one takes for expected counts r.
+
+    Its gradient is s (1 - t / r), and that of the registered loss is s (exp(r) - t): t is a count in one of the two.
+    """
+    loss, gradient = reached.loss, reached.gradient.double()
+    if not isinstance(loss, Poisson) or gradient.shape != loss.inputs.shape or gradient.numel() <= RESIDUALS:
+        return None
+    outputs = loss.inputs.detach().double()
+    if not bool((outputs > 0).all()):
+        return None
+    near_count = rounding_of([reached.gradient])
+    elements = loss.inputs.numel() / loss.all_cases
+    factors = (s := reached.of_case) and (s, s / elements, s * elements)
+    for factor in (float(gradient.max()), *(factors or ())):
+        if not factor > 0:
+            continue
+        if are_counts(outputs.exp() - gradient / factor, near_count):
+            return None
+        counts = outputs * (1 - gradient / factor)
+        if are_counts(counts, near_count) and bool(counts.round().any()):
+            by_mean = near(factor * loss.all_cases * elements, 1.0) and elements > 1
+            poisson = "kfac_fx.losses.Poisson(outputs.log())"
+            written = f"({1 / elements:.4g}, {poisson})" if by_mean else poisson
+            return (
+                "the trained loss takes the outputs for expected counts, as F.poisson_nll_loss(..., log_input=False) "
+                "does, and the registered Poisson loss for their logarithms: return logarithms, and leave log_input "
+                f"out; or write loss=lambda outputs: {written}."
+            )
+    return None
+
+
+def are_counts(values: Tensor, tolerance: float) -> bool:
+    """Whether these are numbers of events, up to a tolerance relative to them."""
+    counts = values.round()
+    return bool((values - counts).abs().le(tolerance * counts.clamp(min=1)).all()) and not bool((counts < 0).any())
 
 
 def rest_of_classes(gradient: Tensor) -> float:

@@ -165,6 +165,10 @@ class LossFunction(ABC):
                 f"loss=lambda outputs: kfac_fx.losses.{cls.__name__}(torch.view_as_real(outputs).flatten(1))"
             )
 
+    def out_of_range(self) -> str:
+        """A sentence about inputs for which there is no such distribution; empty if there are none. The host waits."""
+        return ""
+
     @property
     def cases(self) -> int | Tensor:
         """The number of cases: independent distributions, without padding and without ignored targets."""
@@ -653,6 +657,17 @@ class NormalMeanVariance(LossFunction):
         join = torch.cat if mean.ndim > 1 else torch.stack
         super().__init__(join([mean, variance], dim=-1), targets, seed)
         self.shape = mean.shape
+
+    def out_of_range(self) -> str:
+        wrong = self.inputs <= 0  # false for what is not a number
+        _, variances = (wrong if self.real_elements is None else wrong & self.real_elements).chunk(2, dim=-1)
+        if not (number := int(variances.sum())):
+            return ""
+        return (
+            f"{number:,} of the {variances.numel():,} variances of the NormalMeanVariance loss are not positive, and a "
+            "normal distribution has none like these: hand it a positive function of the outputs, as in loss=lambda "
+            f"outputs: {self.written}, and train that function, too."
+        )
 
     def with_cases_at(self, axis: int) -> Self:
         self.shape = torch.Size([self.shape[axis], *self.shape[:axis], *self.shape[axis + 1 :]])

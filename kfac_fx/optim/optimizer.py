@@ -583,10 +583,11 @@ class KFAC(Optimizer, Joinable):
         """For the report: each part that was not done as it should be, and why."""
         of_steps = self._step_state.fallbacks(self._registrations)
         outside = fold(sorted(self.net.captures.reached & self._unregistered))
+        lr = self.options.first_order_rule.lr
         reason = (
-            f"{outside}: has gradients, and no forward uses it, so it is in no Fisher block and follows AdamW, by "
-            "about its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr "
-            f"than {self.options.first_order_rule.lr:g}"
+            f"{outside}: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which "
+            f"moves a number by about {lr:g} in a step, whatever the gradient is: write KFAC(..., "
+            "first_order=dict(lr=...)) for other steps, or use it in forward"
         )
         in_blocks = {name for registration in self._registrations for name in registration.owners}
         names = self._step_state.vectors.names

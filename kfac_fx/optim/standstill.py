@@ -87,8 +87,10 @@ def check_coverage(
             if not named
             else (
                 "the model is certain of its outputs, as a saturated softmax is, or a Normal distribution far away "
-                "from its targets, so these parameters have no curvature to speak of",
-                "Scale the inputs and the targets, or initialize the last layer with smaller weights",
+                "from its targets, or its outputs are no distribution, as variances that are not positive, so these "
+                "parameters have no curvature to speak of",
+                "Scale the inputs and the targets, or initialize the last layer with smaller weights, or hand "
+                "NormalMeanVariance a positive function of the outputs",
             )
             if certain
             else (

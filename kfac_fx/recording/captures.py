@@ -58,6 +58,7 @@ from kfac_fx.passes.errors import (
     first_line,
     table,
     warn_user,
+    with_users_steps,
 )
 from kfac_fx.passes.graphs.labels import without_loss
 from kfac_fx.passes.ir import LossSite, Options, Program, Registration
@@ -66,7 +67,7 @@ from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_losses import BY_NAME
 from kfac_fx.passes.torch_private import class_of, pytree, transforms
-from kfac_fx.passes.trace import SEE_THAT_IT_RUNS, Capture, trace_model
+from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
 from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides, signature_of
@@ -82,10 +83,12 @@ from kfac_fx.recording.emitted_submodules import (
 )
 from kfac_fx.recording.masks import PaddingMask, program_with_loss_mask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.model_checks import (
+    NAMED_BY_MAPPING,
     Structure,
     Trained,
     dtypes_noted,
     how_to_call,
+    how_to_give_examples,
     how_to_give_labels,
     mapping_of_arguments,
     misfit_of_call,
@@ -94,6 +97,7 @@ from kfac_fx.recording.model_checks import (
     refuse_inference_mode,
     refuse_unfit,
     refuse_without_values,
+    what_to_correct,
 )
 from kfac_fx.recording.output_losses import probably_mean
 from kfac_fx.recording.progress import LOG, phase, working
@@ -102,12 +106,6 @@ from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import ExamplesOf, Key, PendingMoments
 
 ELEMENTS_TOLERANCE = 0.01  # of a number that counts the elements of a batch
-
-
-NAMED_BY_MAPPING = (
-    "A mapping of forward's arguments is no argument itself: write net(**batch) in a call, "
-    "kfac_fx.compile(model, example_kwargs=batch), and update_covariances(**batch).\n"
-)
 
 
 def is_mean(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool | None, str | None]:
@@ -387,14 +385,13 @@ class Capturing:
                 if wrong := misfit_of_call(self.model, args, kwargs):
                     raise UntraceableError(
                         f"these inputs do not fit {wrong}.\n{how_to_call(self.model, args, kwargs)}"
-                    ) from failure
-                named = NAMED_BY_MAPPING if mapping_of_arguments(self.model, args) is not None else ""
-                raise UntraceableError(
-                    f"{not_running(self.model, failure)}\n{named}"
-                    f"{of_derivatives(self.model, args, kwargs, failure)}"
-                    "Correct the inputs or the model. The error of torch.export is:\n"
-                    + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
-                ) from failure
+                    ) from with_users_steps(failure, before=error)
+                if mapping_of_arguments(self.model, args) is not None:
+                    advice = NAMED_BY_MAPPING
+                else:
+                    advice = of_derivatives(self.model, args, kwargs, failure) or what_to_correct(self.model, failure)
+                text = f"{not_running(self.model, failure)}\n{advice}"
+                raise UntraceableError(text) from with_users_steps(failure, before=error)
             try:
                 return division, run(division.program, SUBMODULES)
             except AmbiguousRegistrationError:
@@ -585,10 +582,9 @@ class CaptureCache:
             )
         if self.first is None:
             raise UntraceableError(
-                f"{class_of(self.model).__name__} is captured at its first training forward, because torch.fx alone "
-                "cannot trace all of it. Give kfac_fx.compile example inputs to capture it now, as in "
-                "kfac_fx.compile(model, (x,), ...) for a batch x. The error of torch.fx is:\n"
-                f"{self.refusal}"
+                f"{class_of(self.model).__name__} has to be captured now: {how_to_give_examples(self.model)}.\n"
+                "Without example inputs it is captured at its first training forward, because torch.fx alone cannot "
+                f"trace all of it. The error of torch.fx is:\n{self.refusal}"
             )
         return self.first.program
 
@@ -805,7 +801,7 @@ class CaptureCache:
             try:
                 self.model(*args, **kwargs)
             except Exception as models_own:
-                raise models_own from None
+                raise with_users_steps(models_own) from None
             finally:
                 if self.structure.sharded:
                     drop_gathered(self.model)

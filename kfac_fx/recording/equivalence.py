@@ -53,7 +53,7 @@ from kfac_fx.linalg.matrices import (
 )
 from kfac_fx.passes import results
 from kfac_fx.passes.complex_parameters import original
-from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line
+from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, first_line, with_users_steps
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pipeline import EVALUATED, run
@@ -74,7 +74,7 @@ from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, nam
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.passes.unroll import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
-from kfac_fx.recording.model_checks import DOES_NOT_RUN, ConstantDerivatives
+from kfac_fx.recording.model_checks import DOES_NOT_RUN, ConstantDerivatives, place_of_own, what_to_correct
 from kfac_fx.recording.recorder import Recorder
 
 GRADIENT_TOLERANCE = 1e-3  # relative
@@ -293,6 +293,9 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
                     f"{class_of(model).__name__} {DOES_NOT_RUN}: the error is of its own forward, which runs here to "
                     "be compared with its graph."
                 )
+                for line in (*place_of_own(model, error), what_to_correct(model, error)):
+                    error.add_note(line)
+                with_users_steps(error)
             raise
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         try:

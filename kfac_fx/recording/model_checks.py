@@ -34,10 +34,12 @@ from kfac_fx.passes.errors import (
     nearest,
     running_line,
     table,
+    users_line,
 )
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.results import tree_leaves
 from kfac_fx.passes.torch_private import class_of, compiled_from, in_functional_call, parameters_of, submodules_of
+from kfac_fx.passes.trace import Failing
 from kfac_fx.passes.tracing.effects import accelerators, address, same_random, values_kept
 from kfac_fx.passes.tracing.signature import signature_of
 
@@ -252,9 +254,48 @@ def of_own_forward(error: Exception) -> bool:
     return any(DOES_NOT_RUN in note for note in getattr(error, "__notes__", ()))
 
 
+# (an attribute of torch's layers that counts the features of their input, their dimension in the input of a module)
+SIZES: tuple[tuple[str, Callable[[Any], int]], ...] = (
+    ("in_features", lambda module: -1),
+    ("input_size", lambda module: -1),
+    ("embed_dim", lambda module: -1),
+    ("in_channels", lambda module: -1 - len(module.kernel_size)),
+    ("num_features", lambda module: 1),
+    ("num_channels", lambda module: 1),
+)
+CORRECT = "Correct the inputs or the model."
+
+
 def not_running(model: nn.Module, error: Exception) -> str:
-    """The first line of the error for inputs on which the model's own forward fails."""
-    return f"{class_of(model).__name__} does not run on these inputs: {kind_and_line(error)}"
+    """The first lines of the error for inputs on which the model's own forward fails: torch's words, and the place."""
+    failed = f"{class_of(model).__name__} does not run on these inputs: {kind_and_line(error)}"
+    return "\n".join([failed, *place_of_own(model, error)])
+
+
+def place_of_own(model: nn.Module, error: Exception) -> list[str]:
+    """The lines about the module and the line of the user's that an error of forward comes from; none without one."""
+    failing = Failing.of(model, error)
+    if failing.path is None:
+        return []
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in failing.inputs)
+    got = f", which got {shapes}" if shapes else ""
+    said = f"The error is of {failing.place(model)}{got}"
+    return [f"{said}:", f"  {failing.source}"] if failing.source else [f"{said}."]
+
+
+def what_to_correct(model: nn.Module, error: Exception) -> str:
+    """The last line of the error for inputs on which the model's own forward fails."""
+    failing = Failing.of(model, error)
+    for name, dimension_of in SIZES if failing.inputs else ():
+        size, shape = getattr(failing.module, name, None), failing.inputs[0].shape
+        dimension = dimension_of(failing.module) if isinstance(size, int) else len(shape)
+        if -len(shape) <= dimension < len(shape) and shape[dimension] != size:
+            return (
+                f"{failing.path or class_of(model).__name__} has {name}={size}, and its input {list(shape)} has "
+                f"{shape[dimension]} on dimension {dimension % len(shape)}: write {name}={shape[dimension]} where it "
+                f"is made, or give it an input with {size} there."
+            )
+    return CORRECT
 
 
 class ConstantDerivatives(TorchFunctionMode):
@@ -282,7 +323,27 @@ class ConstantDerivatives(TorchFunctionMode):
         )
 
 
-OF_CONSTANTS = ("does not require grad", "backward through the graph a second time")
+WITHOUT_GRADIENT = "does not require grad"
+OF_CONSTANTS = (WITHOUT_GRADIENT, "backward through the graph a second time")
+
+
+@contextmanager
+def derivatives_noted() -> Iterator[None]:
+    """Adds a note to the error of a forward that takes derivatives and runs without gradients, as in an evaluation."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not torch.is_grad_enabled() and WITHOUT_GRADIENT in str(error):
+            place = f" at {line}" if (line := users_line(error)) else ""
+            error.add_note(
+                f"Forward takes a derivative{place}, and gradients are off here: call the module outside of "
+                + (
+                    "torch.inference_mode()."
+                    if torch.is_inference_mode_enabled()
+                    else "torch.no_grad(), or write with torch.enable_grad(): in forward, around all that it derives."
+                )
+            )
+        raise
 
 
 def of_derivatives(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
@@ -299,7 +360,7 @@ def of_derivatives(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             if fatal(models_own):
                 raise
             told = derivatives.told(models_own)
-            return "" if told is None else f"{told}\n"
+            return told or ""
     return ""
 
 
@@ -356,14 +417,22 @@ def refuse_misfit_of_function(
         pass
 
 
+NAMED_BY_MAPPING = (
+    "A mapping of forward's arguments is no argument itself: write net(**batch) in a call, "
+    "kfac_fx.compile(model, example_kwargs=batch), and update_covariances(**batch)."
+)
+
+
 def how_to_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The sentences of an error that say how a call fits the arguments of forward."""
+    if mapping_of_arguments(model, args) is not None:
+        return NAMED_BY_MAPPING
     arguments = signature_of(model).parameters.values()
     by_place = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    required = required_arguments(model)
-    if required:
-        names = ", ".join(required)
-        text = f"Write net({names}) in a call, and ({names}{',' * (len(required) == 1)}) as example inputs."
+    if required_arguments(model):
+        places, names = required_by_kind(model)
+        call = ", ".join([*places, *(f"{name}={name}" for name in names)])
+        text = f"Write net({call}) in a call, and kfac_fx.compile(model, {as_examples(places, names)}) before."
     else:
         known = [a.name for a in arguments if a.kind is not a.VAR_KEYWORD and a.kind is not a.VAR_POSITIONAL]
         close = [name for given in kwargs for name in get_close_matches(given, known, n=1)]
@@ -372,6 +441,25 @@ def how_to_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     if len(args) <= len(by_place):
         return text
     return f"{text} Targets are no arguments of this forward: where a method of kfac_fx takes them, write targets=y."
+
+
+def how_to_give_examples(model: nn.Module) -> str:
+    """The words of an error that say how `compile` takes example inputs of this model."""
+    try:
+        number, (places, names) = len(signature_of(model).parameters), required_by_kind(model)
+    except (TypeError, ValueError):  # of a callable of C
+        number, places, names = 1, ["x"], []
+    by_name = "kfac_fx.compile(model, example_kwargs=batch, ...) for a batch that it is called with as model(**batch)"
+    if not places and not names:
+        return f"write {by_name}"
+    by_place = f"write kfac_fx.compile(model, {as_examples(places, names)}, ...) for the arguments of one batch"
+    return by_place if number == 1 else f"{by_place}, or {by_name}"
+
+
+def as_examples(places: Sequence[str], names: Sequence[str]) -> str:
+    """`"(x,), example_kwargs={'mask': mask}"`: arguments of `compile` for these of forward."""
+    examples = [f"({', '.join(places)}{',' * (len(places) == 1)})"] if places else []
+    return ", ".join([*examples, *([f"example_kwargs={{{', '.join(f'{n!r}: {n}' for n in names)}}}"] if names else [])])
 
 
 def mapping_of_arguments(model: nn.Module, args: Sequence[Any]) -> Mapping[str, Any] | None:
@@ -385,9 +473,18 @@ def mapping_of_arguments(model: nn.Module, args: Sequence[Any]) -> Mapping[str, 
 
 def required_arguments(model: nn.Module) -> list[str]:
     """The names of forward's arguments that have no default."""
+    places, names = required_by_kind(model)
+    return [*places, *names]
+
+
+def required_by_kind(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of forward's arguments without a default: (those given by place, those given by name alone)."""
     arguments = signature_of(model).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [a.name for a in arguments if a.default is inspect.Parameter.empty and a.kind not in optional]
+    required = [a for a in arguments if a.default is inspect.Parameter.empty and a.kind not in optional]
+    return [a.name for a in required if a.kind is not a.KEYWORD_ONLY], [
+        a.name for a in required if a.kind is a.KEYWORD_ONLY
+    ]
 
 
 def with_targets(

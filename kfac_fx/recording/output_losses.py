@@ -353,7 +353,8 @@ class OutputLosses:
 
     def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
         """Sentences about losses that take probabilities for logits, about distributions of the user whose B is not
-        that of their samples, and about declared losses with rows that the padding mask does not tell apart.
+        that of their samples, about outputs that no distribution has, and about declared losses with rows that the
+        padding mask does not tell apart.
 
         Raises LossError, or the error of the user's function, for losses that do not fit the outputs of a run.
         """
@@ -366,6 +367,7 @@ class OutputLosses:
         sentences = [
             *misfits_of_own(distributions),
             *taken_for_logits(distributions, fisher, nodes, self.given),
+            *(text for loss in distributions if (text := loss.out_of_range())),
         ]
         return sentences + (self.misfits_of_padding(losses, fisher, values) if self.declared.of_outputs else [])
 

@@ -1,5 +1,6 @@
 """`bench`: contestants, and the schedule that fits an overhead."""
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -94,9 +95,11 @@ def test_contestants_train_copies_and_count_their_state() -> None:
     assert contestants[PLAIN].state >= factors
 
 
-def test_the_steps_are_those_of_the_default_and_each_kind_does_its_own_work() -> None:
+def test_the_steps_are_those_of_the_default_and_each_kind_does_its_own_work(logged: list[logging.LogRecord]) -> None:
     problem = Problem(nn.Linear(5, 2), (torch.randn(4, 5),), {}, "normal", strict=False)
     contestants = bench(problem, rounds=1)
+    said = [record.getMessage().rpartition(",")[0] for record in logged if record.name == "kfac_fx"]
+    assert said == ["kfac-fx bench: compiling the model", "first steps: 6 of 6", "rounds: 1 of 1"]  # shown at once, too
     options = [contestant.optimizer.options for name, contestant in contestants.items() if name.startswith("K-FAC")]
     assert [option.rule.name for option in options] == ["eigen_moments"] * 4
     intervals = [(o.cov_update_every, o.invert_every, o.rule.damping_adaptation_interval) for o in options]

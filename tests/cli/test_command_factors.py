@@ -1,5 +1,6 @@
 """`kfac-fx factors`: the spectrum of a user's model over the user's batches, in a folder."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,17 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_folder_holds_the_spectrum_of_the_model(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_holds_the_spectrum_of_the_model(
+    mine: Path, capsys: pytest.CaptureFixture[str], logged: list[logging.LogRecord]
+) -> None:
     arguments = ["factors", "mine.py:net", "--loss", "categorical", "--mode", "empirical", "--case", "sequence"]
     more = ["--parts", "2", "--factors", "float64", "--decompositions", "float64", "--memory", "1"]
     for data in ("loader", "batches"):
         status, out, err = run(capsys, *arguments, *more, "--data", f"mine.py:{data}", "--out", "factors")
         assert (status, err) == (0, "") and out == "factors: 2 blocks of 43 parameters\n"
+    said = [record.getMessage() for record in logged]
+    for part in ("reading the model and the data", "compiling the model"):  # shown at once on a terminal
+        assert any(line.startswith(f"kfac-fx factors: {part}, ") for line in said)
     names: dict[str, object] = {}
     exec(MODULE, names)
     net, batches = names["net"], names["batches"]

@@ -11,7 +11,7 @@ import copy
 import itertools
 import math
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx.passes import layers
 from kfac_fx.passes.check import check, link
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, Use, literal_attrs, tensor_attrs
-from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.layers.declaration import Example, Form, written
+from kfac_fx.passes.layers import LAYERS, Layer
+from kfac_fx.passes.layers.declaration import Example, Form, as_rows, written
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm, Shape
@@ -90,6 +91,18 @@ def computed(example: Example, exported: bool) -> tuple[Program, Values, Tensor]
     return program, values, x
 
 
+def largest_use(uses: Sequence[Use], program: Program, layer: str) -> Use:
+    """The use with the most operations among those that a test asks for."""
+    operations = ", ".join(dict.fromkeys(op_name(node) for node in program.graph.nodes if node.op == "call_function"))
+    assert uses, (
+        f"no use of the layer {layer} has all parameters of its example, whose graph has the operations {operations}: "
+        "the form has to have the same. An operation that is another one with example inputs than without and in "
+        "forms, as x[:, order] with a buffer is, has to be written in one way, as x.index_select(1, order), or needs a "
+        "rule in passes/graphs/spelling.py."
+    )
+    return max(uses, key=lambda use: len(use.nodes))
+
+
 def evaluated(value: Value, values: Mapping[str, Any]) -> Any:
     """The value of a node, or of what `rewrite` computes from nodes."""
     if isinstance(value, fx.Node):
@@ -143,7 +156,7 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
     program, values, _ = computed(example, exported)
     torch.manual_seed(1)
     whole = [use for use in program.matches if use.layer == layer and len(use.parameters) == len(program.parameters)]
-    use = max(whole, key=lambda use: len(use.nodes))
+    use = largest_use(whole, program, layer)
     assert exported or LAYERS[layer].forms[use.form] is form, "another form takes the example"
     output = values.value[use.output.name]
     grad = torch.randn_like(output)
@@ -166,13 +179,45 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
             torch.testing.assert_close(case_rows, gradient(program, use.matrix, output, alone))
 
 
+def indexed(select: Callable[[Tensor, Tensor], Tensor]) -> Layer:
+    """A layer that reads the inputs in the order of a buffer."""
+
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5))
+            self.register_buffer("order", torch.tensor([1, 0, 2, 4, 3]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.tanh(select(x, self.order)), self.weight)  # type: ignore[arg-type]
+
+    @kfac_fx.layer(rows=as_rows, grad_rows=as_rows, example=lambda: (Ordered(), torch.randn(4, 5)))
+    def ordered(x: Tensor, order: Tensor, *, weight: Tensor) -> Tensor:
+        return F.linear(torch.tanh(select(x, order)), weight)
+
+    return ordered
+
+
+def test_a_form_that_its_example_does_not_have_is_told_with_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_of(layer: Layer, exported: bool) -> Use:
+        monkeypatch.setitem(LAYERS, "ordered", layer)
+        program = matches(*prepared(layer.forms[0].examples[0]), exported)
+        return largest_use([use for use in program.matches if use.layer == "ordered"], program, "ordered")
+
+    by_brackets, by_name = indexed(lambda x, order: x[:, order]), indexed(lambda x, order: x.index_select(1, order))
+    assert use_of(by_brackets, exported=False).layer == "ordered"
+    with pytest.raises(AssertionError, match=r"no use of the layer ordered .* operations .*index.*, tanh, linear"):
+        use_of(by_brackets, exported=True)
+    assert use_of(by_name, exported=False).layer == use_of(by_name, exported=True).layer == "ordered"
+
+
 @pytest.mark.parametrize(
     ("layer", "form", "example"), every(6, [case for case in declared(composite=False) if case.id.endswith("-0")])
 )
 def test_rows_compile_without_graph_breaks(layer: str, form: Form, example: Example) -> None:
     torch.compiler.reset()
     program, values, _ = computed(example, exported=False)
-    use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
+    use = largest_use([use for use in program.matches if use.layer == layer], program, layer)
     grad = torch.randn_like(values.value[use.output.name])
 
     known = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.value.items()}
@@ -314,7 +359,7 @@ def test_a_form_and_its_bias_are_one_block_and_other_sums_are_not(
     program, values, x = computed(example, exported=True)
     torch.manual_seed(1)
     module, _ = prepared(example)
-    use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
+    use = largest_use([use for use in program.matches if use.layer == layer], program, layer)
     output = values.value[use.output.name]
     shapes = bias_shapes(output)
     columns = [is_a_bias(shape, layer, form, use, values.value) for shape in shapes]

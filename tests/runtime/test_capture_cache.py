@@ -194,12 +194,14 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
         _ = net.registrations
     lines = str(failure.value).splitlines()
     assert lines[0] == (
-        "Steps is captured at its first training forward, because torch.fx alone cannot trace all of it. Give "
-        "kfac_fx.compile example inputs to capture it now, as in kfac_fx.compile(model, (x,), ...) for a batch x. The "
-        "error of torch.fx is:"
+        "Steps has to be captured now: write kfac_fx.compile(model, (x,), ...) for the arguments of one batch."
     )
-    assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
-    assert lines[-1].startswith("  ") and len(lines) == 4  # a line of the model and torch's error, and no other advice
+    assert lines[1] == (
+        "Without example inputs it is captured at its first training forward, because torch.fx alone cannot trace all "
+        "of it. The error of torch.fx is:"
+    )
+    assert lines[2].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
+    assert lines[-1].startswith("  ") and len(lines) == 5  # a line of the model and torch's error, and no other advice
     x = torch.randn(6, 2, 4)
     with torch.no_grad():
         net(x)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -504,7 +505,82 @@ def test_an_error_of_the_models_own_forward_says_so() -> None:
     """torch's words come from behind many lines of the library."""
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         compiled()(torch.randn(8, 5))
-    assert error.value.__notes__ == [OF_ITS_OWN_FORWARD]
+    assert error.value.__notes__ == [
+        OF_ITS_OWN_FORWARD,
+        "The error is of 0, which got [8, 5].",
+        "0 has in_features=4, and its input [8, 5] has 5 on dimension 1: write in_features=5 where it is made, or give "
+        "it an input with 4 there.",
+    ]
+
+
+class Narrow(nn.Module):
+    """Its last layer takes more features than the layer before it has."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("layers", "inputs", "said"),
+    [
+        ((nn.Linear(4, 12), nn.Linear(10, 2)), X, "layers.1 has in_features=10, and its input [8, 12] has 12 on dim"),
+        (
+            (nn.Conv2d(3, 4, 3),),
+            torch.randn(2, 1, 5, 5),
+            "layers.0 has in_channels=3, and its input [2, 1, 5, 5] has",
+        ),
+        ((nn.BatchNorm1d(3),), X, "layers.0 has num_features=3, and its input [8, 4] has 4 on dimension 1: write"),
+        ((nn.LayerNorm(3),), X, "Correct the inputs or the model."),
+    ],
+    ids=["linear", "conv2d", "batch_norm", "layer_norm"],
+)
+def test_a_shape_that_does_not_fit_is_told_with_its_submodule_and_without_the_frames_of_torch(
+    layers: tuple[nn.Module, ...], inputs: Tensor, said: str
+) -> None:
+    line = Narrow.forward.__code__.co_firstlineno + 1
+    with pytest.raises(UntraceableError) as error:
+        kfac_fx.compile(Narrow(*layers), (inputs,), loss="categorical")
+    first, place, source, advice = str(error.value).splitlines()
+    assert first.startswith("Narrow does not run on these inputs: ")
+    assert place.startswith(f"The error is of layers.{len(layers) - 1} (test_bad_input.py:{line}), which got [")
+    assert source == "  out: Tensor = self.layers(x)" and advice.startswith(said)
+    cause = error.value.__cause__
+    assert cause is not None and [f.name for f in traceback.extract_tb(cause.__traceback__)] == ["forward"]
+    assert cause.__context__ is None, "torch.export's error, whose traceback has hundreds of lines"
+
+
+class Derives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return torch.autograd.grad(self.layer(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [
+        (torch.no_grad, "torch.no_grad(), or write with torch.enable_grad(): in forward, around all that it derives."),
+        (torch.inference_mode, "torch.inference_mode()."),
+    ],
+    ids=["no_grad", "inference_mode"],
+)
+def test_a_forward_that_takes_derivatives_says_so_where_gradients_are_off(mode: Any, remedy: str) -> None:
+    net = kfac_fx.compile(Derives(), loss="normal").eval()
+    with mode(), pytest.raises(RuntimeError, match="does not require grad") as error:
+        net(torch.randn(8, 4))
+    line = Derives.forward.__code__.co_firstlineno + 2
+    assert error.value.__notes__ == [
+        f"Forward takes a derivative at test_bad_input.py:{line}, and gradients are off here: call the module outside "
+        f"of {remedy}"
+    ]
 
 
 OF_OTHER_DTYPES = (
@@ -517,7 +593,8 @@ def test_an_error_of_other_dtypes_says_which_they_are() -> None:
     """torch names two tensors inside the model."""
     with pytest.raises(RuntimeError, match="must have the same dtype") as error:
         kfac_fx.compile(mlp().double(), loss="categorical")(X)
-    assert error.value.__notes__ == [OF_ITS_OWN_FORWARD, OF_OTHER_DTYPES]
+    first, *_, last = error.value.__notes__
+    assert (first, last) == (OF_ITS_OWN_FORWARD, OF_OTHER_DTYPES)
     with pytest.raises(UntraceableError) as other:
         kfac_fx.compile(mlp(), (X[:, :3],), loss="categorical")
     assert not hasattr(other.value, "__notes__")
@@ -526,7 +603,7 @@ def test_an_error_of_other_dtypes_says_which_they_are() -> None:
 def test_example_inputs_of_another_dtype_are_refused_as_those_of_another_shape() -> None:
     with pytest.raises(UntraceableError) as error:
         kfac_fx.compile(mlp().double(), (X,), loss="categorical")
-    first, last = str(error.value).splitlines()
+    first, _, last = str(error.value).splitlines()
     assert first.startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 must have the same ")
     assert last == OF_OTHER_DTYPES
     with pytest.raises(UntraceableError, match=r"write x\.float\(\) of the inputs"):
@@ -573,5 +650,33 @@ def test_example_inputs_that_do_not_fit_forward_are_told_with_its_arguments() ->
         kfac_fx.compile(nn.Bilinear(4, 4, 2), ((X, X),), {"mask": X}, loss="categorical")
     assert str(error.value) == (
         "these inputs do not fit Bilinear.forward(input1, input2): input2 is missing, and it has no argument mask.\n"
-        "Write net(input1, input2) in a call, and (input1, input2) as example inputs."
+        "Write net(input1, input2) in a call, and kfac_fx.compile(model, (input1, input2)) before."
     )
+
+
+class ByName(nn.Module):
+    """Takes its input by name alone, and branches on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out * scale if out.sum() > 0 else out
+
+
+def test_the_advice_for_a_model_that_is_called_by_keywords_is_of_keywords_and_the_last_line() -> None:
+    by_name = "kfac_fx.compile(model, example_kwargs={'x': x}"
+    by_mapping = "kfac_fx.compile(model, example_kwargs=batch)"
+    given: Any
+    for given, last in ((X, by_name), ({"x": X}, by_mapping), ({"pixel_values": X}, by_name)):
+        with pytest.raises(UntraceableError) as error:
+            kfac_fx.compile(ByName(), (given,), loss="categorical")
+        assert last in str(error.value).splitlines()[-1]
+    with pytest.raises(UntraceableError) as error:
+        kfac_fx.compile(AllOptional(), ({"pixel_values": X},), loss="categorical")
+    assert by_mapping in str(error.value).splitlines()[-1]
+    with pytest.raises(UntraceableError) as error:
+        kfac_fx.KFAC(kfac_fx.compile(ByName(), loss="categorical"))
+    assert by_name in str(error.value).splitlines()[0]

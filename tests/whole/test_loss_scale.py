@@ -48,6 +48,10 @@ def bce(reduction: str, scale: float = 1.0) -> Loss:
     return lambda y, t, _: scale * F.binary_cross_entropy_with_logits(y, t, reduction=reduction)
 
 
+def dice(p: Tensor, t: Tensor) -> Tensor:
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
 @cache  # many cases have one loss
 def compiled(loss: Any) -> tuple[kfac_fx.CompiledModule, dict[str, Tensor]]:
     """A model, and the parameters that it begins with."""
@@ -63,7 +67,7 @@ def warned(
     *,
     forwards: int = 1,
     value: bool = False,
-    autocast: bool = False,
+    autocast: torch.dtype | None = None,
     **options: Any,
 ) -> str:
     """The warning of the first step; "" for none."""
@@ -76,7 +80,7 @@ def warned(
         warnings.simplefilter("always", LossScaleWarning)
         for _ in range(2):  # steps
             for _ in range(forwards):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                     found = trained(net(X), targets, net.model)
                 found.backward()
             optimizer.step(loss=found if value else None)
@@ -126,8 +130,39 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "soft targets": {"loss": "multi_bernoulli", "targets": BITS * 0.8, "trained": bce("mean")},
     "a scaler against underflow": {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16)},
-    "a small scaler under autocast": {"loss": "categorical", "targets": CLASSES, "trained": ce(32.0), "autocast": True},
+    "a small scaler under autocast": {
+        "loss": "categorical", "targets": CLASSES, "trained": ce(32.0), "autocast": torch.float16
+    },
+    "micro-batches under a coarse autocast": {
+        "loss": "categorical", "targets": CLASSES, "trained": ce(1 / 3), "forwards": 3, "autocast": torch.bfloat16
+    },
+    "micro-batches of squares under a coarse autocast": {
+        "loss": "mse", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t) / 3, "forwards": 3,
+        "autocast": torch.bfloat16,
+    },
+    "another loss, nearly the registered one, under a coarse autocast": {
+        "loss": "multi_bernoulli", "targets": BITS, "autocast": torch.bfloat16,
+        "trained": lambda y, t, _: bce("mean")(y, t, _) * 4 + 0.1 * dice(y.float().sigmoid(), t),
+    },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("forwards", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", ["categorical", "mse"])
+def test_micro_batches_that_are_not_divided_are_told_under_autocast(
+    loss: str, dtype: torch.dtype, forwards: int
+) -> None:
+    trained: Loss = ce() if loss == "categorical" else lambda y, t, _: F.mse_loss(y, t)
+    text = warned(loss, CLASSES if loss == "categorical" else VALUES, trained, forwards=forwards, autocast=dtype)
+    assert text.startswith(f"the trained loss is {forwards} times the mean of the registered ")
+    assert f"the step has {forwards} forwards: divide the loss of each by {forwards}." in text
+
+
+def test_a_power_of_two_under_an_autocast_that_needs_no_scaler_is_told() -> None:
+    assert warned("categorical", CLASSES, ce(4.0), autocast=torch.float16) == ""
+    told = warned("categorical", CLASSES, ce(4.0), autocast=torch.bfloat16)
+    assert told.startswith("the trained loss is 4 times the mean of the registered Categorical loss over its 8 cases;")
 
 
 @pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
@@ -234,7 +269,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         times("8", "Categorical") + SUM,
     ),
     "a sum under autocast": (
-        {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "autocast": True},
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "autocast": torch.bfloat16},
         times("8", "Categorical") + SUM,
     ),
     "a mean, declared a sum": (
@@ -285,7 +320,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a variance of its own": (
         {"loss": variance, "targets": VALUES[:, :2],
              "trained": lambda y, t, _: F.gaussian_nll_loss(y[:, :2], t, y[:, 2:].exp(), eps=0, reduction="sum") / 4},
-        times("2", "NormalMeanVariance") + "take the factor out, or " + REGISTER.format(2, "NormalMeanVariance", ""),
+        times("2", "NormalMeanVariance") + "take the factor out, or register it as loss=lambda outputs: "
+        "(2, kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1].exp())).",
     ),
     "undivided micro-batches": (
         {"loss": "categorical", "targets": CLASSES, "trained": ce(), "forwards": 2},
@@ -598,7 +634,8 @@ IGNORED = torch.where(torch.arange(8) < 3, -100, CLASSES)
     [
         (lambda z: F.cross_entropy(z, CLASSES), "categorical"),
         (lambda z: F.cross_entropy(z, IGNORED, reduction="sum"), "categorical"),
-        (lambda z: F.binary_cross_entropy_with_logits(z, (VALUES > 0).float()), "multi_bernoulli"),
+        (lambda z: F.binary_cross_entropy_with_logits(z, (VALUES > 0).float()), "bce_with_logits"),
+        (lambda z: F.binary_cross_entropy(z.sigmoid(), (VALUES > 0).float(), reduction="sum") / 8, "multi_bernoulli"),
     ],
 )
 @pytest.mark.parametrize("mode", ["gradients", "empirical"])
@@ -608,6 +645,82 @@ def test_a_cross_entropy_that_is_registered_as_a_squared_error_is_told(loss: Any
         "the trained loss is a cross entropy, which takes the outputs [8, 4] for logits, and the registered Normal "
         f'loss is a squared error: write loss="{kind}".'
     ) in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (lambda z: F.binary_cross_entropy_with_logits(z, (VALUES > 0).float()), "bce_with_logits"),
+        (lambda z: F.binary_cross_entropy(z.sigmoid(), (VALUES > 0).float()), "bce_with_logits"),
+        (lambda z: NAMED["multi_bernoulli"](z, 100 * VALUES, nn.Identity()), "multi_bernoulli"),
+    ],
+)
+def test_binary_cross_entropies_that_are_registered_as_one_over_classes_are_told(loss: Any, name: str) -> None:
+    (text,) = in_steps(kfac_fx.compile(nn.Linear(3, 4), loss="categorical"), loss, X)
+    assert text.startswith(
+        "the trained loss is a binary cross entropy of each of the outputs [8, 4], and the registered Categorical loss "
+        f'is a cross entropy over classes: write loss="{name}".'
+    )
+    assert in_steps(kfac_fx.compile(nn.Linear(3, 4), loss=name), loss, X) == []
+
+
+class Spread(nn.Module):
+    """A mean, and a positive number that says how far targets are from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mean(x), F.softplus(self.spread(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "variance"),
+    [
+        ("standard deviations", torch.square),
+        ("logarithms of variances", torch.exp),
+        ("logarithms of standard deviations", lambda spread: (2 * spread).exp()),
+        (None, lambda spread: spread),
+        (None, lambda spread: spread + 0.1),  # which cannot be told
+    ],
+)
+def test_what_is_no_variance_is_told_with_the_variance(kind: str | None, variance: Callable[[Tensor], Tensor]) -> None:
+    def loss(outputs: Any) -> Tensor:
+        return 4 * F.gaussian_nll_loss(outputs[0], VALUES, variance(outputs[1]))
+
+    net = kfac_fx.compile(Spread(), loss=lambda outputs: losses.NormalMeanVariance(*outputs))
+    told = in_steps(net, loss, X)
+    if kind is None:
+        assert told == []
+        return
+    (text,) = told
+    start = f"the trained loss takes for {kind} what the registered NormalMeanVariance loss takes for variances: write "
+    assert text.startswith(f"{start}loss=")
+    spec = eval(text[len(f"{start}loss=") : text.index(".\n")], {"kfac_fx": kfac_fx})
+    assert in_steps(kfac_fx.compile(Spread(), loss=spec), loss, X) == []
+
+
+COUNTS = torch.poisson(2 * torch.rand(8, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("name", ["poisson_nll", "poisson"])
+def test_expected_counts_that_are_registered_as_their_logarithms_are_told(name: str) -> None:
+    def loss(outputs: Tensor, log_input: bool = False) -> Tensor:
+        return (1.0 if name == "poisson_nll" else 4.0) * F.poisson_nll_loss(outputs, COUNTS, log_input=log_input)
+
+    def rates() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Softplus())
+
+    (text,) = in_steps(kfac_fx.compile(rates(), loss=name), loss, X)
+    start = "the trained loss takes the outputs for expected counts, as F.poisson_nll_loss(..., log_input=False) does, "
+    assert text.startswith(start)
+    spec = eval(text[text.index("write loss=") + len("write loss=") : text.index(".\n")], {"kfac_fx": kfac_fx})
+    assert in_steps(kfac_fx.compile(rates(), loss=spec), loss, X) == []
+    of_logarithms = kfac_fx.compile(rates(), loss=name)
+    assert (
+        in_steps(of_logarithms, lambda z: F.poisson_nll_loss(z, COUNTS) * (1 if name == "poisson_nll" else 4), X) == []
+    )
 
 
 @pytest.mark.parametrize("targets", [VALUES, VALUES.sign(), torch.zeros_like(VALUES), F.one_hot(CLASSES, 4).float()])

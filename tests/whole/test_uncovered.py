@@ -79,8 +79,9 @@ def test_the_report_says_that_a_parameter_outside_of_forward_follows_adamw() -> 
     assert abs(model.coefficient.item() + 0.03) < 1e-6
     (line,) = [line for line in net.report.to_dict()["fallbacks"] if "AdamW" in line]
     assert line == (
-        "coefficient: has gradients, and no forward uses it, so it is in no Fisher block and follows AdamW, by about "
-        "its lr in a step: use it in forward, or write KFAC(..., first_order=dict(lr=...)) for another lr than 0.03"
+        "coefficient: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which "
+        "moves a number by about 0.03 in a step, whatever the gradient is: write KFAC(..., first_order=dict(lr=...)) "
+        "for other steps, or use it in forward"
     )
 
 
@@ -138,7 +139,8 @@ def test_a_saturated_softmax_is_told_as_such(mode: str) -> None:
     F.cross_entropy(net(torch.eye(3)), torch.tensor([1, 2, 1])).backward()
     said = (
         "the model is certain of its outputs, as a saturated softmax is, or a Normal distribution far away from its "
-        r"targets, so these parameters have no curvature to speak of: weight, bias.\nWithout curvature .* Scale the inp"
+        "targets, or its outputs are no distribution, as variances that are not positive, so these parameters have no "
+        r"curvature to speak of: weight, bias.\nWithout curvature .* Scale the inp"
     )
     with pytest.warns(LossScaleWarning, match=said):
         optimizer.step()
