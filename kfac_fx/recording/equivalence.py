@@ -87,6 +87,10 @@ HOOKED = (
     "gradient, so elements whose gradient a hook sets to zero move, too; those of a diagonal block stay: "
     "approximations={}"
 )
+MADE_BEFORE = (
+    "{} computes with tensors that were made from {} before forward, such as an attribute self.wt = self.w.t() of "
+    "__init__, and a graph has these for constants.\nMake them in forward."
+)
 WITHOUT_INPUTS = "Give kfac_fx.compile example inputs, so that torch.export captures it."
 REVERSIBLE = (
     "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs modules "
@@ -147,6 +151,8 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     norms = [float(gradient.norm()) for gradient in gradients.values() if gradient is not None]
     least = 1e-2 * tolerance * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     hooked = [key for key, grad in gradients.items() if not close(grad, graph_gradients[key], tolerance, least)]
+    if made_before := [key for key in hooked if graph_gradients[key] is None]:
+        raise UntraceableError(MADE_BEFORE.format(name, ", ".join(made_before)))
     unhooked = gradients_without_hooks(recorder, *copies(args, kwargs)) if hooked else {}
     wrong = [key for key in hooked if not close(unhooked[key], graph_gradients[key], tolerance, least)]
     if wrong:
