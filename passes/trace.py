@@ -116,6 +116,7 @@ from .tracing.substitutes import (
     Refusals,
     SparseProducts,
     ThreadTracer,
+    WholeNumbers,
     compute,
     custom_functions,
     packs_in,
@@ -388,8 +389,8 @@ def exported(
         given: list[Any] = []
         try:
             with (
-                torch.enable_grad(), CertainDraws(), Refusals(), Detached(), Bags(), SparseProducts(), nested_values(),
-                symbolic_lengths(model) if lengths else nullcontext(given) as given,
+                torch.enable_grad(), CertainDraws(), Refusals(), Detached(), WholeNumbers(), Bags(), SparseProducts(),
+                nested_values(), symbolic_lengths(model) if lengths else nullcontext(given) as given,
             ):  # fmt: skip
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except Exception as error:

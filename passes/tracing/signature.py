@@ -416,7 +416,8 @@ def flat_graph(module: fx.GraphModule, names: list[str], model: nn.Module) -> tu
         elif node.op == "get_attr":
             target, value = str(node.target).removeprefix(PREFIX), attribute(module, str(node.target))
             if target not in tensors and isinstance(value, Tensor):
-                target, value = next((own for own in tensors.items() if same_memory(value, own[1])), (target, value))
+                same = next((name for name, tensor in tensors.items() if same_memory(value, tensor)), target)
+                target, value = same, tensors.get(same, value)
             held[target] = value
             copy = graph.get_attr(target)
         else:
