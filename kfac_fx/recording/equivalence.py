@@ -289,7 +289,7 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
             raise
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         try:
-            gradients = gradients_by_name(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
+            gradients = every_gradient(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
         except RuntimeError as error:
             if (told := derivatives.told(error)) is not None:
                 error.add_note(told)
@@ -407,6 +407,23 @@ def gradients_by_name(outputs: list[Any], parameters: Mapping[str, Tensor]) -> d
         )
     real = [None if grad is None else real_numbers(dense(grad)) for grad in grads]
     return dict(zip(parameters, real, strict=True))
+
+
+def every_gradient(outputs: list[Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """`gradients_by_name`, and what a backward adds to `.grad` on the way, as that of a reversible layer does."""
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        gradients = gradients_by_name(outputs, parameters)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                added, gradient = real_numbers(dense(parameter.grad)), gradients[name]
+                gradients[name] = added if gradient is None else gradient + added
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    return gradients
 
 
 def detached(values: list[Any]) -> list[Any]:
