@@ -23,6 +23,8 @@ from .graphs.operations import op_name
 from .ir import GENERIC, WANTED, Program, Registration
 from .layers import LAYERS, Layer
 
+MOST_PLACES = 5  # that a reason names
+
 # --- declarations -----------------------------------------------------------------------------------------------------
 
 
@@ -126,8 +128,10 @@ def unregistered(name: str, used: Edges, registered: Edges) -> list[Edge]:
 
 
 def too_few(name: str, used: Edges, registered: Edges) -> str:
-    places = ", ".join(where(act) for act in dict.fromkeys(act for _, act in unregistered(name, used, registered)))
-    return f"{name} has {len(used[name])} uses, {len(registered[name])} of them matched; missing {places}"
+    missing = list(dict.fromkeys(act for _, act in unregistered(name, used, registered)))
+    places = ", ".join(where(act) for act in missing[:MOST_PLACES])
+    more = f" and {len(missing) - MOST_PLACES} more" if len(missing) > MOST_PLACES else ""
+    return f"{name} has {len(used[name])} uses, {len(registered[name])} of them matched; missing {places}{more}"
 
 
 def uses_in_graph(edges: Mapping[Edge, set[str]]) -> Edges:

@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 from .graphs.edit import functional, known_sizes, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels, sizes_of
 from .graphs.operations import REDUCTIONS, adds_up, dims_of, has_effect, op_name
-from .graphs.spelling import in_pairs, order_operands, respell, spell_native, subtract_by_adding
+from .graphs.spelling import in_pairs, name_axes, order_operands, respell, spell_native, subtract_by_adding
 from .ir import Copies, Program, copy_nodes
 from .layers.embedding import learned
 from .layers.linear import route
@@ -73,6 +73,7 @@ def normalize(program: Program) -> Program:
     numbers(graph, program.root)
     expand_masks(graph, program.parameters)
     spell_losses(graph)
+    name_axes(graph, program.parameters)
     in_pairs(graph, program.parameters)
     look_up_rows(graph, program.parameters)
     mark_tables(graph, program.parameters)

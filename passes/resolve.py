@@ -42,13 +42,13 @@ from .approximations import (
     Approximation,
 )
 from .errors import AmbiguousRegistrationError, ApproximationError, LinkError, nearest, source_line, table, where
-from .graphs.labels import Edge, ancestors, entries
+from .graphs.labels import Edge, ancestors, entries, labels_of
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, ROW_MASK, UNROLLED, WANTED, Note, Program, Registration, Use, literal_attrs, tensor_attrs
 from .layers import LAYERS, Layer
 from .matrix import MatrixForm
 from .parametrization import Complex, ComplexOutputs, Transposed, same_elements
-from .parametrizations.functions import PerCase, as_per_case
+from .parametrizations.functions import PerCase, as_per_case, too_large
 from .parametrizations.parts import reads_ids, region_of
 
 FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
@@ -685,10 +685,11 @@ def leftovers(
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
+        large = too_large(program, labels_of(program), edges[name][0][0])
         unknown = (
             reasons.get(name)
             or function_entered(edges[name], owner)
-            or f"no layer has the form of {enters(edges[name])}"
+            or f"no layer has the form of {enters(edges[name])}{large}"
         )
         generics.append(program.generic(name, wanted.get(name, unknown), approximation.name))
     if unmatched:

@@ -116,6 +116,7 @@ from .tracing.substitutes import (
     Refusals,
     SparseProducts,
     ThreadTracer,
+    WholeNumbers,
     compute,
     custom_functions,
     packs_in,
@@ -388,8 +389,8 @@ def exported(
         given: list[Any] = []
         try:
             with (
-                torch.enable_grad(), CertainDraws(), Refusals(), Detached(), Bags(), SparseProducts(), nested_values(),
-                symbolic_lengths(model) if lengths else nullcontext(given) as given,
+                torch.enable_grad(), CertainDraws(), Refusals(), Detached(), WholeNumbers(), Bags(), SparseProducts(),
+                nested_values(), symbolic_lengths(model) if lengths else nullcontext(given) as given,
             ):  # fmt: skip
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except Exception as error:
@@ -409,7 +410,7 @@ def exported(
             with_sparse_products(region.graph)
             compute(region.graph)
             region.recompile()
-    graph, root = flat_graph(module, names)
+    graph, root = flat_graph(module, names, model)
     ask_for_gradients(graph, [returned_by(graph)[place] for place in flat.returned.asking])
     root = with_real_parts(graph, root, dict(model.named_parameters(remove_duplicate=False)))
     with_sparse_products(graph)
@@ -470,6 +471,7 @@ def graph_module(
         with warnings.catch_warnings(), forward_mode(), recurrent_layers(longest) as told:
             warnings.filterwarnings("ignore", message=ASSIGNED)
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")  # see `flat_graph`
             dynamic = {"tensors": shapes} if tensors else {}
             module = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False).module()
         if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes) and not maps_parameters(module):

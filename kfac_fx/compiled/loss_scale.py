@@ -1718,6 +1718,9 @@ def factor_of_logits(kind: str, outputs: Tensor, gradient: Tensor) -> float | No
         others, targets = counted & (gradient > 0), counted & (gradient < 0)
         if not (others.any() and targets.any()) or (categorical and bool((targets.sum(-1) > 1).any())):
             return None
+        sizes = (probabilities - targets.to(probabilities.dtype)).abs()[counted]
+        if bool((sizes - sizes.mean()).abs().sum() <= 10 * PROPORTIONAL * sizes.sum()):
+            return None  # an absolute error has gradients of one size, too
         scale = gradient[others].sum() / probabilities[others].sum()
         expected = torch.where(counted, scale * (probabilities - targets.to(probabilities.dtype)), 0)
         is_multiple = bool((gradient - expected).abs().sum() <= rounding_of([gradient]) * gradient.abs().sum())

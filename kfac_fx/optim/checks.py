@@ -34,6 +34,7 @@ from kfac_fx.optim.batch_loss import COARSE, SHARE, BatchLoss, Values, part_of_b
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.passes.errors import is_constant_derivative, source_line, warn_user, where
 from kfac_fx.passes.graphs.labels import gradient_stop
+from kfac_fx.passes.graphs.operations import OWN_BACKWARD, op_name
 from kfac_fx.passes.torch_private import versions
 
 RISE = 0.5
@@ -392,6 +393,11 @@ def against_quotients(batch: BatchLoss) -> str | None:
     if is_constant_derivative(stop):
         line = source_line(stop)
         return f"the derivative at {line} has no create_graph=True, so no gradient passes it"
+    if op_name(stop) == OWN_BACKWARD:
+        return (
+            f"{where(stop)} is an autograd.Function, which may jump where parameters change; if its backward is the "
+            "derivative of its forward, kfac_fx.plain_backward(ItsClass) says so"
+        )
     return f"{where(stop)} has no gradient, so it may jump where parameters change"
 
 

@@ -238,6 +238,7 @@ SETTING = (
     "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
     "let it be a buffer that is written in place, if forward only computes with it"
 )
+WAYS_OF_USE = "calls use it in ways that no block of a layer is right for: "
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
 LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
@@ -964,9 +965,8 @@ def united(recorder: Recorder, known: Sequence[Registration], stale: Collection[
         elif all(other.parameters in stale for other in met):
             replaced |= {other.parameters for other in met}
         else:
-            every = (f"{in_words(other)}, of {' and '.join(other.parameters)}" for other in (*met, registration))
-            uses = "; ".join(dict.fromkeys(every))
-            reasons |= dict.fromkeys(names, f"calls use it in ways that no block of a layer is right for: {uses}")
+            uses = "; ".join(dict.fromkeys(text for other in (*met, registration) for text in ways_of_use(other)))
+            reasons |= dict.fromkeys(names, f"{WAYS_OF_USE}{uses}")
     registrations = [registration for key, registration in before.items() if key not in replaced]
     if reasons:
         grown = True
@@ -1090,6 +1090,13 @@ def other_masks(first: Registration, other: Registration) -> str:
     """A sentence if padding would be in the factors of one batch and not in those of another, else ""."""
     fits = [any(use.mask_dims for use in registration.uses) for registration in (first, other)]
     return "" if fits[0] == fits[1] else f"the padding mask fits its uses {'at first' if fits[0] else 'here'} only"
+
+
+def ways_of_use(registration: Registration) -> list[str]:
+    """A registration in words; if calls made it generic, the words of those that they had."""
+    if registration.generic and registration.reason and registration.reason.startswith(WAYS_OF_USE):
+        return registration.reason.removeprefix(WAYS_OF_USE).split("; ")
+    return [f"{in_words(registration)}, of {' and '.join(registration.parameters)}"]
 
 
 def in_words(registration: Registration | None) -> str:

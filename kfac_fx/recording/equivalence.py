@@ -93,6 +93,10 @@ UNSTABLE = (
     "parameter is rounded once more, so the model is too sensitive to rounding to be compared in this precision. To "
     "compare it, compile it in float64"
 )
+MADE_BEFORE = (
+    "{} computes with tensors that were made from {} before forward, such as an attribute self.wt = self.w.t() of "
+    "__init__, and a graph has these for constants.\nMake them in forward."
+)
 WITHOUT_INPUTS = "Give kfac_fx.compile example inputs, so that torch.export captures it."
 REVERSIBLE = (
     "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs modules "
@@ -153,6 +157,8 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     norms = [float(gradient.norm()) for gradient in gradients.values() if gradient is not None]
     least = 1e-2 * tolerance * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     hooked = [key for key, grad in gradients.items() if not close(grad, graph_gradients[key], tolerance, least)]
+    if made_before := [key for key in hooked if graph_gradients[key] is None]:
+        raise UntraceableError(MADE_BEFORE.format(name, ", ".join(made_before)))
     unhooked = gradients_without_hooks(recorder, *copies(args, kwargs)) if hooked else {}
     wrong = [key for key in hooked if not close(unhooked[key], graph_gradients[key], tolerance, least)]
     told = HOOKED.format(", ".join(hooked), f"{{{hooked[0]!r}: 'diagonal'}}") if hooked and not wrong else None
@@ -299,7 +305,7 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
             raise
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         try:
-            gradients = gradients_by_name(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
+            gradients = every_gradient(outputs, {n: original(p) for n, p in recorder.program.parameters.items()})
         except RuntimeError as error:
             if (told := derivatives.told(error)) is not None:
                 error.add_note(told)
@@ -421,6 +427,23 @@ def gradients_by_name(outputs: list[Any], parameters: Mapping[str, Tensor]) -> d
         )
     real = [None if grad is None else real_numbers(dense(grad)) for grad in grads]
     return dict(zip(parameters, real, strict=True))
+
+
+def every_gradient(outputs: list[Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """`gradients_by_name`, and what a backward adds to `.grad` on the way, as that of a reversible layer does."""
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        gradients = gradients_by_name(outputs, parameters)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                added, gradient = real_numbers(dense(parameter.grad)), gradients[name]
+                gradients[name] = added if gradient is None else gradient + added
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    return gradients
 
 
 def detached(values: list[Any]) -> list[Any]:

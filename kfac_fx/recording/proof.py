@@ -442,7 +442,8 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
     if axes is None or not mixes_cases(run, values, outputs, axes[0]):
         return
     for other in axes[1:]:
-        if not mixes_cases(run, values, outputs, other):
+        in_all = {number for number, _ in other.outputs} == {*range(len(outputs))}  # each loss is one of cases
+        if in_all and not mixes_cases(run, values, outputs, other):
             number, dim = other.inputs[0]
             name = program.inputs[number].target
             if program.cases is None:

@@ -1061,7 +1061,8 @@ class Recorder:
                 f"statistics cannot be recorded during training, because the forward of {name} "
                 f"has side effects that the captured graph does not have:\n{effects}\n"
                 'Record in a separate pass, with estimation_mode="gradients" or net.record(...), or return these '
-                "values from forward."
+                "values from forward. If only the first forward has them, as one that initializes by its data, call "
+                "the model once before kfac_fx.compile."
             )
         self.sample_anew(generator)
         live = self.live_parameters()

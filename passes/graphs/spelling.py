@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from string import ascii_letters
 from typing import Any, cast
 
 import torch
@@ -353,7 +354,10 @@ def as_written(graph: fx.Graph) -> None:
             node.target, node.args = torch.sub, (left, negative.args[0])
 
 
-# --- einsums of several operands --------------------------------------------------------------------------------------
+# --- equations of einsum ----------------------------------------------------------------------------------------------
+
+
+ELLIPSIS = "..."
 
 
 def terms_of(equation: str) -> tuple[list[str], str]:
@@ -363,6 +367,40 @@ def terms_of(equation: str) -> tuple[list[str], str]:
     if not arrow:
         result = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
     return terms.split(","), result
+
+
+def name_axes(graph: fx.Graph, parameters: Mapping[str, Tensor]) -> None:
+    """Give letters to the axes of parameters that an equation writes as dots, because layers read letters.
+
+    einsum("...nd,...dh->...nh", x, w)      einsum("...And,Adh->...Anh", x, w) for w [A, d, h]
+    einsum("...d,...dh->...h", x, w)        einsum("...d,dh->...h", x, w) for w [d, h]
+    """
+    found = [node for node in graph.nodes if op_name(node) == "einsum" and ELLIPSIS in str(node.args[0])]
+    label = labels(graph, parameters) if found else {}
+    for node in found:
+        equation, *operands = cast(Any, node.args)
+        terms, result = terms_of(equation)
+        dotted = [n for n, term in enumerate(terms) if ELLIPSIS in term]
+        hidden = {n: hidden_axes(terms[n], operands[n], parameters) for n in dotted}
+        learned = {n for n in dotted if label.get(operands[n]) is Label.PURE}
+        if not learned or any(hidden[n] is None for n in learned):
+            continue
+        most = max(hidden[n] or 0 for n in learned)
+        if most and None in hidden.values():
+            continue
+        names = "".join(sorted(set(ascii_letters) - set(equation))[:most])
+        for n in dotted:
+            axes = hidden[n] or 0
+            dots = ELLIPSIS if n not in learned and axes >= most else ""
+            terms[n] = terms[n].replace(ELLIPSIS, dots + names[most - min(axes, most) :])
+        dots = ELLIPSIS if any(ELLIPSIS in term for term in terms) else ""
+        node.args = (f"{','.join(terms)}->{result.replace(ELLIPSIS, dots + names)}", *operands)
+
+
+def hidden_axes(term: str, operand: fx.Node, parameters: Mapping[str, Tensor]) -> int | None:
+    """How many axes of the operand the dots of its indices stand for; None if its axes are not known."""
+    value = operand.meta.get("val", parameters.get(str(operand.target)) if operand.op == "get_attr" else None)
+    return value.dim() - len(term.replace(ELLIPSIS, "")) if isinstance(value, Tensor) else None
 
 
 def in_pairs(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:

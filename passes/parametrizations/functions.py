@@ -358,14 +358,35 @@ def small_functions(
     exprs: dict[fx.Node, ParameterExpr] = {}
     for node in nodes:
         shape = static_shape(node)
-        sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
-        if shape is None or not all(0 < math.prod((*shape, *size)) <= LARGEST_JACOBIAN for size in sizes.values()):
+        elements = elements_of_jacobians(program, label, node)
+        if shape is None or not all(0 < number <= LARGEST_JACOBIAN for number in elements.values()):
             continue
+        sizes = {name: tuple(program.parameters[name].shape) for name in elements}
         differentiable = node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
         if in_pieces.isdisjoint(sizes) and differentiable and is_function(node):
             slices = tuple(slice_of(name, unallocated(size)) for name, size in sizes.items())
             exprs[node] = ParameterExpr(shape, slices, function=node)
     return exprs
+
+
+def elements_of_jacobians(program: Program, label: Mapping[fx.Node, Label], node: fx.Node) -> dict[str, int]:
+    """The size of the Jacobian of a node by each parameter behind it, if the node's size is known."""
+    if (shape := static_shape(node)) is None:
+        return {}
+    behind_it = sorted(parameters_behind(node, label))
+    return {name: math.prod((*shape, *program.parameters[name].shape)) for name in behind_it}
+
+
+def too_large(program: Program, label: Mapping[fx.Node, Label], node: fx.Node) -> str:
+    """That a node is a function of parameters with too large a Jacobian, as the end of a sentence; "" if it is not."""
+    elements = {} if node.op == "get_attr" else elements_of_jacobians(program, label, node)
+    largest = max(elements, key=lambda name: elements[name], default="")
+    if not largest or elements[largest] <= LARGEST_JACOBIAN or not is_function(node):
+        return ""
+    return (
+        f": what enters is a function of parameters, and its Jacobian by {largest} would have {elements[largest]:,} "
+        f"elements, which is more than {LARGEST_JACOBIAN:,}"
+    )
 
 
 def in_pieces(program: Program) -> set[str]:

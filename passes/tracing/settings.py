@@ -128,6 +128,7 @@ class Walk:
         live: ids of tensors whose values a graph reads. A write to another tensor that is named is a change.
         identity: whether an object is another one where an equal one replaces it.
         read: the attributes of modules that forward may read; None: any. See `ModuleReads`.
+        modules: ids of the model's modules, whose attributes are settings of their own.
         reads_any: whether something was met that may read any attribute, in spite of `read`.
         holders: of all that was summarized. empty: dictionaries that hold nothing, which are many and cheaply checked.
     """
@@ -136,6 +137,7 @@ class Walk:
     live: Collection[int] = ()
     identity: bool = True
     read: Collection[str] | None = None
+    modules: Collection[int] = ()
     reads_any: bool = False
 
     def __post_init__(self) -> None:
@@ -236,6 +238,8 @@ class Walk:
 
     def of_object(self, value: Any, named: bool, depth: int) -> Any:
         kind = type(value)
+        if id(value) in self.modules:
+            return kind, Same(value)
         module = isinstance(value, nn.Module) and named
         attributes = value.__dict__ if module else fields(value)
         slots_of = tuple(slots(value)) if has_fields(value) else ()
@@ -1026,7 +1030,7 @@ class ForwardSettings:
         return self.summaries(None) if walk.reads_any and walk.read is not None else (values, walk)
 
     def summaries(self, read: Collection[str] | None) -> tuple[dict[str, Any], Walk]:
-        walk = Walk(self.outside.names, self.live, read=read)
+        walk = Walk(self.outside.names, self.live, read=read, modules={id(module) for module in self.model.modules()})
         values = of_modules(self.model, self.without, self.inside, walk) | of_classes(self.model, self.without, walk)
         for point in self.outside.points:
             if point.label not in self.without:

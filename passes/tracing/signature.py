@@ -399,9 +399,14 @@ class FlatModel(nn.Module):
         return self.unflatten(leaves)
 
 
-def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
-    """Copy the exported graph without guards and without the wrapper's prefix; the names are the model's."""
+def flat_graph(module: fx.GraphModule, names: list[str], model: nn.Module) -> tuple[fx.Graph, nn.Module]:
+    """Copy the exported graph without guards and without the wrapper's prefix; the names are the model's.
+
+    A tensor of the model that forward reads from a container of its own, as `self.weights["w"]`, is a constant of
+    torch.export, which has the memory of the tensor. It gets the tensor's name.
+    """
     graph, placeholders = fx.Graph(), iter(names)
+    tensors = own_tensors(model)
     held: dict[str, Any] = {}
 
     def write(node: fx.Node) -> fx.Node | None:
@@ -409,8 +414,11 @@ def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.M
             name = next(placeholders)
             copy = graph.create_node("placeholder", name, name=name)
         elif node.op == "get_attr":
-            target = str(node.target).removeprefix(PREFIX)
-            held[target] = attribute(module, str(node.target))
+            target, value = str(node.target).removeprefix(PREFIX), attribute(module, str(node.target))
+            if target not in tensors and isinstance(value, Tensor):
+                same = next((name for name, tensor in tensors.items() if same_memory(value, tensor)), target)
+                target, value = same, tensors.get(same, value)
+            held[target] = value
             copy = graph.get_attr(target)
         else:
             return None
@@ -419,6 +427,22 @@ def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.M
 
     copy_nodes((node for node in module.graph.nodes if node.op != "call_module" or node.target != GUARDS), graph, write)
     return graph, holder(held)
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two plain tensors are one memory in one layout."""
+    plain = all(
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided for tensor in (a, b)
+    )
+    return plain and a.numel() > 0 and a.dtype == b.dtype and a.device == b.device and a.is_set_to(b)
 
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:

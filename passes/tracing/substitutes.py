@@ -30,6 +30,8 @@ again, although a graph or a recording has replaced it.
 `Detached`: `x.data` becomes `x.detach()`. To torch.export the `.data` of a parameter, as adapters read it from other
 layers, is a constant without values. Writes through `.data` are seen when the model itself runs (`effects.Writes`).
 
+`WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
+
 `recurrent_layers`: recurrent layers and packed sequences are single operations, which know shapes and are never run;
 the pass `unroll` writes them out.
 
@@ -363,6 +365,21 @@ class Detached(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return args[0].detach() if func == DATA else func(*args, **(kwargs or {}))
+
+
+class WholeNumbers(TorchFunctionMode):
+    """Inside, `lengths.numpy()` of whole numbers [N] is the tensor, which packing takes, too.
+
+    torch.export has no arrays. Code that needs one raises an error, and the outputs of the graph are compared with the
+    model's.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.numpy and args[0].dim() == 1 and args[0].dtype in (torch.int32, torch.int64):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 # --- bags -------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,18 @@ def test_a_registration_with_a_use_missing_becomes_generic_and_says_which() -> N
     assert [registration.reason for registration in checked.registrations] == [reason, reason, None]
 
 
+def test_a_reason_names_a_few_of_many_missing_uses() -> None:
+    def recurrent(x: Tensor, *, w: Tensor) -> Tensor:
+        h = x @ w
+        for _ in range(9):
+            h = h @ w + torch.logcumsumexp(w, 0).sum() * h
+        return h
+
+    reason = check(resolve(before("resolve", Toy(recurrent, w=(3, 3))))).registrations[0].reason
+    assert reason is not None and reason.startswith("w has ") and reason.endswith(" and 4 more")
+    assert reason.count("test_check.py") == 5
+
+
 def test_under_strict_it_is_an_error_together_with_all_that_is_generic() -> None:
     with pytest.raises(RegistrationError) as failure:
         check(program(strict=True, approximations={"v": "generic"}))

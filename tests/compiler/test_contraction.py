@@ -162,6 +162,47 @@ def test_an_einsum_of_several_operands_is_layers(
     assert all(len(node.args) == 3 for node in net.program.graph.nodes if op_name(node) == "einsum")
 
 
+DOTTED: dict[str, tuple[str, Shape, Shape, Shape, bool]] = {  # equation, sizes of x and w, matrix, without inputs, too
+    "no axes": ("...bnd,...de->...bne", (6, 3, 4), (4, 5), (1, 5, 4), True),
+    "a weight for an input without": ("bnd,...de->...bne", (6, 3, 4), (4, 5), (1, 5, 4), True),
+    "experts": ("...nd,...dh->...nh", (6, 2, 3, 4), (2, 4, 5), (2, 5, 4), False),
+    "two axes": ("...d,...dh->...h", (6, 3, 2, 4), (3, 2, 4, 5), (6, 5, 4), False),
+    "fewer axes of the input": ("n...d,...dh->n...h", (6, 2, 4), (3, 2, 4, 5), (2, 15, 4), False),
+    "the weight first": ("...ed,...bd->...be", (2, 5, 4), (2, 6, 4), (2, 5, 4), False),
+    "without an arrow": ("...nd,...dh", (6, 3, 4), (4, 5), (1, 5, 4), True),
+}
+
+
+@pairs(("equation, x_shape, w_shape, matrix, symbolic", DOTTED), ("exported", [True, False]))
+def test_dots_in_the_indices_of_a_weight_are_axes_that_have_letters(
+    equation: str, x_shape: Shape, w_shape: Shape, matrix: Shape, symbolic: bool, exported: bool
+) -> None:
+    """The weight was in a diagonal block."""
+    if not exported and not symbolic:
+        pytest.skip("how many axes the input has is not known without example inputs")
+    weight_first = equation.startswith("...ed")
+    if weight_first:
+        x_shape, w_shape = w_shape, x_shape
+
+    class Dotted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(w_shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(x)
+            return torch.einsum(equation, *((self.weight, x) if weight_first else (x, self.weight)))
+
+    torch.manual_seed(0)
+    x = torch.randn(x_shape)
+    options: dict[str, Any] = {"batch_dim": 1} if weight_first else {}
+    net = kfac_fx.compile(Dotted(), (x,) if exported else None, loss="normal", strict=True, **options)
+    net.record((x,), {})  # the rows of the first batch make autograd's gradient
+    (block,) = net.registrations
+    assert block.matrix is not None and block.matrix.shape == matrix
+    assert block.approximation == "kron"
+
+
 @pytest.mark.parametrize(
     ("equation", "operands"), [("bni,bnj,bnk->bnijk", ("x", "x", "x")), ("bni,ii,i->bn", ("x", (4, 4), (4,)))]
 )

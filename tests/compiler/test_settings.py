@@ -86,6 +86,28 @@ def test_settings_do_without_what_is_left_out_of_those_outside() -> None:
     assert settings.hold() and settings.changed() == []
 
 
+def test_a_method_of_the_model_in_an_attribute_has_none_of_what_forward_sets() -> None:
+    """As `self.step = self.step_by_subtraction` in a model whose forward sets its state."""
+
+    class Neuron(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state, self.rate, self.step = torch.zeros(2), 1.0, self.forward
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = x
+            return self.rate * self.state
+
+    model = nn.Sequential(Neuron(), nn.Tanh())
+    settings = ForwardSettings(model, Outside(names=frozenset({"state", "step", "rate"})), {"0.state"})
+    model[0].state = torch.ones(2)
+    assert settings.hold()
+    model[0].rate = 2.0
+    assert settings.changed() == ["0.rate"]
+    model[0].rate, model[0].step = 1.0, model[1].forward
+    assert settings.changed() == ["0.step"]
+
+
 def test_a_weight_that_a_hook_of_torch_computes_is_no_setting() -> None:
     model = torch.nn.utils.spectral_norm(nn.Linear(2, 2))
     settings = ForwardSettings(model)

@@ -124,6 +124,23 @@ def test_parameters_that_paths_use_in_other_ways_have_a_diagonal_block_in_all_ca
             torch.testing.assert_close(moments.statistics[(name,)]["gradient"], gradient.flatten())
 
 
+def test_the_reason_of_parameters_that_many_calls_use_in_other_ways_names_every_way_once() -> None:
+    class Ways(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, way: int) -> Tensor:
+            return (x * self.scale, F.linear(x, self.scale[None]), x * self.scale, x.cumsum(1) @ self.scale)[way]
+
+    net = kfac_fx.compile(Ways(), (X, 0), loss="normal")
+    for way in (1, 2, 3, 0):
+        net.record((X,), {"way": way})
+    (row,) = net.report.rows
+    assert row.generic and str(row.reason).count("calls use it") == 1
+    assert str(row.reason).count("scale_and_shift with 1 use") == 1
+
+
 def test_under_strict_such_parameters_are_an_error() -> None:
     net = kfac_fx.compile(Either(), (X,), loss="categorical", strict=True)
     with pytest.raises(RegistrationError) as failure:

@@ -168,7 +168,29 @@ class Divided(torch.nn.Module):
         return z
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class OfFunction(torch.nn.Linear):
+    """A user's autograd.Function, whose forward no gradient tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Doubled.apply(super().forward(x))
+        return y
+
+
 BY_PRODUCT = {
+    "function": (
+        lambda: OfFunction(3, 2),
+        r"doubled \(\S+:\d+\) is an autograd.Function, which may jump .*plain_backward",
+    ),
     "coarse": (lambda: torch.nn.Linear(3, 2).bfloat16(), "parameters and products are rounded by up to 8e-03 of them"),
     "jumps": (Quantized, r"round\S* \(test_checks_eigen_moments.py:\d+\) has no gradient, so it may jump where"),
     "divided": (Divided, "no single graph holds the model, and what Python does between its graphs may jump"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -118,6 +119,43 @@ def test_a_hook_of_a_parameter_changes_training_and_not_the_fisher() -> None:
         optimizer.step()
     moved = (hooked[0].weight.detach() - before).abs().sum(1) > 0
     assert moved.tolist() == [False, True, True, True]
+
+
+def test_parameters_that_forward_reads_from_a_dictionary_of_its_own_are_registered() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.zeros(2))
+            self.register_buffer("mask", torch.tensor([1.0, 0.0]))
+            self.tensors = {"w": self.weight, "more": [self.bias, self.mask]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias, mask = self.tensors["more"]
+            return (x @ self.tensors["w"].T + bias) * mask
+
+    net = kfac_fx.compile(Held(), (X,), loss="normal", strict=True)
+    assert [(row.layer, row.parameters) for row in net.report.rows] == [("linear", ("weight", "bias"))]
+    net.model.mask.data = torch.tensor([0.0, 1.0])  # a constant of the graph would stay the old one
+    first, second = net.record((X,), {}, mode="exact").statistics["weight", "bias"]["G"][0].diagonal().tolist()
+    assert first == 0 < second
+
+
+def test_a_tensor_that_was_made_from_a_parameter_before_forward_is_refused() -> None:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.zeros(2))
+            self.turned = self.weight.t()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.turned + self.bias
+
+    with warnings.catch_warnings(), pytest.raises(UntraceableError) as failure:
+        warnings.simplefilter("error")
+        kfac_fx.compile(Made(), (X,), loss="normal")
+    first, advice, _ = str(failure.value).splitlines()
+    assert first.startswith("Made computes with tensors that were made from weight before forward, such as ")
+    assert advice == "Make them in forward."
 
 
 def test_a_hook_that_only_looks_is_an_effect() -> None:

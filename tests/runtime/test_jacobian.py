@@ -174,6 +174,7 @@ def test_large_functions_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "LARGEST_JACOBIAN", 15)
     (reason,) = reasons(lambda x, g: x * g.softmax(0), g=(4,)).values()
     assert reason is not None and "no layer has the form of mul" in reason
+    assert reason.endswith("its Jacobian by g would have 16 elements, which is more than 15")
 
 
 @pytest.mark.parametrize(

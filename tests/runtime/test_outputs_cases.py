@@ -215,6 +215,25 @@ def test_a_guess_is_refused_at_the_first_batch() -> None:
         net(torch.randn(T, N, D))
 
 
+def test_a_dimension_that_one_of_several_outputs_lacks_counts_no_cases() -> None:
+    """Atoms of a molecule have features and coordinates, whose rows and axes are sizes of their own."""
+
+    class Equivariant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.move = nn.Linear(D + 1, C), nn.Linear(D, 1)
+
+        def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            distances = (x[:, None] - x).square().sum(-1).mean(1, keepdim=True)
+            return self.layer(torch.cat([h, distances], 1)).cumsum(0), x + 1e-5 * self.move(h) * x
+
+    def both(outputs: Any) -> list[Any]:
+        return [kfac_fx.losses.Normal(output) for output in outputs]
+
+    net = kfac_fx.compile(Equivariant(), (torch.randn(6, D), torch.randn(6, 3)), loss=both, strict=True)
+    assert len(net.registrations) == 2
+
+
 def test_batches_whose_cases_mix_everywhere_follow_the_convention() -> None:
     class Centered(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def test_a_ride_that_would_lose_what_forward_does_is_refused() -> None:
         "captured graph does not have:",
         "  sets last",
         'Record in a separate pass, with estimation_mode="gradients" or net.record(...), or return these values from '
-        "forward.",
+        "forward. If only the first forward has them, as one that initializes by its data, call the model once before "
+        "kfac_fx.compile.",
     ]
 
 

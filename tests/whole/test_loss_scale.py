@@ -736,6 +736,16 @@ def test_a_squared_error_is_no_cross_entropy(targets: Tensor) -> None:
             assert not any("cross entropy" in text for text in texts)
 
 
+def test_an_absolute_error_of_outputs_at_two_bounds_is_no_cross_entropy() -> None:
+    """As behind a saturated tanh: sigmoid(z) - t has one size there, if t is 0 below and 1 above."""
+    bounded = nn.Sequential(nn.Linear(3, 4), nn.Hardtanh())
+    with torch.no_grad():
+        bounded[0].weight.mul_(1e6)
+    texts = in_steps(kfac_fx.compile(bounded, loss="mse"), lambda z: 45 * F.l1_loss(z, -3 * z.detach() + 0.1), X)
+    texts += in_steps(kfac_fx.compile(bounded, loss="mse"), lambda z: 45 * F.l1_loss(z, 0.1 * z.detach()), X)
+    assert not any("cross entropy" in text for text in texts)
+
+
 PART = torch.arange(8) < 5
 POSITIONS = (torch.arange(6) < torch.tensor([[6], [2], [1], [1], [1], [1], [1], [1]])).unsqueeze(
     -1

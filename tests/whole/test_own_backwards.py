@@ -360,6 +360,40 @@ class Reversible(nn.Module):
         return y
 
 
+class Accumulating(torch.autograd.Function):
+    """Its backward adds to the gradients of the parameters, as those of RevTorch and of its descendants do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.x, ctx.module = x, module
+        with torch.no_grad():
+            return x + module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            torch.autograd.backward(x + ctx.module(x), gradient)
+        return x.grad, *[None] * (1 + len([*ctx.module.parameters()]))
+
+
+def test_a_backward_that_adds_to_gradients_has_the_gradients_of_what_is_declared() -> None:
+    kfac_fx.plain_function(Accumulating, lambda x, module, *parameters: x + module(x))
+    model = Reversible(Accumulating)
+    kept = model.inside.weight.grad = torch.ones(3, 3)
+    net = kfac_fx.compile(model, (X,), loss="mse", strict=True)
+    assert [row.approximation for row in net.report.rows] == ["kron", "kron"]
+    assert model.inside.weight.grad is kept and bool((kept == 1).all()) and model.inside.bias.grad is None
+    optimizer, losses = kfac_fx.KFAC(net), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = net(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
 def test_a_backward_that_runs_modules_again_is_told_what_to_declare() -> None:
     with pytest.raises(kfac_fx.UntraceableError) as caught:
         kfac_fx.compile(Reversible(Recomputing), (X,), loss="mse")

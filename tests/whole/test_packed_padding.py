@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,38 @@ def one_by_one(net: kfac_fx.CompiledModule, *args: Tensor, in_forward: bool) -> 
         for key, value in statistics(net, *given, y=None if in_forward else y).items():
             total[key] = total.get(key, 0) + value / 2
     return total
+
+
+class OfArrays(Reader):
+    """Lengths are an array, as older code gives them."""
+
+    def hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(ids), lengths.cpu().numpy(), batch_first=True, enforce_sorted=False)
+        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return hidden
+
+
+class Halved(Reader):
+    """Numpy computes with the lengths, which is no part of a graph."""
+
+    def hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        half = np.maximum(lengths.cpu().numpy() // 2, 1)
+        packed = pack_padded_sequence(self.words(ids), torch.from_numpy(half), batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=ids.shape[1])[0]
+
+
+def test_lengths_may_be_an_array() -> None:
+    torch.manual_seed(0)
+    found = {}
+    args, other = batch(), batch(torch.tensor([4, 1, 2, 4]))
+    for kind in (Reader, OfArrays):
+        torch.manual_seed(1)
+        net = kfac_fx.compile(kind(), args[:2], loss="categorical", padding_mask=MASKS["of ids"], strict=True)
+        found[kind] = statistics(net, *other[:2], y=other[2])
+    for key, value in found[Reader].items():
+        torch.testing.assert_close(found[OfArrays][key], value, rtol=0, atol=0)
+    halved = kfac_fx.compile(Halved(), args[:2], loss="categorical")
+    assert [row.names for row in halved.report.rows if not row.generic] == ["words.weight", "out.{weight, bias}"]
 
 
 MASKS: dict[str, Callable[..., Tensor]] = {
