@@ -864,7 +864,9 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
         with without_trace(model), forward_mode(), WithoutReads(), WithoutSizes():  # type: ignore[no-untyped-call]
             return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, copies)
     except Exception as error:
-        raise (error if failure is None or fatal(error) else failure)
+        if failure is None or fatal(error):
+            raise
+        raise failure from None
 
 
 def note_sizes(
