@@ -104,6 +104,7 @@ from .tracing.signature import (
     refuse_hidden_tensors,
     refuse_nested,
     refuse_no_tensors,
+    refuse_shadowed_names,
     signature_of,
     tensors_in,
     trained,
@@ -372,6 +373,7 @@ def exported(
     """
     name = type(model).__name__
     refuse_packed(name, (args, kwargs))
+    refuse_shadowed_names(model)
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     refuse_nested(name, leaves, whole)
     refuse_hidden_tensors(name, leaves)
