@@ -288,9 +288,10 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
             if (told := derivatives.told(error)) is not None:
                 error.add_note(told)
             raise
-    if trace.written and recorder.whole:
+    written = [name for name in trace.written if name not in recorder.emitted.buffer_names]
+    if written and recorder.whole:
         raise UntraceableError(
-            f"{class_of(model).__name__} writes into its parameters {', '.join(trace.written)} in forward, which a "
+            f"{class_of(model).__name__} writes into its parameters {', '.join(written)} in forward, which a "
             "graph would repeat in every recording.\n"
             "Write into them after optimizer.step(), or use buffers for values that follow the parameters."
         )
@@ -328,7 +329,8 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
         output, _ = recorder.run_without_taps(live, buffers, values)
         outputs = results.tree_leaves(recorder.capture.unflatten(output))
         gradients = gradients_by_name(outputs, {name: live[name] for name in names if name in live})
-    by_buffer = {id(recorder.model.get_buffer(name)): value for name, value in buffers.items()}  # under every alias
+    live_buffers = recorder.live_buffers()
+    by_buffer = {id(live_buffers[name]): value for name, value in buffers.items()}  # under every alias
     every_name = recorder.model.named_buffers(remove_duplicate=False)
     after = {name: by_buffer.get(id(buffer), buffer) for name, buffer in every_name}
     return detached(outputs), {name: gradients.get(name) for name in names}, after

@@ -67,6 +67,7 @@ from kfac_fx.passes.approximations import Approximation, Statistic, named
 from kfac_fx.passes.cases import are_placed_by_data, kept_apart
 from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line, warn_user
+from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import ancestors, once
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
@@ -727,7 +728,7 @@ class Recorder:
         return {name: given(name, value) for name, value in parameters.items()}
 
     def live_buffers(self) -> dict[str, Tensor]:
-        return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}
+        return {name: attribute(self.model, name) for name in self.emitted.buffer_names}
 
     def copied_buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.live_buffers().items()}
