@@ -71,7 +71,7 @@ from kfac_fx.passes.tracing.effects import (
 )
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, named_arguments, objects_kept, tensors_in
-from kfac_fx.passes.tracing.substitutes import custom_functions
+from kfac_fx.passes.tracing.substitutes import EverywhereElse, custom_functions
 from kfac_fx.passes.unroll import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
 from kfac_fx.recording.model_checks import DOES_NOT_RUN, ConstantDerivatives
@@ -307,7 +307,7 @@ def gradients_without_hooks(
     """
     parameters = {name: original(parameter) for name, parameter in recorder.program.parameters.items()}
     leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in parameters.items()}
-    with model_kept(recorder):
+    with model_kept(recorder), EverywhereElse(parameters.values(), leaves.values()):
         outputs = results.tree_leaves(call_with(recorder.model, leaves, args, kwargs))
         return gradients_by_name(outputs, leaves)
 

@@ -24,7 +24,6 @@ from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, buffers_of, parameter
 from .effects import OfOneRun, Trace, accelerators, model_restored, python_random, same_random, seed_all
 from .settings import is_torchs
 from .signature import autocast
-from .substitutes import EverywhereElse
 
 
 def made_by_torch(module: nn.Module) -> list[bool]:
@@ -226,9 +225,7 @@ def call_with(
         for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
         if id(tensor) in instead
     }
-    replaced = {name: tensor for name, tensor in present if name in tensors}
-    with EverywhereElse(replaced.values(), [tensors[name] for name in replaced]):
-        return functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
+    return functional_call(model, places, args, dict(kwargs or {}), tie_weights=False)
 
 
 class Lent:
