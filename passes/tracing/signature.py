@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -127,13 +128,14 @@ def places_of_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def refuse_shadowed_names(model: nn.Module) -> None:
-    """Raises UntraceableError for submodules with the names of attributes of their class: torch looks for submodules by
-    their names, and finds the attributes."""
+    """Raises UntraceableError for submodules with tensors and with the names of attributes of their class: torch looks
+    for submodules by their names, and finds the attributes."""
     shadowed = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, inner in submodules_of(module).items()
-        if hasattr(type(module), name) and getattr(module, name) is not inner
+        if inner is not None and hasattr(type(module), name) and getattr(module, name) is not inner
+        if next(chain(inner.parameters(), inner.buffers()), None) is not None
     ]
     if shadowed:
         raise UntraceableError(

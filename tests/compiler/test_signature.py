@@ -284,3 +284,15 @@ def test_parameters_in_modules_of_a_plain_list_have_their_blocks(derivatives: bo
 def test_a_submodule_with_the_name_of_a_method_is_told() -> None:
     with pytest.raises(UntraceableError, match=r"names of attributes of their class, such as methods: parameters"):
         kfac_fx.compile(Unlisted("parameters"), (X,), loss="normal")
+
+
+def test_a_submodule_without_tensors_may_have_the_name_of_a_method() -> None:
+    class WithLoss(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.loss = nn.MSELoss()
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self(x), y)
+
+    assert len(kfac_fx.compile(WithLoss(), (X,), loss="mse").registrations) == 1
