@@ -104,6 +104,7 @@ from .tracing.signature import (
     refuse_hidden_tensors,
     refuse_nested,
     refuse_no_tensors,
+    refuse_shadowed_names,
     signature_of,
     tensors_in,
     trained,
@@ -373,6 +374,7 @@ def exported(
     """
     name = type(model).__name__
     refuse_packed(name, (args, kwargs))
+    refuse_shadowed_names(model)
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     refuse_nested(name, leaves, whole)
     refuse_hidden_tensors(name, leaves)
@@ -850,13 +852,25 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
         with Marked():
             return call_with(model, held, tensors)
 
+    failure: Exception | None = None
     if not runs(model, tensors, differentiates_forward):
-        with torch.enable_grad(), forward_mode():
-            return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
-    # Forward mode fails with symbolic sizes, and with fakes next to its zeros. So forward computes here.
+        try:
+            with torch.enable_grad(), forward_mode():
+                return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
+        except Exception as error:
+            if fatal(error) or isinstance(error, UntraceableError):
+                raise
+            failure = error
+    # Forward mode fails with symbolic sizes, and with fakes next to its zeros. Fakes do not meet tensors that are
+    # neither inputs nor parameters nor buffers, such as attributes and globals. So forward computes here.
     copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
-    with without_trace(model), forward_mode(), WithoutReads(), WithoutSizes():  # type: ignore[no-untyped-call]
-        return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, copies)
+    try:
+        with without_trace(model), forward_mode(), WithoutReads(), WithoutSizes():  # type: ignore[no-untyped-call]
+            return make_fx(forward, tracing_mode="real", record_stack_traces=True)(held, copies)
+    except Exception as error:
+        if failure is None or fatal(error):
+            raise
+        raise failure from None
 
 
 def note_sizes(

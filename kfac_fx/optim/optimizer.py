@@ -49,6 +49,7 @@ from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.effects import accelerators
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 
+STEPS_TO_HABIT = 20  # steps whose lr is looked at
 HABIT = 0.004  # of the default lr: below it is one of Adam's, by habit
 
 
@@ -179,7 +180,9 @@ class KFAC(Optimizer, Joinable):
             process_group=process_group,
             placement=placement,
         )
-        if isinstance(lr, (int, float)) and 0 < lr < HABIT * (options.rule.default_lr or 0):
+        self._largest_lr = 0.0  # of all steps
+        self._told_small_lr = isinstance(lr, (int, float)) and 0 < lr < HABIT * (options.rule.default_lr or 0)
+        if self._told_small_lr:
             warn_user(
                 UserWarning(
                     f"lr={lr} is of the size of Adam's, and here it multiplies steps whose length the rule finds: the "
@@ -333,6 +336,24 @@ class KFAC(Optimizer, Joinable):
         super().zero_grad(set_to_none)
         self._forwards.gradients_zeroed()
 
+    def _tell_small_lr(self) -> None:
+        """Warn, once, if the first `STEPS_TO_HABIT` steps had an lr of the size of Adam's: a trainer, or a scheduler of
+        its own, writes the lr of its options into the groups."""
+        if self._told_small_lr or self.counter > STEPS_TO_HABIT:
+            return
+        largest = [group["lr"] for group in self.param_groups if isinstance(group["lr"], (int, float))]
+        self._largest_lr = max(self._largest_lr, *largest, 0.0)
+        if self.counter == STEPS_TO_HABIT and 0 < self._largest_lr < HABIT * (self.options.rule.default_lr or 0):
+            self._told_small_lr = True
+            warn_user(
+                UserWarning(
+                    f"the largest lr of {STEPS_TO_HABIT} steps is {self._largest_lr:.3g}, of the size of Adam's, and "
+                    "here it multiplies steps whose length the rule finds: the parameters hardly move. A scheduler "
+                    "writes it into the parameter groups, or a trainer that has a learning rate of its own: write one "
+                    "between 0.3 and 1 there, and leave a warm-up out."
+                )
+            )
+
     @torch.no_grad()
     def step(  # type: ignore[override]  # the base class knows no `loss`
         self,
@@ -390,6 +411,7 @@ class KFAC(Optimizer, Joinable):
                 for entries in self._handed_out:
                     entries[OUTDATED] = torch.ones((), dtype=torch.bool)
                 self._handed_out.clear()
+        self._tell_small_lr()
         if self._published is not self.estimator.groups:
             publish(self._step_state, self.param_groups, self.state)
             self._published = self.estimator.groups
@@ -633,6 +655,7 @@ class KFAC(Optimizer, Joinable):
             for group in self.param_groups:
                 keep_first_lr(group)
         restore(self._step_state, self.param_groups, self.state, checkpoint)
+        self._told_small_lr |= self.counter > 0  # the lr of earlier steps is not known
         publish(self._step_state, self.param_groups, self.state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -449,8 +449,11 @@ class EmittedGraph(EmittedModel):
                 lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
             )
             self.renamed, read = renamed(self.module), attributes_read(self.module)
-            self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
-            self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
+            parameters = dict(self.model.named_parameters())
+            averages = [name for name in dict.fromkeys(averages_written(self.program.graph)) if name in parameters]
+            self.parameter_names = [name for name in parameters if name in read and name not in averages]
+            buffers = (name for name, _ in self.model.named_buffers(remove_duplicate=False))
+            self.buffer_names = [*(name for name in buffers if name in read), *averages]
             self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
             self.random = any(is_random(node) for node in self.module.graph.nodes)
         self.placeholders = self.program.inputs
@@ -636,6 +639,15 @@ def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) ->
         return tap
 
     return tap_of
+
+
+def averages_written(graph: fx.Graph) -> Iterator[str]:
+    """The names of the averages that norms of batches and instances write into. A frozen parameter among these is a
+    buffer of a run, so that a recording writes into a copy."""
+    for node in graph.nodes:
+        if op_name(node) in ("batch_norm", "instance_norm") and len(node.args) > 5 and node.args[5] is True:
+            averages = (operand for operand in node.args[1:3] if isinstance(operand, fx.Node))
+            yield from (str(average.target) for average in averages if average.op == "get_attr")
 
 
 def attributes_read(module: fx.GraphModule) -> set[str]:

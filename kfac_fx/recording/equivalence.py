@@ -71,7 +71,7 @@ from kfac_fx.passes.tracing.effects import (
 )
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, named_arguments, objects_kept, tensors_in
-from kfac_fx.passes.tracing.substitutes import custom_functions
+from kfac_fx.passes.tracing.substitutes import EverywhereElse, custom_functions
 from kfac_fx.passes.unroll import draws_noise, lengths_of, recurrent_stacks
 from kfac_fx.recording.emitted import EmittedGraph, RunOutputs
 from kfac_fx.recording.model_checks import DOES_NOT_RUN, ConstantDerivatives, place_of_own, what_to_correct
@@ -310,9 +310,10 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
             if (told := derivatives.told(error)) is not None:
                 error.add_note(told)
             raise
-    if trace.written and recorder.whole:
+    written = [name for name in trace.written if name not in recorder.emitted.buffer_names]
+    if written and recorder.whole:
         raise UntraceableError(
-            f"{class_of(model).__name__} writes into its parameters {', '.join(trace.written)} in forward, which a "
+            f"{class_of(model).__name__} writes into its parameters {', '.join(written)} in forward, which a "
             "graph would repeat in every recording.\n"
             "Write into them after optimizer.step(), or use buffers for values that follow the parameters."
         )
@@ -332,7 +333,7 @@ def gradients_without_hooks(
     if rounded:
         values = {name: one_rounding_away(value) for name, value in values.items()}
     leaves = {name: value.requires_grad_(parameters[name].requires_grad) for name, value in values.items()}
-    with model_kept(recorder):
+    with model_kept(recorder), EverywhereElse(parameters.values(), leaves.values()):
         outputs = results.tree_leaves(call_with(recorder.model, leaves, args, kwargs))
         return gradients_by_name(outputs, leaves)
 
@@ -354,7 +355,8 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
         output, _ = recorder.run_without_taps(live, buffers, values)
         outputs = results.tree_leaves(recorder.capture.unflatten(output))
         gradients = gradients_by_name(outputs, {name: live[name] for name in names if name in live})
-    by_buffer = {id(recorder.model.get_buffer(name)): value for name, value in buffers.items()}  # under every alias
+    live_buffers = recorder.live_buffers()
+    by_buffer = {id(live_buffers[name]): value for name, value in buffers.items()}  # under every alias
     every_name = recorder.model.named_buffers(remove_duplicate=False)
     after = {name: by_buffer.get(id(buffer), buffer) for name, buffer in every_name}
     return detached(outputs), {name: gradients.get(name) for name in names}, after

@@ -47,7 +47,14 @@ from torch import Tensor, fx, nn
 from torch.nested import nested_tensor_from_jagged
 
 from kfac_fx.linalg.arguments import a_share, several_names, whole_number
-from kfac_fx.linalg.matrices import dense_or_zero, full_precision, full_precision_in_eager, pulled, strided_parts
+from kfac_fx.linalg.matrices import (
+    dense_or_zero,
+    full_precision,
+    full_precision_in_eager,
+    pulled,
+    strided_parts,
+    with_gradient,
+)
 from kfac_fx.linalg.processes import averaged_unsharded, is_sharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.declared import Division, LossSpec, RegisteredLosses, WeightedLosses
@@ -67,11 +74,12 @@ from kfac_fx.passes.approximations import Approximation, Statistic, named
 from kfac_fx.passes.cases import are_placed_by_data, kept_apart
 from kfac_fx.passes.complex_parameters import original
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line, warn_user
+from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.graphs.labels import ancestors, once
 from kfac_fx.passes.graphs.operations import AS_COMPLEX, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import real_numbers, without_autocast
-from kfac_fx.passes.torch_private import backward_here, class_of, pytree
+from kfac_fx.passes.torch_private import backward_here, class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import OfOneRun, accelerators, same_random
@@ -727,7 +735,7 @@ class Recorder:
         return {name: given(name, value) for name, value in parameters.items()}
 
     def live_buffers(self) -> dict[str, Tensor]:
-        return {name: self.model.get_buffer(name) for name in self.emitted.buffer_names}
+        return {name: attribute(self.model, name) for name in self.emitted.buffer_names}
 
     def copied_buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.live_buffers().items()}
@@ -1105,6 +1113,10 @@ class Recorder:
             name: given[name] if name in given else real_numbers(self.model.get_parameter(name).detach())
             for name in emitted.parameter_names
         }
+        # The Python of a divided model may take derivatives by what its parameters make.
+        constant = not self.whole and not transforms() and not any(value.requires_grad for value in live.values())
+        if constant:
+            live = {name: with_gradient(value.detach()) for name, value in live.items()}
         with self.emitted.isolated():
             buffers = self.copied_buffers()
             if taps or not isinstance(emitted, EmittedGraph):
@@ -1112,6 +1124,8 @@ class Recorder:
                 output, fisher = emitted.run(live, buffers, values, probes, compiled=False)
             else:
                 output, fisher = emitted.evaluate(live, buffers, values)
+        if constant:
+            output, fisher = map_tensors(Tensor.detach, (output, fisher))
         return self.capture.unflatten(output), fisher
 
 

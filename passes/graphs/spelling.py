@@ -194,9 +194,15 @@ def gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @cache
 def public(name: str) -> Callable[..., Any] | None:
-    """The built-in function with the same arguments as the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
+    """The built-in function with the same arguments as the ATen operation `name`: `torch.relu`, `torch.fft.rfft`.
+
+    Libraries replace functions of torch by functions in Python, as torch_geometric does with `torch.index_select`. The
+    method stands for these, because libraries leave it alone.
+    """
     if not hasattr(torch.ops.aten, name) or (name.startswith("sparse_") and name.endswith("_tensor")):
         return None  # torch's constructors of sparse tensors take other arguments than ATen's
+    if inspect.isfunction(getattr(torch, name, None)) and inspect.ismethoddescriptor(getattr(torch.Tensor, name, None)):
+        return getattr(torch.Tensor, name)  # type: ignore[no-any-return]
     space, _, rest = name.partition("_")
     homes = [(torch, name), (getattr(torch, space, None), rest), (F, name)]
     functions = (getattr(home, inner, None) for home, inner in homes if home is not None and inner)

@@ -217,7 +217,7 @@ def indexed_as_exported(ids: Tensor, *, weight: Tensor) -> Tensor:
     **INDEXED, example=lambda: (Written(lambda x, w: torch.index_select(w, 0, x), {"w": (5, 2, 3)}), ids(4))
 )
 def index_selected(ids: Tensor, *, weight: Tensor) -> Tensor:
-    return torch.index_select(weight, 0, ids)
+    return weight.index_select(0, ids)  # `torch.index_select` may be a function of another library, see `public`
 
 
 def places_by_dimensions(ids: Tensor, attrs: Attrs) -> Tensor:

@@ -18,6 +18,7 @@ notes this in the graph: the mean over the inputs of an expert is over its own r
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -390,6 +391,66 @@ def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
 def addbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     """The sum of all products is the product with the matrices side by side."""
     return torch.addbmm(bias, x, weight)
+
+
+# --- (x * weight).sum(dims): a contraction element by element ---------------------------------------------------------
+
+
+def contraction_by_elements(attrs: Attrs) -> Contraction:
+    """The contraction of a product with a weight whose dimensions `dims` are summed, counted from the last."""
+    names = string.ascii_letters[: len(attrs["weight"])]
+    kept = "".join(k for at, k in enumerate(names) if at - len(names) not in attrs["dims"])
+    return Contraction(f"...{names}", names, f"...{kept}", attrs["weight"])
+
+
+def rows_of_product(x: Tensor, attrs: Attrs) -> Tensor:
+    """The rows of `contraction_by_elements`, also if the weight has dimensions in front of those of x."""
+    return contraction_by_elements(attrs).rows(x[(None,) * (len(attrs["weight"]) - x.dim())])
+
+
+def sums_the_weight(attrs: Attrs) -> bool:
+    """Whether the sum is over dimensions along which the weight varies; else the product is a scale."""
+    shape = attrs["weight"]
+    return len(attrs["dims"]) > 0 and all(-len(shape) <= dim < 0 and shape[dim] > 1 for dim in attrs["dims"])
+
+
+SUMMED_PRODUCT: dict[str, Any] = {
+    "rows": rows_of_product,
+    "grad_rows": lambda dy, attrs: contraction_by_elements(attrs).grad_rows(dy),
+    "layouts": {"weight": lambda weight, attrs: contraction_by_elements(attrs).weight_layout(weight)},
+    "where": sums_the_weight,
+    "leading": False,
+}
+
+
+@linear.form(
+    **SUMMED_PRODUCT,
+    example=(
+        written(lambda x, w: (x * w).sum(-1), (4, 7, 5), w=(5,)),
+        written(lambda x, w: (x * w).sum(-1), (4, 2, 5), w=(1, 2, 5)),
+        written(lambda x, w: (w * x.unsqueeze(1)).sum(dim=-1), (4, 7, 5), w=(3, 7, 5)),
+        written(lambda x, w: torch.sum(x * w, (-2, -1)), (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: (x * w).sum(-2), (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: (x * w).sum(-1).t(), (4, 5), w=(3, 1, 5)),
+    ),
+)
+def summed_product(x: Tensor, dims: Any, *, weight: Tensor) -> Tensor:
+    return torch.sum(x * weight, dims)
+
+
+@linear.form(
+    **{
+        **SUMMED_PRODUCT,
+        "grad_rows": lambda dy, attrs: contraction_by_elements(attrs).grad_rows(dy.squeeze(tuple(attrs["dims"]))),
+        "where": lambda attrs: attrs["keepdim"] is True and sums_the_weight(attrs),
+    },
+    example=(
+        written(lambda x, w: (x * w).sum(-1, keepdim=True), (4, 7, 5), w=(5,)),
+        written(lambda x, w: (x * w).sum((-2, -1), keepdim=True), (4, 7, 2, 5), w=(7, 2, 5)),
+    ),
+)
+def summed_product_kept(x: Tensor, dims: Any, keepdim: bool, *, weight: Tensor) -> Tensor:
+    return torch.sum(x * weight, dims, keepdim)
 
 
 # --- torch.einsum: sums over named indices ----------------------------------------------------------------------------

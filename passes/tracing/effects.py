@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from numbers import Number
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
@@ -206,11 +208,23 @@ class Writes(TorchFunctionMode):
         self.before: dict[str, Before] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
+        for tensor in (*written_by(func, args, kwargs or {}), *running_statistics(func, args, kwargs or {})):
             owner = self.owners.get(address(tensor))
             if owner is not None and address(owner[1]) and owner[0] not in self.before:
                 self.before[owner[0]] = owner[1], owner[1].data, owner[1].detach().clone()
         return func(*args, **(kwargs or {}))
+
+
+def running_statistics(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The averages that a norm of batches or instances writes into. Those of modules are buffers; functions are given
+    frozen parameters, too."""
+    if func not in (F.batch_norm, F.instance_norm):
+        return []
+    call = signature(func).bind(*args, **kwargs)
+    call.apply_defaults()
+    of = call.arguments
+    trains = of["training"] if func is F.batch_norm else of["use_input_stats"]
+    return [of[name] for name in ("running_mean", "running_var") if trains and of[name] is not None]
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,9 +24,10 @@ from .. import results
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..ir import Autocast, copy_nodes
-from ..torch_private import GUARDS, buffers_of, pytree
+from ..torch_private import GUARDS, buffers_of, pytree, submodules_of
 from .effects import python_random, untouched
 from .settings import SYMBOLS, Observer, Walk
+from .substitutes import EverywhereElse
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 ARGUMENT_DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
@@ -117,6 +119,29 @@ def refuse_no_tensors(model: str, does: str, leaves: list[Any]) -> None:
             f"{model} {does} no tensors{others}.\n"
             "The cases are counted in its inputs, and the loss is a function of its outputs: both must be tensors, or "
             "tuples, lists or dictionaries of tensors."
+        )
+
+
+def places_of_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that a model holds, under every name. A model may have another method `parameters`."""
+    return [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+
+
+def refuse_shadowed_names(model: nn.Module) -> None:
+    """Raises UntraceableError for submodules with tensors and with the names of attributes of their class: torch looks
+    for submodules by their names, and finds the attributes."""
+    shadowed = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, inner in submodules_of(module).items()
+        if inner is not None and hasattr(type(module), name) and getattr(module, name) is not inner
+        if next(chain(inner.parameters(), inner.buffers()), None) is not None
+    ]
+    if shadowed:
+        raise UntraceableError(
+            f"{type(model).__name__} has submodules with the names of attributes of their class, such as methods: "
+            f"{', '.join(shadowed)}. So torch does not find their parameters by name.\n"
+            f"Give each another name: self.{shadowed[0].split('.')[-1]}_ = ..."
         )
 
 
@@ -347,6 +372,7 @@ class FlatModel(nn.Module):
     def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, whole: bool = True) -> None:
         super().__init__()
         self.model, self.whole = model, whole
+        self.originals = places_of_parameters(model)  # in a plain list: torch.export puts other tensors into the model
         self.nested = first_with_offsets(leaves)
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -364,7 +390,8 @@ class FlatModel(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
         with untouched(self.model) as assigned, objects_kept({"": (args, kwargs)}):
-            with python_random() as drawn, self.returned.observer.observing():
+            elsewhere = EverywhereElse(self.originals, places_of_parameters(self.model))
+            with python_random() as drawn, self.returned.observer.observing(), elsewhere:
                 result = self.model(*args, **kwargs)
             for owner, name, buffer in held:  # torch.export overlooks assignments to buffers of submodules
                 value = buffers_of(owner)[name]

@@ -32,6 +32,8 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 
 `WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
 
+`EverywhereElse`: the tensors that stand for parameters in a trace do so in modules of plain lists, too.
+
 `recurrent_layers`: recurrent layers and packed sequences are single operations, which know shapes and are never run;
 the pass `unroll` writes them out.
 
@@ -380,6 +382,31 @@ class WholeNumbers(TorchFunctionMode):
         if func == Tensor.numpy and args[0].dim() == 1 and args[0].dtype in (torch.int32, torch.int64):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+class EverywhereElse(TorchFunctionMode):
+    """Inside, tensors stand for parameters also where a model holds these in no module of its own: in plain lists, or
+    in modules of plain lists whose parameters are in an nn.ParameterList. torch swaps those of submodules alone.
+
+    originals: a model's parameters. instead: the tensors that stand for them, in this order.
+    """
+
+    def __init__(self, originals: Iterable[Tensor], instead: Iterable[Tensor]) -> None:
+        super().__init__()
+        pairs = [(original, other) for original, other in zip(originals, instead, strict=True) if original is not other]
+        self.pairs = {id(original): (original, other) for original, other in pairs}  # held, so that ids stay theirs
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*self.swapped(args), **self.swapped(kwargs or {}))
+
+    def swapped(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.pairs.get(id(value), (value, value))[1]
+        if type(value) in (tuple, list):
+            return type(value)(map(self.swapped, value))
+        return {key: self.swapped(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
 # --- bags -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.layers import linear as forms
 from kfac_fx.passes.layers.linear import Contraction, contraction
 from kfac_fx.passes.matrix import Layout, Shape
+from tests.compiler.toy import Toy
 from tests.tables import pairs
 
 
@@ -210,3 +211,23 @@ def test_other_einsums_stay_as_they_are(equation: str, operands: tuple[Any, ...]
     """One without parameters, whose order is torch's to choose, and one of a diagonal."""
     net = kfac_fx.compile(Einsum(equation, operands), (torch.randn(6, 3, 4),), loss="normal")
     assert [len(node.args) for node in net.program.graph.nodes if op_name(node) == "einsum"] == [4]
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_product_that_is_summed_has_the_block_of_the_same_einsum(keepdim: bool) -> None:
+    """As the attention of a graph network: cases are merged with edges, so its scale would have a diagonal block."""
+
+    def by_heads(x: Tensor) -> Tensor:
+        return torch.tanh(x).flatten(0, 1).unflatten(-1, (2, 3))
+
+    def back(y: Tensor) -> Tensor:
+        return y.reshape(-1, 4, 2)
+
+    written = Toy(lambda x, w: back((by_heads(x) * w).sum(-1, keepdim=keepdim)), w=(1, 2, 3))
+    einsum = Toy(lambda x, w: back(torch.einsum("nhi,phi->nh", by_heads(x), w)), w=(1, 2, 3))
+    einsum.load_state_dict(written.state_dict())
+    x = torch.randn(5, 4, 6)
+    first, second = (kfac_fx.compile(model, (x,), loss="normal", strict=True) for model in (written, einsum))
+    assert [str(r) for r in first.registrations] == [str(r) for r in second.registrations] == ["linear(w)"]
+    shapes = [row.factors for net in (first, second) for row in net.report.rows]
+    assert shapes == [{"A": (2, 3, 3), "G": (2, 1, 1)}] * 2

@@ -294,6 +294,33 @@ def test_second_derivatives_are_captured_and_leave_torch_as_it_was() -> None:
     torch.testing.assert_close(net(x), model(x))
 
 
+SYMPLECTIC = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+
+
+class Hamiltonian(nn.Module):
+    """The field of an energy, with its matrix as a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self, attribute: bool) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
+        self.matrix = SYMPLECTIC.clone() if attribute else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return slope @ (SYMPLECTIC if self.matrix is None else self.matrix).t()
+
+
+@pytest.mark.parametrize("attribute", [True, False])
+def test_derivatives_may_meet_tensors_of_no_module(attribute: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Hamiltonian(attribute), torch.randn(5, 2)
+    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
+    assert net.captures.first.whole and len(net.registrations) == 3
+    assert net.record((torch.randn(4, 2),), {}).cases == 4
+    torch.testing.assert_close(net(x), model(x))
+
+
 def test_a_trace_of_derivatives_writes_nothing_and_draws_nothing() -> None:
     """It computes with real tensors."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,3 +246,53 @@ def test_dimensions_of_one_place_do_not_say_how_a_tensor_lies_in_memory() -> Non
     assert layout(x) == layout(x.as_strided((3, 1, 4), (4, 1, 1))) == layout(x.as_strided((3, 1, 4), (4, 99, 1)))
     assert layout(x) != layout(torch.randn(4, 1, 3).transpose(0, 2))
     assert layout(torch.randn(6, 4)[::2]) == (8, 1)  # with gaps
+
+
+class Unlisted(nn.Module):
+    """Layers in a plain list, so that torch does not know them; their parameters are in a list of torch's."""
+
+    def __init__(self, name: str = "held", derivatives: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.derivatives = [nn.Linear(3, 4), nn.Linear(4, 2)], derivatives
+        setattr(self, name, nn.ParameterList([p for block in self.blocks for p in block.parameters()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(self.derivatives)
+        y = self.blocks[1](torch.tanh(self.blocks[0](x)))
+        if not self.derivatives:
+            return y  # type: ignore[no-any-return]
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.cat([y, slope], 1)
+
+
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_parameters_in_modules_of_a_plain_list_have_their_blocks(derivatives: bool) -> None:
+    torch.manual_seed(0)
+    model = Unlisted(derivatives=derivatives)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = kfac_fx.compile(model, (X,), loss="mse", strict=True)
+    assert net.captures.first.whole and not net.report.unused
+    assert {registration.layer for registration in net.registrations} == {"linear"}
+    optimizer = kfac_fx.KFAC(net)
+    before = [parameter.clone() for parameter in model.parameters()]
+    net(X).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_submodule_with_the_name_of_a_method_is_told() -> None:
+    with pytest.raises(UntraceableError, match=r"names of attributes of their class, such as methods: parameters"):
+        kfac_fx.compile(Unlisted("parameters"), (X,), loss="normal")
+
+
+def test_a_submodule_without_tensors_may_have_the_name_of_a_method() -> None:
+    class WithLoss(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.loss = nn.MSELoss()
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self(x), y)
+
+    assert len(kfac_fx.compile(WithLoss(), (X,), loss="mse").registrations) == 1

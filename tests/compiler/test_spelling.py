@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -353,3 +353,30 @@ def test_padding_of_what_is_not_transposed_is_left() -> None:
 def test_sizes_of_an_expansion_may_be_a_keyword() -> None:
     program = before("find_losses", Toy(lambda x: x.unsqueeze(1).expand(size=(4, 2, 5))))
     assert torch.equal(fx.GraphModule(program.root, program.graph)(X), X.unsqueeze(1).expand(4, 2, 5))
+
+
+@pytest.fixture
+def torch_of_another_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch as torch_geometric leaves it: a function is one in Python, which branches on its arguments."""
+    original = torch.index_select
+
+    def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
+        if dim >= input.dim():
+            raise IndexError("Dimension out of range")
+        return original(input, dim, index)
+
+    public.cache_clear()
+    returned.cache_clear()
+    monkeypatch.setattr(torch, "index_select", index_select)
+    yield
+    public.cache_clear()
+    returned.cache_clear()
+
+
+@pytest.mark.usefixtures("torch_of_another_library")
+@pytest.mark.parametrize("examples", [(torch.tensor([0, 2]),), None])
+def test_a_library_may_replace_functions_of_torch(examples: tuple[Tensor, ...] | None) -> None:
+    model = Toy(lambda ids, w, v: torch.index_select(w, 0, ids) @ v, w=(3, 4), v=(4, 2))
+    net = kfac_fx.compile(model, examples, loss="normal", strict=True)
+    net.record((torch.tensor([0, 2]),), {})
+    assert [registration.layer for registration in net.registrations] == ["embedding", "linear"]

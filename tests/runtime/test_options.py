@@ -1,5 +1,6 @@
 """Values of KFAC's options, and errors that say what to write instead. Help and type checkers know the options."""
 
+import warnings
 from fractions import Fraction
 from typing import Any
 
@@ -537,6 +538,24 @@ def test_an_lr_of_adams_size_is_told_at_once(momentum_type: str | None) -> None:
     net = compile(nn.Linear(3, 2), loss="normal")
     with pytest.warns(UserWarning, match=r"^lr=0\.001 is of the size of Adam's, .* between 0\.3 and 1\.$"):
         KFAC(net, lr=1e-3, momentum_type=momentum_type)
+
+
+@pytest.mark.parametrize(("written", "told"), [(3e-4, True), (0.3, False)])
+def test_an_lr_of_adams_size_that_a_trainer_writes_is_told(written: float, told: bool) -> None:
+    """As stable-baselines3 does before every update, whatever lr the optimizer was made with."""
+    net = compile(nn.Linear(3, 2), loss="mse")
+    optimizer, x = KFAC(net), torch.randn(8, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(25):
+            optimizer.param_groups[0]["lr"] = written
+            optimizer.zero_grad()
+            net(x).sub(x[:, :2]).square().mean().backward()
+            optimizer.step()
+    texts = [str(warning.message) for warning in caught]
+    assert [text.startswith("the largest lr of 20 steps is 0.0003, of the size of Adam's") for text in texts] == [
+        True
+    ] * told
 
 
 @pytest.mark.parametrize("options", [{"lr": 0.01}, {"lr": 1e-3, "momentum_type": "regular", "damping": 0.1}])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
@@ -198,3 +199,35 @@ def test_masks_of_padding_are_in_the_graph_of_taps_that_read_them_alone() -> Non
     first = net.captures.first
     assert first is not None and first.program.mask is not None
     assert type(collecting(first.emitted).module) is not type(first.emitted.module)  # type: ignore[attr-defined]
+
+
+class FrozenAverages(nn.Module):
+    """A batch normalization by hand, whose averages are frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.gain, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+        self.mean = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.var = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(self.layer(x), self.mean, self.var, self.gain, self.shift, True)
+
+
+@pytest.mark.parametrize("examples", [(X,), None])
+def test_frozen_averages_of_a_norm_move_once_a_forward(examples: Any) -> None:
+    torch.manual_seed(0)
+    model = FrozenAverages()
+    net = kfac_fx.compile(model, examples, loss="mse", strict=True)
+    assert not model.mean.any()
+    optimizer = kfac_fx.KFAC(net)
+    mean, var = torch.zeros(3), torch.ones(3)
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        F.batch_norm(model.layer(x).detach(), mean, var, training=True)
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close((model.mean.data, model.var.data), (mean, var))
+    assert [registration.layer for registration in net.registrations] == ["linear", "batch_norm"]

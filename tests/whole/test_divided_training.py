@@ -143,3 +143,34 @@ def test_the_model_is_itself_again_after_an_error() -> None:
     assert all(
         isinstance(parameter, nn.Parameter) for module in model.modules() for parameter in module._parameters.values()
     )
+
+
+class Descending(nn.Module):
+    """A step of its own along a network's slope by what another layer makes, in Python that no graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.enter(x)
+        if x.sum() > 1e6:
+            z = -z
+        (slope,) = torch.autograd.grad(self.energy(z).sum(), z, create_graph=True)
+        y: Tensor = self.leave(z + slope)
+        return y
+
+
+def test_checks_of_a_divided_model_take_its_derivatives() -> None:
+    torch.manual_seed(0)
+    model, x = Descending(), torch.randn(6, 3)
+    net = kfac_fx.compile(model, (x,), loss="mse")
+    optimizer, losses = kfac_fx.KFAC(net), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (net(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and not optimizer.skipped
