@@ -99,7 +99,7 @@ SMOOTH = {
     "detach",
 }
 SCATTERS = {"scatter_add", "index_add"}
-SELECTS = {"index", "index_select", "masked_select"}
+LEAVES_OUT = {"index", "index_select", "masked_select"}
 KEEPS_VALUE = "kfac_fx_keeps_value"  # in the meta of a node without a gradient that takes a value away again
 OF_MEMORY = {"device", "pin_memory", "layout"}  # arguments of `arange` that change no number
 KEEP_ORDER = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "ravel", "select"}
@@ -378,7 +378,7 @@ def counts_left_out(way: Way) -> bool:
     by_values = any(
         isinstance(operand, fx.Node) and isinstance(operand.meta.get("val"), Tensor) for operand in operands
     )
-    return not by_values and not any(op_name(node) in SELECTS for node in way.nodes[1:])
+    return not by_values and not any(op_name(node) in LEAVES_OUT for node in way.nodes[1:])
 
 
 # --- what else is in a returned loss ----------------------------------------------------------------------------------

@@ -261,7 +261,6 @@ NO_LAYER: dict[str, Example] = {
     "largest of a bag": lambda: (nn.EmbeddingBag(5, 3, mode="max"), ids()),
     "einsum that sums the weight": written(lambda x, w: torch.einsum("ni,ijo->no", x, w), (4, 5), w=(5, 2, 3)),
     "einsum of a diagonal": written(lambda x, w: torch.einsum("ni,ii->ni", x, w), (4, 5), w=(5, 5)),
-    "einsum with the weight's own rest": written(lambda x, w: torch.einsum("ni,i...->n...", x, w), (4, 5), w=(5, 3)),
     "base of a power": written(lambda x, w: w.exp() ** x, (4, 5), w=(5,)),
     "side of a triangle": written(lambda x, w: torch.hypot(x, w), (4, 5), w=(5,)),
     "rest of a division": written(lambda x, w: x % w, (4, 5), w=(5,)),

@@ -312,7 +312,7 @@ def test_sorted_sequences_need_no_sorting() -> None:
 def test_packed_sequences_among_the_arguments_are_refused_by_name() -> None:
     class Given(Last):
         def forward(self, x: Any) -> Tensor:
-            return self.head(self.inner(x)[1][-1])
+            return self.head(self.inner(x["x"][0])[1][-1])
 
     sequence = pack_padded_sequence(torch.randn(5, 6, 3), LENGTHS, True, False)
     with pytest.raises(UntraceableError, match="Given takes a PackedSequence. The number of its sequences is data"):
