@@ -450,11 +450,13 @@ WHY = (
 
 
 SQUARES = (
-    "the trained loss is a sum of the squares of what forward returns, and no loss is named. So the factors are those "
-    "of the gradients that training sends back, with which residuals train far slower than with those of the squares: "
-    "write kfac_fx.compile(model, ..., loss=lambda outputs: {}). If that is on purpose, write KFAC(..., "
+    "the trained loss is a sum of the squares of {}, and no loss is named. So the factors are those of the gradients "
+    "that training sends back, with which residuals train far slower than with those of the squares: write "
+    "kfac_fx.compile(model, ..., loss=lambda outputs: {}).{} If that is on purpose, write KFAC(..., "
     'estimation_mode="empirical"). This was seen at the first step.'
 )
+WITH_TARGETS = " The curvature does not depend on the targets of {}."
+NOT_TOLD = " The gradient does not tell the loss of {}: add a distribution that is near for it."
 DERIVATIVES_OUTSIDE = (
     "the trained loss has derivatives of the outputs, which torch.autograd.grad(..., create_graph=True) takes outside "
     "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. If "
@@ -1127,35 +1129,108 @@ def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
     return varies and ratio([gradient], [outputs]) is not None
 
 
-def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float) -> list[str]:
-    """The line of the warning about a loss without a name that is a sum of the mean squares of all trained outputs.
+class SquaredOutput(NamedTuple):
+    """An output of a forward without a named loss, as if its loss were a squared error.
 
-    The gradient of a norm, or of its logarithm, is a multiple of the outputs, too: the value tells, or weights that
-    people write.
+    factor: of the mean of its squares over the cases of this forward, if its gradient is a multiple of the output; None
+    if it has targets, or another loss.
     """
-    if not forwards:
-        return []
-    forward, parts = forwards[0], len(forwards)
-    outputs, value = results.tree_unflatten(forward.outputs, forward.spec), forward.value
-    terms, total, nominal = [], 0.0, True
+
+    place: str
+    square: SquaredError
+    factor: float | None
+
+    @property
+    def value(self) -> float:
+        """Its part of the trained loss, as far as it is known."""
+        loss = self.square.loss
+        return (self.factor or 0.0) * float(loss.inputs.double().square().sum()) / loss.all_cases
+
+    @property
+    def is_of_logits(self) -> bool:
+        loss, gradient = self.square.loss, self.square.gradient
+        return any(factor_of_logits(kind, loss.inputs, gradient) for kind in ("categorical", "multi_bernoulli"))
+
+
+def squared_outputs(forward: Watched, loss_scale: float) -> list[SquaredOutput]:
+    """The outputs of a forward that have a gradient; none if `loss=` could not name one of them."""
+    outputs, found = results.tree_unflatten(forward.outputs, forward.spec), []
     for n, gradient in sorted(forward.gradients.items()):
         output = forward.outputs[n]
         place = place_of_leaf(outputs, output)
-        if place is None or output.is_complex() or not are_residuals(output, gradient):
+        if place is None or output.is_complex() or not bool(gradient.isfinite().all()):
             return []
-        factor = ratio([gradient], [output]) or 0.0  # positive, for residuals
-        loss = Normal(output)
-        weight = factor / loss_scale * parts * loss.all_cases / 2
-        if is_loss_scale(weight, forward.scaled):
+        square = SquaredError(Normal(output), 1.0, gradient / loss_scale, eps=eps_of_halves([gradient]))
+        multiple = ratio([square.gradient], [output]) if are_residuals(output, gradient) else None
+        factor = None if multiple is None else multiple * square.loss.all_cases / 2
+        found.append(SquaredOutput(place, square, factor))
+    return found
+
+
+def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float, derived: bool) -> list[str]:
+    """The line of the warning about a loss without a name that is a sum of the mean squares of the trained outputs.
+
+    The gradient of a norm, or of its logarithm, is a multiple of the outputs, too: the value tells, or weights that
+    people write. Outputs with targets need both. Derivatives that the user takes of outputs do not pass these, and the
+    value tells of other terms. All forwards of a step have one `loss=`, so they have to agree.
+
+    derived: as of `check_scale`.
+    """
+    each = [squared_outputs(forward, loss_scale) for forward in forwards]
+    if derived or not each or not all(any(of.factor is not None for of in outputs) for outputs in each):
+        return []
+    parts, by_value = len(forwards), True
+    compared: set[str] = set()
+    unknown: set[str] = set()
+    for roots in dict.fromkeys(frozenset(forward.roots) for forward in forwards):
+        group = [n for n, forward in enumerate(forwards) if forward.roots.keys() == roots]
+        outputs, value = [of for n in group for of in each[n]], forwards[group[0]].value
+        others, known = [of for of in outputs if of.factor is None], sum(of.value for of in outputs)
+        rest = None if value is None else value / loss_scale - known
+        by_value = by_value and rest is not None and not others
+        if not others:
+            if rest is not None and abs(rest) > SCALE_TOLERANCE * known:
+                return []
+        elif rest is None or len(group) > 1 or any(of.is_of_logits for of in others):
             return []
-        number = SquaredError(loss, 1.0, gradient).nominal(weight, parts)
-        total, nominal = total + factor / 2 * float(output.double().square().sum()), nominal and number is not None
+        else:
+            ((n,), squares) = group, [of.square for of in others]
+            are_whole = all(all_trained(square.gradient, square.loss, square.eps) for square in squares)
+            factors = factors_of_squares(squares, rest, parts) if are_whole else None
+            if factors is not None and all(sure for _, sure in factors):
+                told = iter(factor for factor, _ in factors)
+                each[n] = [of._replace(factor=next(told)) if of.factor is None else of for of in outputs]
+                compared |= {of.place for of in others}
+            elif rest <= known:
+                unknown |= {of.place for of in others}
+            else:
+                return []
+    terms = []
+    if any([of.place for of in outputs] != [of.place for of in each[0]] for outputs in each):
+        return []
+    for of_place in zip(*each, strict=True):
+        place, square = of_place[0].place, of_place[0].square
+        if place in unknown:
+            continue
+        counts = [of.square.loss.all_cases for of in of_place]
+        weight = multiple_of_all([of.factor or 0.0 for of in of_place], counts)
+        number = None if weight is None else square.nominal(weight, parts)
+        is_odd = number is None and not by_value
+        if weight is None or is_odd or is_loss_scale(weight, any(forward.scaled for forward in forwards)):
+            return []
         normal, written = f"kfac_fx.losses.Normal({place})", weight if number is None else number
         terms.append(normal if number == 1.0 else f"({written:.4g}, {normal})")
-    is_sum = nominal if value is None or parts > 1 else abs(total - value) <= SCALE_TOLERANCE * total
-    if not terms or not is_sum:
-        return []
-    return [SQUARES.format(terms[0] if len(terms) == 1 else f"[{', '.join(terms)}]")]
+    places = [of.place for of in each[0]]
+    names = "what forward returns"
+    if unknown:
+        names = f"{' and '.join(place for place in places if place not in unknown)} and another loss"
+    rest_of_text = "".join(
+        text.format(" and ".join(place for place in places if place in of))
+        for text, of in ((WITH_TARGETS, compared), (NOT_TOLD, unknown))
+        if of
+    )
+    written = terms[0] if len(terms) == 1 and not unknown else f"[{', '.join(terms)}]"
+    return [SQUARES.format(names, written, rest_of_text)]
 
 
 def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
@@ -1211,7 +1286,7 @@ def check_scale(
         replicas: the processes whose gradients are averaged. All of them call this.
     """
     unnamed = [forward for forward in watched if forward.gradients and not forward.recorder.losses.are_known]
-    for told in squares_without_a_name(unnamed, loss_scale):
+    for told in squares_without_a_name(unnamed, loss_scale, derived):
         warn_user(LossScaleWarning(told))
     used = [forward for forward in watched if forward.gradients and forward.recorder.losses.are_known]
     of_losses = used[:1] if are_compared(used) else used
@@ -1247,7 +1322,7 @@ def check_scale(
     here: list[tuple[int, float | None]] = []
     for of_loss in by_loss:
         cases = sum(factor.cases for factor in of_loss)
-        here.append((cases, factor_of_step(of_loss, cases, reduction, loss_scale)))
+        here.append((cases, factor_of_step(of_loss, reduction, loss_scale)))
     shared = [here] if replicas is None else replicas.told(here)
     wrong: list[tuple[float, Sequence[LossFactor], int]] = []
     for number, of_loss in enumerate(by_loss):
@@ -1257,14 +1332,20 @@ def check_scale(
         if multiple is None or is_right(multiple, of_loss) or may_be_smoothing(multiple, of_loss):
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.scaled for forward in used))
-        undivided = near(multiple, cases) or (len(of_loss) > 1 and near(multiple, len(of_loss)))
+        per_case = multiple, multiple / cases_per_target(of_loss)
+        undivided = near(multiple, cases) or (len(of_loss) > 1 and any(near(of, len(of_loss)) for of in per_case))
         if not divided or undivided:
             wrong.append((multiple, of_loss, cases))
     lines += advised(wrong, reduction)
     with torch.enable_grad():
         lines += untrained(used)
         # The derivatives of a classifier are a penalty, and its curvature is not that of the loss anyway.
-        if derived and not lines and all(isinstance(loss, Normal) for of in used[:1] for *_, loss in of.losses()[1]):
+        if (
+            derived
+            and used
+            and not lines
+            and all(isinstance(loss, Normal) for of in used[:1] for *_, loss in of.losses()[1])
+        ):
             lines.append(DERIVATIVES_OUTSIDE)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
@@ -1296,24 +1377,38 @@ def are_compared(used: Sequence[Watched]) -> bool:
     )
 
 
-def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:
+def factor_of_step(of_loss: Sequence[LossFactor], reduction: str, loss_scale: float) -> float | None:
     """The factor of one loss in all forwards of a step, relative to its mean, or sum, over all cases.
 
-    Where forward computes the loss it may also be a mean of means over different numbers of cases. None if the forwards
+    It may also be a mean of means over different numbers of cases, or of cases with a target. None if the forwards
     differ in another way.
     """
     if not all(factor.sure for factor in of_loss):
         return None
-    scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
+    multiples, counts = [factor.multiple / loss_scale for factor in of_loss], [factor.cases for factor in of_loss]
     if reduction == "sum":
-        scales = [scale / cases for scale in scales]
-    mean = sum(scales) / len(scales)
-    if all(near(scale, mean) for scale in scales):
-        return mean
-    of_means = [factor.multiple / loss_scale * len(of_loss) for factor in of_loss]
-    mean = sum(of_means) / len(of_means)
-    inside = reduction == "mean" and all(factor.spec is None for factor in of_loss)
-    return mean if inside and all(near(multiple, mean) for multiple in of_means) else None
+        scales = [multiple / count for multiple, count in zip(multiples, counts, strict=True)]
+        return agreed(scales)
+    of_means = multiple_of_all(multiples, counts)
+    if of_means is not None:
+        return of_means
+    per_target = agreed(
+        [multiple * of.with_targets * len(of_loss) for multiple, of in zip(multiples, of_loss, strict=True)]
+    )
+    return None if per_target is None else per_target * cases_per_target(of_loss)
+
+
+def multiple_of_all(multiples: Sequence[float], cases: Sequence[int]) -> float | None:
+    """The multiple of the mean over all cases of a step that the multiples of means over the cases of its forwards are;
+    of the mean of these means, if that is the one on which they agree; None if they agree on neither."""
+    of_cases = agreed([multiple * sum(cases) / number for multiple, number in zip(multiples, cases, strict=True)])
+    return agreed([multiple * len(cases) for multiple in multiples]) if of_cases is None else of_cases
+
+
+def agreed(numbers: Sequence[float]) -> float | None:
+    """The mean of numbers that are all near to it; else None."""
+    mean = sum(numbers) / len(numbers)
+    return mean if all(near(number, mean) for number in numbers) else None
 
 
 def of_processes(

@@ -770,7 +770,7 @@ class Forwards:
             value=value,
             in_training=self.estimator.records_in_training,
             recorded=float(sum(batch.cases for batch in self.seen.pending)),
-            derived=self.derived and not self.net.knows_no_loss,
+            derived=self.derived,
             replicas=self.estimator.replicas,
         )
 

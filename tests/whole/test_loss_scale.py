@@ -1199,13 +1199,33 @@ def test_forwards_of_a_step_count_by_their_cases(reduction: str) -> None:
     """A mean over eight cases, two of them in one forward and six in another."""
     loss = losses.Normal(torch.zeros(1))
     of_step = [LossFactor(n / 8, loss, 1.0, n, 1.0, None) for n in (2, 6)]
-    assert factor_of_step(of_step, 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
-    assert factor_of_step([of_step[0], of_step[0]], 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
-    of_means = [replace(factor, multiple=0.25) for factor in of_step]  # half a mean of two means, if forward has them
-    assert factor_of_step(of_means, 8, reduction, 1.0) == (0.5 if reduction == "mean" else None)
+    assert factor_of_step(of_step, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
+    assert factor_of_step([of_step[0], of_step[0]], reduction, 1.0) == (0.5 if reduction == "mean" else 1 / 8)
+    of_means = [replace(factor, multiple=0.25) for factor in of_step]  # half a mean of two means
+    assert factor_of_step(of_means, reduction, 1.0) == (0.5 if reduction == "mean" else None)
     outside = [replace(factor, spec="a collection") for factor in of_means]
-    assert factor_of_step(outside, 8, reduction, 1.0) is None
-    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.5)], 8, reduction, 1.0) is None
+    assert factor_of_step(outside, reduction, 1.0) == (0.5 if reduction == "mean" else None)
+    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.5)], reduction, 1.0) is None
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_micro_batches_of_other_numbers_of_real_tokens_are_told_if_they_are_not_divided(divisor: int) -> None:
+    """Each is a mean over its own tokens, and the three differed, so nothing was told."""
+    torch.manual_seed(0)
+    ids = torch.randint(1, 9, (3, 4, 10))
+    for number, length in enumerate((5, 6, 7)):
+        ids[number, :, length:] = 0
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
+    net = kfac_fx.compile(model, (ids[0],), loss="categorical", padding_mask=lambda ids: ids != 0)
+    opt = kfac_fx.KFAC(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for part in ids:
+            y = torch.where(part == 0, -100, part.roll(1, 0))
+            (F.cross_entropy(net(part).flatten(0, 1), y.flatten(), ignore_index=-100) / divisor).backward()
+        opt.step()
+    text = "is 3 times the mean of the registered Categorical loss over its 72 cases with a target; the step has 3"
+    assert [text in str(warning.message) for warning in caught] == [True] * (divisor == 1)
 
 
 class Inside(nn.Module):
