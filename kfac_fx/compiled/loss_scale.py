@@ -541,6 +541,11 @@ class Watched:
         return any(rows.divisor is not None for rows in self.rows[:1]) and not self.recorder.losses.is_mean
 
     @property
+    def is_one_tensor(self) -> bool:
+        """Whether the model returns one tensor, of which a loss by its name is."""
+        return sum(isinstance(leaf, Tensor) for leaf in self.outputs) == 1
+
+    @property
     def value(self) -> float | None:
         """The value of the loss that was differentiated; None if it was not one number."""
         values = list(self.roots.values())
@@ -925,6 +930,7 @@ class LossFactor:
     alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
+    is_single: bool = True  # as of `Reached`
     eps: float = 0.0  # as of `SquaredError`
 
 
@@ -1005,7 +1011,8 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     if told is not None:
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
-    return known or factor_of_returned(watched, weighted)
+    is_single = len(weighted) == 1 and watched.is_one_tensor
+    return [replace(of, is_single=is_single) for of in known or factor_of_returned(watched, weighted)]
 
 
 def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
@@ -1525,7 +1532,7 @@ def registered_as(multiple: float, factor: LossFactor) -> str:
     """The change that makes the registered loss that many times as large, as a part of a sentence."""
     name, weight = type(factor.loss).__name__, factor.coefficient * multiple
     variance = f", var={factor.loss.var:g}" if isinstance(factor.loss, Normal) else ""
-    if isinstance(factor.spec, LossSpec) and factor.of > 1:
+    if isinstance(factor.spec, LossSpec) and not factor.is_single:
         return f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
     if isinstance(factor.spec, LossSpec):
         made = factor.loss.written or f"kfac_fx.losses.{name}(outputs{variance})"
@@ -1545,7 +1552,8 @@ def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, 
     """The usual cause of a multiple of the mean, or sum, over so many cases; empty if there is none."""
     loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
     mean, is_mean = short_name(factor), near(factor.coefficient * multiple * elements, 1.0)
-    by_name = f"register it as loss={mean!r}" if mean and is_mean else registered_as(multiple, factor)
+    is_named = mean and is_mean and factor.is_single
+    by_name = f"register it as loss={mean!r}" if is_named else registered_as(multiple, factor)
     inside = "divide by them inside of forward, and by the number of cases behind it"
     over = inside if factor.in_sum else f"sum over them, or {by_name}"
     of_elements = f"it is a mean over the {elements:.0f} elements of a case, too: {over}"
@@ -1731,6 +1739,15 @@ class Reached(NamedTuple):
     gradient: Tensor  # of its inputs, in the trained loss; finite
     spec: object  # the origin of the loss
     of_case: float | None  # the factor of one case in the trained loss, if that is the registered one; None: unknown
+    is_single: bool = True  # the only loss, of the only tensor that forward returns
+
+    def write(self, name: str) -> str:
+        """The change that makes the registered loss that of a name, as a part of a sentence."""
+        if self.is_single:
+            return f'write loss="{name}"'
+        of_torch = next((of for of in TORCH_LOSSES if of.short == name), None)
+        kind = DISTRIBUTIONS[name if of_torch is None else of_torch.distribution]
+        return f"write kfac_fx.losses.{kind.__name__}(...) for it in loss="
 
 
 def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Reached]:
@@ -1747,7 +1764,7 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
             cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
-            found.append(Reached(loss, weight, gradient, spec, of_case))
+            found.append(Reached(loss, weight, gradient, spec, of_case, len(weighted) == 1 and watched.is_one_tensor))
     return found
 
 
@@ -1759,20 +1776,29 @@ def without_targets(reached: Reached) -> str | None:
     loss = reached.loss
     if not isinstance(loss, Categorical):
         return None
-    if rest_of_classes(reached.gradient) <= NO_CLASSES and not is_square_of_classes(loss.inputs, reached.gradient):
-        return None
     outputs, name = f"the outputs {list(loss.inputs.shape)}", type(loss).__name__
-    if factor_of_logits("multi_bernoulli", loss.inputs, reached.gradient):
+    rest = rest_of_classes(reached.gradient)
+    has_rest = rest > rounding_of([reached.gradient])
+    if has_rest and factor_of_logits("multi_bernoulli", loss.inputs, reached.gradient):
         return (
             f"the trained loss is a binary cross entropy of each of {outputs}, and the registered {name} loss is a "
-            f'cross entropy over classes: write loss="{name_of_events(reached)}".'
+            f"cross entropy over classes: {reached.write(name_of_events(reached))}."
         )
+    if not has_rest and is_margin(loss.inputs, reached.gradient):
+        return (
+            f"the trained loss fits no targets of the registered {name} loss: the gradients of {outputs} have one size "
+            "for all classes, as those of a margin, such as F.multi_margin_loss, and not for each its probability. "
+            "Train with F.cross_entropy; or leave loss= out, and the factors are those of the gradients that training "
+            "sends back."
+        )
+    if rest <= NO_CLASSES and not (has_rest and is_square_of_classes(loss.inputs, reached.gradient)):
+        return None
     return (
         f"the trained loss fits no targets of the registered {name} loss: {outputs} have gradients that do not sum to "
         "zero over the classes, so the loss takes them for something else than logits of classes. If it is a binary "
-        'cross entropy of each of them, write loss="bce_with_logits". If it compares cases (contrastive losses), '
-        "compute the similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile "
-        'that module, whose outputs are the logits. If it is a squared error, write loss="mse".'
+        f"cross entropy of each of them, {reached.write('bce_with_logits')}. If it compares cases (contrastive "
+        "losses), compute the similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and "
+        f"compile that module, whose outputs are the logits. If it is a squared error, {reached.write('mse')}."
     )
 
 
@@ -1788,7 +1814,7 @@ def cross_entropies(reached: Reached) -> str | None:
             name = kind if kind == "categorical" else name_of_events(reached)
             return (
                 f"the trained loss is a cross entropy, which takes the outputs {list(outputs.shape)} for logits, and "
-                f'the registered Normal loss is a squared error: write loss="{name}".'
+                f"the registered Normal loss is a squared error: {reached.write(name)}."
             )
     return None
 
@@ -1838,8 +1864,8 @@ def no_events(reached: Reached) -> str | None:
     if gradient.shape[-1] > 1 and rest_of_classes(gradient) <= PROPORTIONAL:
         return (
             f"{outputs} sum to zero over the last axis, as those of a cross entropy over classes do, and those of the "
-            'registered MultiBernoulli loss do not: write loss="categorical". If the trained loss is no cross entropy '
-            "either, leave loss= out, and the factors are those of the gradients that training sends back."
+            f"registered MultiBernoulli loss do not: {reached.write('categorical')}. If the trained loss is no cross "
+            "entropy either, leave loss= out, and the factors are those of the gradients that training sends back."
         )
     probabilities = loss.inputs.detach().sigmoid()
     left_out, rows = rows_left_out(loss, reached.weight, gradient)
@@ -1851,8 +1877,8 @@ def no_events(reached: Reached) -> str | None:
     return (
         f"the trained loss fits no targets of the registered MultiBernoulli loss: {outputs} are larger than those of "
         "targets from 0 to 1. So it is another loss, or one with weights, such as pos_weight, or with another factor. "
-        'If it is a squared error, write loss="mse". Else leave loss= out, and the factors are those of the gradients '
-        "that training sends back."
+        f"If it is a squared error, {reached.write('mse')}. Else leave loss= out, and the factors are those of the "
+        "gradients that training sends back."
     )
 
 
@@ -1940,12 +1966,34 @@ def rest_of_classes(gradient: Tensor) -> float:
 
 
 def is_square_of_classes(outputs: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient is that of the squared error of outputs m against one-hot targets e: a multiple of m - e."""
-    if gradient.shape != outputs.shape or rest_of_classes(gradient) <= PROPORTIONAL:  # a cross entropy has no rest
+    """Whether a gradient is that of the squared error of outputs m against one-hot targets e: a multiple of m - e.
+
+    The gradients of a case sum to this multiple of Σ m - 1, whatever its class. With it they tell the class, which is
+    not always that of the least gradient.
+    """
+    if gradient.shape != outputs.shape:
         return False
-    m = outputs.detach()
-    classes = torch.nn.functional.one_hot(gradient.argmin(-1), m.shape[-1])
-    return ratio([gradient], [m - classes.to(m.dtype)]) is not None
+    counted = gradient.any(-1)
+    m, g = outputs.detach()[counted].double(), gradient[counted].double()
+    sums, excess = g.sum(-1), m.sum(-1) - 1
+    multiple = float(sums @ excess) / max(float(excess @ excess), torch.finfo(torch.float64).tiny)
+    if not multiple > 0:
+        return False
+    classes = torch.nn.functional.one_hot((m - g / multiple).argmax(-1), m.shape[-1])
+    return ratio([gradient[counted]], [m - classes]) is not None
+
+
+def is_margin(outputs: Tensor, gradient: Tensor) -> bool:
+    """Whether the gradients of classes but the target are of one size or zero, though their probabilities differ."""
+    others = gradient > 0
+    if gradient.shape != outputs.shape or not others.any() or bool(((gradient < 0).sum(-1) > 1).any()):
+        return False
+    sizes, probabilities = gradient[others].double(), outputs.detach().softmax(-1)[others].double()
+    spread_of_sizes, spread_of_probabilities = (
+        float((of - of.mean()).abs().mean() / of.mean()) for of in (sizes, probabilities)
+    )
+    rounding = rounding_of([gradient])
+    return spread_of_sizes <= rounding and spread_of_probabilities > 10 * rounding
 
 
 def misplaced_classes(reached: Reached) -> str | None:
@@ -1961,10 +2009,11 @@ def misplaced_classes(reached: Reached) -> str | None:
     if isinstance(spec, LossSpec) and spec.of_torch is not None:  # its inputs have axis 1 of the outputs last
         axis, shape, place = axis + 1, list(loss.inputs.movedim(-1, 1).shape), "axis 1"
     by_axis = f"lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))"
-    remedy = '"categorical"' if axis == len(shape) - 1 else by_axis
+    remedy = f"write loss={by_axis}" if reached.is_single else f"move its axis {axis} to the last one in loss="
+    if axis == len(shape) - 1:
+        remedy = reached.write("categorical")
     return (
-        f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: "
-        f"write loss={remedy}."
+        f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: {remedy}."
     )
 
 
