@@ -280,7 +280,8 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
     """(the rows that the trained loss leaves out, the rows that the registered one has) of a Normal or MultiBernoulli
     loss; no rows of another.
 
-    A row is the last axis of the inputs, and a whole case of images. Rows do not count whose gradient is zero though
+    A row is the last axis of the inputs, and a whole case of images; and one number of [cases, positions], if the cases
+    begin late or end early, as those with padding do. Rows do not count whose gradient is zero though
     they are trained: those of certain predictions, and outputs of zero, which targets of zero fit.
 
     coefficient, gradient: as of `weights_of_cases`.
@@ -299,10 +300,20 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
         tells = (p > 1 - CERTAIN) & (p < CERTAIN)
     else:
         tells = inputs != 0
-    shape = (-1, 1) if inputs.dim() < 2 else (len(inputs), -1) if inputs.dim() > 3 else (-1, inputs.shape[-1])
+    is_flat = inputs.dim() < 2 or (inputs.dim() == 2 and are_ragged((gradient != 0) | ~counted | ~tells))
+    shape = (-1, 1) if is_flat else (len(inputs), -1) if inputs.dim() > 3 else (-1, inputs.shape[-1])
     in_rows, trained, telling = (of.reshape(shape).any(-1) for of in (counted, counted & (gradient != 0), tells))
     zero, rows = torch.stack([(in_rows & ~trained & telling).sum(), in_rows.sum()]).tolist()
     return (zero, rows) if bool(trained.any()) else (0, rows)
+
+
+def are_ragged(trained: Tensor) -> bool:
+    """Whether some cases of [cases, positions] are trained at first positions only, or at last ones, and the others at
+    all or none. Of two positions one is always the first."""
+    before, after = trained[:, :-1], trained[:, 1:]
+    is_part = trained.any(-1) & ~trained.all(-1)
+    ordered = bool((before | ~after).all()) or bool((after | ~before).all())
+    return trained.shape[1] > RESIDUALS and bool(is_part.any()) and ordered
 
 
 def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
@@ -315,7 +326,8 @@ def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
     others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
     written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
     remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(IF_MASKED if has_mask else IF_PADDING, written)
-    kind = "positions" if loss.inputs.dim() == 3 else "cases"
+    dims = loss.inputs.dim()
+    kind = "positions" if dims == 3 or (dims == 2 and rows > len(loss.inputs)) else "cases"
     return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
 
 
@@ -398,7 +410,9 @@ class SquaredError:
         micro-batches."""
         cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
         usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
-        of_padding = () if self.padded is None else (self.padded,)
+        real = real_elements(self.loss)
+        of_padding = [] if self.padded is None else [self.padded]
+        of_padding += [] if real is None else [1 / real, 0.5 / real]
         powers = [2.0**exponent for exponent in range(-16, 17)]
         tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
         for part in dict.fromkeys((1, parts)):
@@ -1027,6 +1041,12 @@ def is_padding(loss: LossFunction) -> Tensor | bool:
     return False if loss.real_elements is None else ~loss.real_elements
 
 
+def real_elements(loss: LossFunction) -> float | None:
+    """The number of real elements of a case, on average; None if there is no padding among them."""
+    real = 0 if loss.real_elements is None else int(loss.real_elements.sum())
+    return real / loss.all_cases if 0 < real < loss.inputs.numel() else None
+
+
 def of_padding_too(loss: LossFunction, spec: object) -> float | None:
     """The factor of a mean over all elements, of which some are padding; None if the declared loss is no such mean, or
     there is no padding."""
@@ -1582,6 +1602,15 @@ def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, 
     ]
     if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
         usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
+    if (real := real_elements(loss)) is not None:
+        usual.append(
+            (
+                1 / real,
+                f"it is a mean over the {real * loss.all_cases:.0f} real elements, whose number differs from batch to "
+                "batch: return the mask, too, and name these alone, as "
+                f"kfac_fx.losses.{type(loss).__name__}(...[mask != 0])",
+            )
+        )
     return next((text for number, text in usual if near(multiple, number)), "")
 
 

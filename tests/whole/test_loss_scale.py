@@ -862,6 +862,48 @@ def test_positions_that_a_loss_leaves_out_are_told(name: str, width: int) -> Non
     assert told == left_out(34, 48, "71%", "positions", name)
 
 
+class Numbers(nn.Module):
+    """A number at every position, and classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.classes = nn.Linear(3, 1), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.values(x).squeeze(-1), mask, self.classes(x[:, 0])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["Normal", "MultiBernoulli"])
+def test_padding_of_a_head_of_numbers_next_to_classes_is_told(name: str, masked: bool) -> None:
+    """A case is a row of numbers, of which none is left out as a whole. The mean over real ones was no known factor."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(8, 6, 3), POSITIONS.squeeze(-1)
+    kind = getattr(losses, name)
+    value = F.mse_loss if name == "Normal" else F.binary_cross_entropy_with_logits
+
+    def loss(outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        values, real, classes = outputs
+        return 0.5 * value(values[real], (values[real] > 0.1).float()) + F.cross_entropy(classes, CLASSES)
+
+    def told(of_outputs: Any) -> list[str]:
+        padding = {"padding_mask": lambda x, mask: mask} if masked else {}
+        return in_steps(kfac_fx.compile(Numbers(), (x, mask), loss=of_outputs, **padding), loss, x, mask)
+
+    (text,) = told(lambda outputs: [(0.5, kind(outputs[0])), losses.Categorical(outputs[2])])
+    if masked:
+        assert "is a mean over the 14 real elements, whose number differs from batch to batch: return the mask" in text
+        assert f"as kfac_fx.losses.{name}(...[mask != 0])" in text
+    else:
+        assert "leaves out 34 of 48 positions" in text and "padding_mask=" in text
+    assert told(lambda outputs: [(0.5, kind(outputs[0][outputs[1]])), losses.Categorical(outputs[2])]) == []
+
+
+def test_numbers_that_fit_anywhere_are_no_padding() -> None:
+    net, some = kfac_fx.compile(nn.Linear(3, 4), loss="mse"), torch.arange(32).reshape(8, 4) % 3 < 2
+    assert in_steps(net, lambda z: F.mse_loss(z, torch.where(some, z.detach(), VALUES)), X) == []
+
+
 def test_tokens_that_a_classifier_of_two_classes_leaves_out_are_told() -> None:
     x, y = X.unsqueeze(1) + torch.randn(8, 6, 3), torch.arange(8) % 2
 
