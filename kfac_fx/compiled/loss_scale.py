@@ -309,7 +309,7 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
 
 def are_ragged(trained: Tensor) -> bool:
     """Whether some cases of [cases, positions] are trained at first positions only, or at last ones, and the others at
-    all or none. Of two positions one is always the first."""
+    all or none. Two positions do not tell it: one of them is the first."""
     before, after = trained[:, :-1], trained[:, 1:]
     is_part = trained.any(-1) & ~trained.all(-1)
     ordered = bool((before | ~after).all()) or bool((after | ~before).all())
