@@ -308,12 +308,13 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
 
 
 def are_ragged(trained: Tensor) -> bool:
-    """Whether some cases of [cases, positions] are trained at first positions only, or at last ones, and the others at
-    all or none. Two positions do not tell it: one of them is the first."""
+    """Whether the cases of [cases, positions] are trained at first positions only, or at last ones, of which some cases
+    have more than others. Two positions do not tell it: one of them is the first."""
     before, after = trained[:, :-1], trained[:, 1:]
     is_part = trained.any(-1) & ~trained.all(-1)
     ordered = bool((before | ~after).all()) or bool((after | ~before).all())
-    return trained.shape[1] > RESIDUALS and bool(is_part.any()) and ordered
+    differs = bool((trained != trained[:1]).any())
+    return trained.shape[1] > RESIDUALS and bool(is_part.any()) and differs and ordered
 
 
 def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:

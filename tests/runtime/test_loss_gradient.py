@@ -221,14 +221,14 @@ def test_large_powers_of_two_may_be_a_loss_scale(multiple: float, autocast: bool
 
 def test_the_advice_names_the_usual_cause_and_the_code() -> None:
     collection, spec = told(8.0, spec=RegisteredLosses(())), told(3.0, spec=LossSpec(Categorical, "Categorical"))
-    assert "it is their sum: divide it" in advice(8.0, [collection], "mean")
-    assert "the step has 2 forwards" in advice(2.0, [collection, collection], "mean")
-    assert advice(3.0, [collection], "mean").endswith("register it on a LayerCollection with coeff=3.")
-    assert advice(3.0, [told(8.0)], "mean").endswith("let forward multiply its loss by 3.")
-    several = advice(3.0, [replace(spec, of=2)], "mean")
+    assert "it is their sum: divide it" in advice(8.0, [collection], 8, "mean")
+    assert "the step has 2 forwards" in advice(2.0, [collection, collection], 8, "mean")
+    assert advice(3.0, [collection], 8, "mean").endswith("register it on a LayerCollection with coeff=3.")
+    assert advice(3.0, [told(8.0)], 8, "mean").endswith("let forward multiply its loss by 3.")
+    several = advice(3.0, [replace(spec, of=2, is_single=False)], 8, "mean")
     assert "Categorical loss of [8, 3] over its" in several
     assert several.endswith("give it the coefficient of (3, kfac_fx.losses.Categorical(...)) in loss=.")
-    assert advice(3.0, [spec], "mean").endswith("loss=lambda outputs: (3, kfac_fx.losses.Categorical(outputs)).")
+    assert advice(3.0, [spec], 8, "mean").endswith("loss=lambda outputs: (3, kfac_fx.losses.Categorical(outputs)).")
 
 
 def test_classes_are_on_the_axis_that_the_gradient_sums_to_zero_over() -> None:
