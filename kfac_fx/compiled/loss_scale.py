@@ -280,7 +280,8 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
     """(the rows that the trained loss leaves out, the rows that the registered one has) of a Normal or MultiBernoulli
     loss; no rows of another.
 
-    A row is the last axis of the inputs, and a whole case of images. Rows do not count whose gradient is zero though
+    A row is the last axis of the inputs, and a whole case of images; and one number of [cases, positions], if the cases
+    begin late or end early, as those with padding do. Rows do not count whose gradient is zero though
     they are trained: those of certain predictions, and outputs of zero, which targets of zero fit.
 
     coefficient, gradient: as of `weights_of_cases`.
@@ -299,10 +300,21 @@ def rows_left_out(loss: LossFunction, coefficient: Any, gradient: Tensor) -> tup
         tells = (p > 1 - CERTAIN) & (p < CERTAIN)
     else:
         tells = inputs != 0
-    shape = (-1, 1) if inputs.dim() < 2 else (len(inputs), -1) if inputs.dim() > 3 else (-1, inputs.shape[-1])
+    is_flat = inputs.dim() < 2 or (inputs.dim() == 2 and are_ragged((gradient != 0) | ~counted | ~tells))
+    shape = (-1, 1) if is_flat else (len(inputs), -1) if inputs.dim() > 3 else (-1, inputs.shape[-1])
     in_rows, trained, telling = (of.reshape(shape).any(-1) for of in (counted, counted & (gradient != 0), tells))
     zero, rows = torch.stack([(in_rows & ~trained & telling).sum(), in_rows.sum()]).tolist()
     return (zero, rows) if bool(trained.any()) else (0, rows)
+
+
+def are_ragged(trained: Tensor) -> bool:
+    """Whether the cases of [cases, positions] are trained at first positions only, or at last ones, of which some cases
+    have more than others. Two positions do not tell it: one of them is the first."""
+    before, after = trained[:, :-1], trained[:, 1:]
+    is_part = trained.any(-1) & ~trained.all(-1)
+    ordered = bool((before | ~after).all()) or bool((after | ~before).all())
+    differs = bool((trained != trained[:1]).any())
+    return trained.shape[1] > RESIDUALS and bool(is_part.any()) and differs and ordered
 
 
 def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
@@ -315,7 +327,8 @@ def lines_of_rows(reached: Reached, has_mask: bool) -> list[str]:
     others = f"kfac_fx.losses.{type(loss).__name__}(outputs[mask])"
     written = others if of_torch is None else expression_of(of_torch).format("outputs[mask]")
     remedy = HOW_TO_LEAVE_OUT_ELEMENTS.format(IF_MASKED if has_mask else IF_PADDING, written)
-    kind = "positions" if loss.inputs.dim() == 3 else "cases"
+    dims = loss.inputs.dim()
+    kind = "positions" if dims == 3 or (dims == 2 and rows > len(loss.inputs)) else "cases"
     return [LEFT_OUT.format(left_out, rows, f"{left_out / rows:.0%}", remedy, kind=kind)]
 
 
@@ -398,7 +411,9 @@ class SquaredError:
         micro-batches."""
         cases, elements = self.loss.all_cases, self.loss.inputs.numel() / self.loss.all_cases
         usual = (1.0, 1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
-        of_padding = () if self.padded is None else (self.padded,)
+        real = real_elements(self.loss)
+        of_padding = [] if self.padded is None else [self.padded]
+        of_padding += [] if real is None else [1 / real, 0.5 / real]
         powers = [2.0**exponent for exponent in range(-16, 17)]
         tens = [mantissa * 10.0**decade for decade in DECADES for mantissa in MANTISSAS]
         for part in dict.fromkeys((1, parts)):
@@ -450,11 +465,13 @@ WHY = (
 
 
 SQUARES = (
-    "the trained loss is a sum of the squares of what forward returns, and no loss is named. So the factors are those "
-    "of the gradients that training sends back, with which residuals train far slower than with those of the squares: "
-    "write kfac_fx.compile(model, ..., loss=lambda outputs: {}). If that is on purpose, write KFAC(..., "
+    "the trained loss is a sum of the squares of {}, and no loss is named. So the factors are those of the gradients "
+    "that training sends back, with which residuals train far slower than with those of the squares: write "
+    "kfac_fx.compile(model, ..., loss=lambda outputs: {}).{} If that is on purpose, write KFAC(..., "
     'estimation_mode="empirical"). This was seen at the first step.'
 )
+WITH_TARGETS = " The curvature does not depend on the targets of {}."
+NOT_TOLD = " The gradient does not tell the loss of {}: add a distribution that is near for it."
 DERIVATIVES_OUTSIDE = (
     "the trained loss has derivatives of the outputs, which torch.autograd.grad(..., create_graph=True) takes outside "
     "of forward, and the registered loss is of the outputs alone: factors and checks do not have these derivatives. If "
@@ -537,6 +554,11 @@ class Watched:
     def is_given(self) -> bool:
         """Whether forward divides its loss by a number that does not grow with the batch."""
         return any(rows.divisor is not None for rows in self.rows[:1]) and not self.recorder.losses.is_mean
+
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether the model returns one tensor, of which a loss by its name is."""
+        return sum(isinstance(leaf, Tensor) for leaf in self.outputs) == 1
 
     @property
     def value(self) -> float | None:
@@ -923,6 +945,7 @@ class LossFactor:
     alike: int = 1  # how many of them have its class and its shape
     unevenness: float = math.inf  # how far the gradient of a uniform distribution is from this one, in its roundings
     in_sum: bool = False  # forward computes the loss, a sum over cases
+    is_single: bool = True  # as of `Reached`
     eps: float = 0.0  # as of `SquaredError`
 
 
@@ -1003,7 +1026,8 @@ def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: f
     if told is not None:
         pairs = zip(told, (unknown for _, unknown in squares), strict=True)
         known += [replace(of, multiple=of.multiple * factor, sure=sure) for (factor, sure), of in pairs]
-    return known or factor_of_returned(watched, weighted)
+    is_single = len(weighted) == 1 and watched.is_one_tensor
+    return [replace(of, is_single=is_single) for of in known or factor_of_returned(watched, weighted)]
 
 
 def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
@@ -1016,6 +1040,12 @@ def all_trained(gradient: Tensor, loss: LossFunction, eps: float) -> bool:
 def is_padding(loss: LossFunction) -> Tensor | bool:
     """[inputs...], the elements that are padding; False: none of them."""
     return False if loss.real_elements is None else ~loss.real_elements
+
+
+def real_elements(loss: LossFunction) -> float | None:
+    """The number of real elements of a case, on average; None if there is no padding among them."""
+    real = 0 if loss.real_elements is None else int(loss.real_elements.sum())
+    return real / loss.all_cases if 0 < real < loss.inputs.numel() else None
 
 
 def of_padding_too(loss: LossFunction, spec: object) -> float | None:
@@ -1127,35 +1157,108 @@ def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
     return varies and ratio([gradient], [outputs]) is not None
 
 
-def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float) -> list[str]:
-    """The line of the warning about a loss without a name that is a sum of the mean squares of all trained outputs.
+class SquaredOutput(NamedTuple):
+    """An output of a forward without a named loss, as if its loss were a squared error.
 
-    The gradient of a norm, or of its logarithm, is a multiple of the outputs, too: the value tells, or weights that
-    people write.
+    factor: of the mean of its squares over the cases of this forward, if its gradient is a multiple of the output; None
+    if it has targets, or another loss.
     """
-    if not forwards:
-        return []
-    forward, parts = forwards[0], len(forwards)
-    outputs, value = results.tree_unflatten(forward.outputs, forward.spec), forward.value
-    terms, total, nominal = [], 0.0, True
+
+    place: str
+    square: SquaredError
+    factor: float | None
+
+    @property
+    def value(self) -> float:
+        """Its part of the trained loss, as far as it is known."""
+        loss = self.square.loss
+        return (self.factor or 0.0) * float(loss.inputs.double().square().sum()) / loss.all_cases
+
+    @property
+    def is_of_logits(self) -> bool:
+        loss, gradient = self.square.loss, self.square.gradient
+        return any(factor_of_logits(kind, loss.inputs, gradient) for kind in ("categorical", "multi_bernoulli"))
+
+
+def squared_outputs(forward: Watched, loss_scale: float) -> list[SquaredOutput]:
+    """The outputs of a forward that have a gradient; none if `loss=` could not name one of them."""
+    outputs, found = results.tree_unflatten(forward.outputs, forward.spec), []
     for n, gradient in sorted(forward.gradients.items()):
         output = forward.outputs[n]
         place = place_of_leaf(outputs, output)
-        if place is None or output.is_complex() or not are_residuals(output, gradient):
+        if place is None or output.is_complex() or not bool(gradient.isfinite().all()):
             return []
-        factor = ratio([gradient], [output]) or 0.0  # positive, for residuals
-        loss = Normal(output)
-        weight = factor / loss_scale * parts * loss.all_cases / 2
-        if is_loss_scale(weight, forward.scaled):
+        square = SquaredError(Normal(output), 1.0, gradient / loss_scale, eps=eps_of_halves([gradient]))
+        multiple = ratio([square.gradient], [output]) if are_residuals(output, gradient) else None
+        factor = None if multiple is None else multiple * square.loss.all_cases / 2
+        found.append(SquaredOutput(place, square, factor))
+    return found
+
+
+def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float, derived: bool) -> list[str]:
+    """The line of the warning about a loss without a name that is a sum of the mean squares of the trained outputs.
+
+    The gradient of a norm, or of its logarithm, is a multiple of the outputs, too: the value tells, or weights that
+    people write. Outputs with targets need both. Derivatives that the user takes of outputs do not pass these, and the
+    value tells of other terms. All forwards of a step have one `loss=`, so they have to agree.
+
+    derived: as of `check_scale`.
+    """
+    each = [squared_outputs(forward, loss_scale) for forward in forwards]
+    if derived or not each or not all(any(of.factor is not None for of in outputs) for outputs in each):
+        return []
+    parts, by_value = len(forwards), True
+    compared: set[str] = set()
+    unknown: set[str] = set()
+    for roots in dict.fromkeys(frozenset(forward.roots) for forward in forwards):
+        group = [n for n, forward in enumerate(forwards) if forward.roots.keys() == roots]
+        outputs, value = [of for n in group for of in each[n]], forwards[group[0]].value
+        others, known = [of for of in outputs if of.factor is None], sum(of.value for of in outputs)
+        rest = None if value is None else value / loss_scale - known
+        by_value = by_value and rest is not None and not others
+        if not others:
+            if rest is not None and abs(rest) > SCALE_TOLERANCE * known:
+                return []
+        elif rest is None or len(group) > 1 or any(of.is_of_logits for of in others):
             return []
-        number = SquaredError(loss, 1.0, gradient).nominal(weight, parts)
-        total, nominal = total + factor / 2 * float(output.double().square().sum()), nominal and number is not None
+        else:
+            ((n,), squares) = group, [of.square for of in others]
+            are_whole = all(all_trained(square.gradient, square.loss, square.eps) for square in squares)
+            factors = factors_of_squares(squares, rest, parts) if are_whole else None
+            if factors is not None and all(sure for _, sure in factors):
+                told = iter(factor for factor, _ in factors)
+                each[n] = [of._replace(factor=next(told)) if of.factor is None else of for of in outputs]
+                compared |= {of.place for of in others}
+            elif rest <= known:
+                unknown |= {of.place for of in others}
+            else:
+                return []
+    terms = []
+    if any([of.place for of in outputs] != [of.place for of in each[0]] for outputs in each):
+        return []
+    for of_place in zip(*each, strict=True):
+        place, square = of_place[0].place, of_place[0].square
+        if place in unknown:
+            continue
+        counts = [of.square.loss.all_cases for of in of_place]
+        weight = multiple_of_all([of.factor or 0.0 for of in of_place], counts)
+        number = None if weight is None else square.nominal(weight, parts)
+        is_odd = number is None and not by_value
+        if weight is None or is_odd or is_loss_scale(weight, any(forward.scaled for forward in forwards)):
+            return []
         normal, written = f"kfac_fx.losses.Normal({place})", weight if number is None else number
         terms.append(normal if number == 1.0 else f"({written:.4g}, {normal})")
-    is_sum = nominal if value is None or parts > 1 else abs(total - value) <= SCALE_TOLERANCE * total
-    if not terms or not is_sum:
-        return []
-    return [SQUARES.format(terms[0] if len(terms) == 1 else f"[{', '.join(terms)}]")]
+    places = [of.place for of in each[0]]
+    names = "what forward returns"
+    if unknown:
+        names = f"{' and '.join(place for place in places if place not in unknown)} and another loss"
+    rest_of_text = "".join(
+        text.format(" and ".join(place for place in places if place in of))
+        for text, of in ((WITH_TARGETS, compared), (NOT_TOLD, unknown))
+        if of
+    )
+    written = terms[0] if len(terms) == 1 and not unknown else f"[{', '.join(terms)}]"
+    return [SQUARES.format(names, written, rest_of_text)]
 
 
 def unevenness(loss: LossFunction, of_sum: Tensor) -> float:
@@ -1211,7 +1314,7 @@ def check_scale(
         replicas: the processes whose gradients are averaged. All of them call this.
     """
     unnamed = [forward for forward in watched if forward.gradients and not forward.recorder.losses.are_known]
-    for told in squares_without_a_name(unnamed, loss_scale):
+    for told in squares_without_a_name(unnamed, loss_scale, derived):
         warn_user(LossScaleWarning(told))
     used = [forward for forward in watched if forward.gradients and forward.recorder.losses.are_known]
     of_losses = used[:1] if are_compared(used) else used
@@ -1247,7 +1350,7 @@ def check_scale(
     here: list[tuple[int, float | None]] = []
     for of_loss in by_loss:
         cases = sum(factor.cases for factor in of_loss)
-        here.append((cases, factor_of_step(of_loss, cases, reduction, loss_scale)))
+        here.append((cases, factor_of_step(of_loss, reduction, loss_scale)))
     shared = [here] if replicas is None else replicas.told(here)
     wrong: list[tuple[float, Sequence[LossFactor], int]] = []
     for number, of_loss in enumerate(by_loss):
@@ -1257,14 +1360,20 @@ def check_scale(
         if multiple is None or is_right(multiple, of_loss) or may_be_smoothing(multiple, of_loss):
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.scaled for forward in used))
-        undivided = near(multiple, cases) or (len(of_loss) > 1 and near(multiple, len(of_loss)))
+        per_case = multiple, multiple / cases_per_target(of_loss)
+        undivided = near(multiple, cases) or (len(of_loss) > 1 and any(near(of, len(of_loss)) for of in per_case))
         if not divided or undivided:
             wrong.append((multiple, of_loss, cases))
     lines += advised(wrong, reduction)
     with torch.enable_grad():
         lines += untrained(used)
         # The derivatives of a classifier are a penalty, and its curvature is not that of the loss anyway.
-        if derived and not lines and all(isinstance(loss, Normal) for of in used[:1] for *_, loss in of.losses()[1]):
+        if (
+            derived
+            and used
+            and not lines
+            and all(isinstance(loss, Normal) for of in used[:1] for *_, loss in of.losses()[1])
+        ):
             lines.append(DERIVATIVES_OUTSIDE)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
@@ -1296,24 +1405,38 @@ def are_compared(used: Sequence[Watched]) -> bool:
     )
 
 
-def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:
+def factor_of_step(of_loss: Sequence[LossFactor], reduction: str, loss_scale: float) -> float | None:
     """The factor of one loss in all forwards of a step, relative to its mean, or sum, over all cases.
 
-    Where forward computes the loss it may also be a mean of means over different numbers of cases. None if the forwards
+    It may also be a mean of means over different numbers of cases, or of cases with a target. None if the forwards
     differ in another way.
     """
     if not all(factor.sure for factor in of_loss):
         return None
-    scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
+    multiples, counts = [factor.multiple / loss_scale for factor in of_loss], [factor.cases for factor in of_loss]
     if reduction == "sum":
-        scales = [scale / cases for scale in scales]
-    mean = sum(scales) / len(scales)
-    if all(near(scale, mean) for scale in scales):
-        return mean
-    of_means = [factor.multiple / loss_scale * len(of_loss) for factor in of_loss]
-    mean = sum(of_means) / len(of_means)
-    inside = reduction == "mean" and all(factor.spec is None for factor in of_loss)
-    return mean if inside and all(near(multiple, mean) for multiple in of_means) else None
+        scales = [multiple / count for multiple, count in zip(multiples, counts, strict=True)]
+        return agreed(scales)
+    of_means = multiple_of_all(multiples, counts)
+    if of_means is not None:
+        return of_means
+    per_target = agreed(
+        [multiple * of.with_targets * len(of_loss) for multiple, of in zip(multiples, of_loss, strict=True)]
+    )
+    return None if per_target is None else per_target * cases_per_target(of_loss)
+
+
+def multiple_of_all(multiples: Sequence[float], cases: Sequence[int]) -> float | None:
+    """The multiple of the mean over all cases of a step that the multiples of means over the cases of its forwards are;
+    of the mean of these means, if that is the one on which they agree; None if they agree on neither."""
+    of_cases = agreed([multiple * sum(cases) / number for multiple, number in zip(multiples, cases, strict=True)])
+    return agreed([multiple * len(cases) for multiple in multiples]) if of_cases is None else of_cases
+
+
+def agreed(numbers: Sequence[float]) -> float | None:
+    """The mean of numbers that are all near to it; else None."""
+    mean = sum(numbers) / len(numbers)
+    return mean if all(near(number, mean) for number in numbers) else None
 
 
 def of_processes(
@@ -1430,7 +1553,7 @@ def registered_as(multiple: float, factor: LossFactor) -> str:
     """The change that makes the registered loss that many times as large, as a part of a sentence."""
     name, weight = type(factor.loss).__name__, factor.coefficient * multiple
     variance = f", var={factor.loss.var:g}" if isinstance(factor.loss, Normal) else ""
-    if isinstance(factor.spec, LossSpec) and factor.of > 1:
+    if isinstance(factor.spec, LossSpec) and not factor.is_single:
         return f"give it the coefficient of ({weight:.4g}, kfac_fx.losses.{name}(...)) in loss="
     if isinstance(factor.spec, LossSpec):
         made = factor.loss.written or f"kfac_fx.losses.{name}(outputs{variance})"
@@ -1450,7 +1573,8 @@ def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, 
     """The usual cause of a multiple of the mean, or sum, over so many cases; empty if there is none."""
     loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
     mean, is_mean = short_name(factor), near(factor.coefficient * multiple * elements, 1.0)
-    by_name = f"register it as loss={mean!r}" if mean and is_mean else registered_as(multiple, factor)
+    is_named = mean and is_mean and factor.is_single
+    by_name = f"register it as loss={mean!r}" if is_named else registered_as(multiple, factor)
     inside = "divide by them inside of forward, and by the number of cases behind it"
     over = inside if factor.in_sum else f"sum over them, or {by_name}"
     of_elements = f"it is a mean over the {elements:.0f} elements of a case, too: {over}"
@@ -1479,6 +1603,15 @@ def usual_cause(multiple: float, factor: LossFactor, cases: int, forwards: int, 
     ]
     if reduction == "mean" and (padded := of_padding_too(loss, factor.spec)) is not None:
         usual.append((padded, "it is a mean over padding, too: take it over the real elements, as losses[mask].mean()"))
+    if (real := real_elements(loss)) is not None:
+        usual.append(
+            (
+                1 / real,
+                f"it is a mean over the {real * loss.all_cases:.0f} real elements, whose number differs from batch to "
+                "batch: return the mask, too, and name these alone, as "
+                f"kfac_fx.losses.{type(loss).__name__}(...[mask != 0])",
+            )
+        )
     return next((text for number, text in usual if near(multiple, number)), "")
 
 
@@ -1636,6 +1769,15 @@ class Reached(NamedTuple):
     gradient: Tensor  # of its inputs, in the trained loss; finite
     spec: object  # the origin of the loss
     of_case: float | None  # the factor of one case in the trained loss, if that is the registered one; None: unknown
+    is_single: bool = True  # the only loss, of the only tensor that forward returns
+
+    def write(self, name: str) -> str:
+        """The change that makes the registered loss that of a name, as a part of a sentence."""
+        if self.is_single:
+            return f'write loss="{name}"'
+        of_torch = next((of for of in TORCH_LOSSES if of.short == name), None)
+        kind = DISTRIBUTIONS[name if of_torch is None else of_torch.distribution]
+        return f"write kfac_fx.losses.{kind.__name__}(...) for it in loss="
 
 
 def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Reached]:
@@ -1652,7 +1794,7 @@ def gradients_of(watched: Watched, reduction: str, loss_scale: float) -> list[Re
             cases = int(loss.cases) / watched.part if reduction == "mean" else 1.0
             is_known = spec is not None and not isinstance(weight, Tensor) and loss.weights is None and cases
             of_case = float(weight) * loss_scale / cases if is_known else None
-            found.append(Reached(loss, weight, gradient, spec, of_case))
+            found.append(Reached(loss, weight, gradient, spec, of_case, len(weighted) == 1 and watched.is_one_tensor))
     return found
 
 
@@ -1664,20 +1806,29 @@ def without_targets(reached: Reached) -> str | None:
     loss = reached.loss
     if not isinstance(loss, Categorical):
         return None
-    if rest_of_classes(reached.gradient) <= NO_CLASSES and not is_square_of_classes(loss.inputs, reached.gradient):
-        return None
     outputs, name = f"the outputs {list(loss.inputs.shape)}", type(loss).__name__
-    if factor_of_logits("multi_bernoulli", loss.inputs, reached.gradient):
+    rest = rest_of_classes(reached.gradient)
+    has_rest = rest > rounding_of([reached.gradient])
+    if has_rest and factor_of_logits("multi_bernoulli", loss.inputs, reached.gradient):
         return (
             f"the trained loss is a binary cross entropy of each of {outputs}, and the registered {name} loss is a "
-            f'cross entropy over classes: write loss="{name_of_events(reached)}".'
+            f"cross entropy over classes: {reached.write(name_of_events(reached))}."
         )
+    if not has_rest and is_margin(loss.inputs, reached.gradient):
+        return (
+            f"the trained loss fits no targets of the registered {name} loss: the gradients of {outputs} have one size "
+            "for all classes, as those of a margin, such as F.multi_margin_loss, and not for each its probability. "
+            "Train with F.cross_entropy; or leave loss= out, and the factors are those of the gradients that training "
+            "sends back."
+        )
+    if rest <= NO_CLASSES and not (has_rest and is_square_of_classes(loss.inputs, reached.gradient)):
+        return None
     return (
         f"the trained loss fits no targets of the registered {name} loss: {outputs} have gradients that do not sum to "
         "zero over the classes, so the loss takes them for something else than logits of classes. If it is a binary "
-        'cross entropy of each of them, write loss="bce_with_logits". If it compares cases (contrastive losses), '
-        "compute the similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile "
-        'that module, whose outputs are the logits. If it is a squared error, write loss="mse".'
+        f"cross entropy of each of them, {reached.write('bce_with_logits')}. If it compares cases (contrastive "
+        "losses), compute the similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and "
+        f"compile that module, whose outputs are the logits. If it is a squared error, {reached.write('mse')}."
     )
 
 
@@ -1693,7 +1844,7 @@ def cross_entropies(reached: Reached) -> str | None:
             name = kind if kind == "categorical" else name_of_events(reached)
             return (
                 f"the trained loss is a cross entropy, which takes the outputs {list(outputs.shape)} for logits, and "
-                f'the registered Normal loss is a squared error: write loss="{name}".'
+                f"the registered Normal loss is a squared error: {reached.write(name)}."
             )
     return None
 
@@ -1743,8 +1894,8 @@ def no_events(reached: Reached) -> str | None:
     if gradient.shape[-1] > 1 and rest_of_classes(gradient) <= PROPORTIONAL:
         return (
             f"{outputs} sum to zero over the last axis, as those of a cross entropy over classes do, and those of the "
-            'registered MultiBernoulli loss do not: write loss="categorical". If the trained loss is no cross entropy '
-            "either, leave loss= out, and the factors are those of the gradients that training sends back."
+            f"registered MultiBernoulli loss do not: {reached.write('categorical')}. If the trained loss is no cross "
+            "entropy either, leave loss= out, and the factors are those of the gradients that training sends back."
         )
     probabilities = loss.inputs.detach().sigmoid()
     left_out, rows = rows_left_out(loss, reached.weight, gradient)
@@ -1756,8 +1907,8 @@ def no_events(reached: Reached) -> str | None:
     return (
         f"the trained loss fits no targets of the registered MultiBernoulli loss: {outputs} are larger than those of "
         "targets from 0 to 1. So it is another loss, or one with weights, such as pos_weight, or with another factor. "
-        'If it is a squared error, write loss="mse". Else leave loss= out, and the factors are those of the gradients '
-        "that training sends back."
+        f"If it is a squared error, {reached.write('mse')}. Else leave loss= out, and the factors are those of the "
+        "gradients that training sends back."
     )
 
 
@@ -1845,12 +1996,34 @@ def rest_of_classes(gradient: Tensor) -> float:
 
 
 def is_square_of_classes(outputs: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient is that of the squared error of outputs m against one-hot targets e: a multiple of m - e."""
-    if gradient.shape != outputs.shape or rest_of_classes(gradient) <= PROPORTIONAL:  # a cross entropy has no rest
+    """Whether a gradient is that of the squared error of outputs m against one-hot targets e: a multiple of m - e.
+
+    The gradients of a case sum to this multiple of Σ m - 1, whatever its class. With it they tell the class, which is
+    not always that of the least gradient.
+    """
+    if gradient.shape != outputs.shape:
         return False
-    m = outputs.detach()
-    classes = torch.nn.functional.one_hot(gradient.argmin(-1), m.shape[-1])
-    return ratio([gradient], [m - classes.to(m.dtype)]) is not None
+    counted = gradient.any(-1)
+    m, g = outputs.detach()[counted].double(), gradient[counted].double()
+    sums, excess = g.sum(-1), m.sum(-1) - 1
+    multiple = float(sums @ excess) / max(float(excess @ excess), torch.finfo(torch.float64).tiny)
+    if not multiple > 0:
+        return False
+    classes = torch.nn.functional.one_hot((m - g / multiple).argmax(-1), m.shape[-1])
+    return ratio([gradient[counted]], [m - classes]) is not None
+
+
+def is_margin(outputs: Tensor, gradient: Tensor) -> bool:
+    """Whether the gradients of classes but the target are of one size or zero, though their probabilities differ."""
+    others = gradient > 0
+    if gradient.shape != outputs.shape or not others.any() or bool(((gradient < 0).sum(-1) > 1).any()):
+        return False
+    sizes, probabilities = gradient[others].double(), outputs.detach().softmax(-1)[others].double()
+    spread_of_sizes, spread_of_probabilities = (
+        float((of - of.mean()).abs().mean() / of.mean()) for of in (sizes, probabilities)
+    )
+    rounding = rounding_of([gradient])
+    return spread_of_sizes <= rounding and spread_of_probabilities > 10 * rounding
 
 
 def misplaced_classes(reached: Reached) -> str | None:
@@ -1866,10 +2039,11 @@ def misplaced_classes(reached: Reached) -> str | None:
     if isinstance(spec, LossSpec) and spec.of_torch is not None:  # its inputs have axis 1 of the outputs last
         axis, shape, place = axis + 1, list(loss.inputs.movedim(-1, 1).shape), "axis 1"
     by_axis = f"lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))"
-    remedy = '"categorical"' if axis == len(shape) - 1 else by_axis
+    remedy = f"write loss={by_axis}" if reached.is_single else f"move its axis {axis} to the last one in loss="
+    if axis == len(shape) - 1:
+        remedy = reached.write("categorical")
     return (
-        f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: "
-        f"write loss={remedy}."
+        f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: {remedy}."
     )
 
 

@@ -206,10 +206,12 @@ class Watch:
             StalledWarning(
                 f"{happened}: the loss of a step's batch rises along the step, or the predictions move too far in it. "
                 "Usual causes are gradients that are not those of the registered loss, such as those of another batch "
-                "or other weights than the forward had, outputs that differ in a second forward pass, and an lr that "
-                "is too large. Compare the gradients of net(x) and of the loss that you train, leave out what changes "
-                "weights between forward and step, or write a smaller lr; print(net.report) names what the checks "
-                "could not see. If the loss goes on falling, the steps have become short enough, and nothing is wrong."
+                "or other weights than the forward had, a registered loss that is another multiple of the trained one, "
+                "such as a sum over elements whose mean is trained, outputs that differ in a second forward pass, and "
+                "an lr that is too large. Compare the gradients of net(x) and of the loss that you train, give the "
+                "losses of loss= the weights that they have in training, leave out what changes weights between "
+                "forward and step, or write a smaller lr; print(net.report) names what the checks could not see. If "
+                "the loss goes on falling, the steps have become short enough, and nothing is wrong."
             )
         )
 

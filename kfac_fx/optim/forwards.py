@@ -59,6 +59,7 @@ from kfac_fx.passes.tracing.effects import RandomState, closure_undone
 from kfac_fx.passes.tracing.signature import autocast
 from kfac_fx.recording.captures import drop_gathered
 from kfac_fx.recording.equivalence import differ, sampled_elements
+from kfac_fx.recording.output_losses import OTHER_FACTOR
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.recording.statistics import Key, Moments, PendingMoments
 
@@ -770,7 +771,7 @@ class Forwards:
             value=value,
             in_training=self.estimator.records_in_training,
             recorded=float(sum(batch.cases for batch in self.seen.pending)),
-            derived=self.derived and not self.net.knows_no_loss,
+            derived=self.derived,
             replicas=self.estimator.replicas,
         )
 
@@ -779,7 +780,8 @@ class Forwards:
         # In a part of a batch, experts may have no rows. `check_loss` has warned of an inverted mask.
         if self.schedule.options.fraction == 1.0 and not self.has_inverted_mask:
             whole, named = not self.net.program.submodules, not self.net.knows_no_loss
-            check_coverage(self.estimator, gradients, whole, named)
+            told = any(OTHER_FACTOR in misfit for of in self.net.captures.all for misfit in of.misfits)
+            check_coverage(self.estimator, gradients, whole, named, has_other_factor=told)
 
     def note_unrecorded(self) -> None:
         """Count a step with statistics due and no forward before it; warns at the first."""

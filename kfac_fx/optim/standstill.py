@@ -39,7 +39,11 @@ LISTED_PARAMETERS = 8  # parameters that a warning names
 
 
 def check_coverage(
-    estimator: FisherEstimator, gradients: Mapping[str, Tensor], whole: bool, named: bool = True
+    estimator: FisherEstimator,
+    gradients: Mapping[str, Tensor],
+    whole: bool,
+    named: bool = True,
+    has_other_factor: bool = False,
 ) -> None:
     """Warn of parameters of Fisher blocks that have a gradient and no curvature.
 
@@ -55,6 +59,8 @@ def check_coverage(
         gradients: by parameter.
         whole: whether one graph is the whole model. A registered loss then depends on all parameters of blocks.
         named: whether a loss is registered. Else the factors are of the gradients that the outputs are sent.
+        has_other_factor: whether a warning has told that samples of a distribution are not those of its B, as if they
+            were certain.
     """
     curved: dict[str, Tensor] = {}
     for block in (block for block in estimator.blocks.values() if block.group.here):
@@ -76,6 +82,8 @@ def check_coverage(
         }
         heads = [name for name in wrong if name in behind]
         wrong, certain = heads or wrong, not heads and (whole or len(wrong) == len(names))
+        if certain and named and has_other_factor:
+            return
         more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
         cause, remedy = (
             (

@@ -65,7 +65,7 @@ MAKERS: Mapping[type[LossFunction], tuple[str, ...]] = {
     Categorical: SOFTMAXES,
 }
 TRAINED = {MultiBernoulli: "F.binary_cross_entropy_with_logits", Categorical: "F.cross_entropy"}
-LOGITS = "torch.logit(outputs)"
+LOGITS = "torch.logit(outputs, 1e-6)"  # an event that is certain has infinite logits
 ONE = 1e-5  # how far sums of probabilities may be from 1
 
 
@@ -155,6 +155,7 @@ DRAWS, NUMBERS = 64, 2**24  # of samples for one comparison, and of numbers in a
 CERTAIN = 10.0  # standard errors of a difference
 FACTOR = 2.0  # between the squares of sampled gradients and those of B, above which they are told
 TRANSPOSED = 1e-2  # relative; right products agree to the rounding of their dtype
+OTHER_FACTOR = "is not that of its samples"
 
 
 def misfits_of_own(losses: Sequence[LossFunction]) -> list[str]:
@@ -257,8 +258,8 @@ def other_factor(loss: LossFunction) -> list[str]:
         return []
     name, times = type(loss).__name__, f"{one / other:.2g} times" if other else "no multiple of"
     return [
-        f"the B of {name} is not that of its samples: the squares of the gradients of sampled targets are {times} "
-        "those of B Bᵀ, on average over cases and samples, and should be the same. The modes with samples and those "
+        f"the B of {name} {OTHER_FACTOR}: the squares of the gradients of sampled targets are {times} those of B Bᵀ, "
+        "on average over cases and samples, and should be the same. The modes with samples and those "
         f"with B have other Fishers. Look at the factors in {name}._negative_log_likelihood, {name}._sample and "
         f"{name}.multiply_fisher_factor. Nothing is wrong if B is meant to be another matrix"
     ]

@@ -199,11 +199,11 @@ def told(multiple: float, cases: int = 8, with_targets: float = 1.0, spec: objec
 
 
 def test_micro_batches_have_one_factor_or_none() -> None:
-    assert factor_of_step([told(3.0)], 8, "mean", 1.0) == 3.0
-    assert factor_of_step([told(3.0)], 8, "mean", 2.0) == 1.5
-    assert factor_of_step([told(8.0)], 8, "sum", 1.0) == 1.0
-    assert factor_of_step([told(0.5), told(0.5)], 16, "mean", 1.0) == 1.0
-    assert factor_of_step([told(0.5), told(0.7)], 16, "mean", 1.0) is None
+    assert factor_of_step([told(3.0)], "mean", 1.0) == 3.0
+    assert factor_of_step([told(3.0)], "mean", 2.0) == 1.5
+    assert factor_of_step([told(8.0)], "sum", 1.0) == 1.0
+    assert factor_of_step([told(0.5), told(0.5)], "mean", 1.0) == 1.0
+    assert factor_of_step([told(0.5), told(0.7)], "mean", 1.0) is None
 
 
 def test_a_factor_is_right_with_or_without_the_cases_that_have_no_target() -> None:
@@ -225,7 +225,7 @@ def test_the_advice_names_the_usual_cause_and_the_code() -> None:
     assert "the step has 2 forwards" in advice(2.0, [collection, collection], 8, "mean")
     assert advice(3.0, [collection], 8, "mean").endswith("register it on a LayerCollection with coeff=3.")
     assert advice(3.0, [told(8.0)], 8, "mean").endswith("let forward multiply its loss by 3.")
-    several = advice(3.0, [replace(spec, of=2)], 8, "mean")
+    several = advice(3.0, [replace(spec, of=2, is_single=False)], 8, "mean")
     assert "Categorical loss of [8, 3] over its" in several
     assert several.endswith("give it the coefficient of (3, kfac_fx.losses.Categorical(...)) in loss=.")
     assert advice(3.0, [spec], 8, "mean").endswith("loss=lambda outputs: (3, kfac_fx.losses.Categorical(outputs)).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -152,6 +153,23 @@ def test_a_factor_that_is_not_that_of_the_samples_has_a_warning() -> None:
         UserWarning, match=r"the B of Tripled is not that of its samples: .* are 0\.1\d* times those of B B"
     ):
         compiled(Tripled)
+
+
+def test_samples_that_are_the_mean_are_told_once() -> None:
+    """They have no gradients, so the parameters had no curvature, and a warning said that the model is certain."""
+
+    class Sure(Poisson):
+        def _sample(self, generator: torch.Generator | None) -> Tensor:
+            return self.inputs.detach().exp()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = compiled(Sure)
+        opt = kfac_fx.KFAC(net)
+        F.poisson_nll_loss(net(torch.randn(30, 4)), torch.ones(30, 2)).backward()
+        opt.step()
+    (text,) = [str(of.message) for of in caught]
+    assert "the B of Sure is not that of its samples" in text
 
 
 @pytest.mark.parametrize("seed", range(5))

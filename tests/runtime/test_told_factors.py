@@ -275,7 +275,24 @@ TRAINED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     ),
     "an odd weight": (lambda a, b: 0.123 * a.square().sum() / 20, "(0.123, Normal(outputs[0]))"),
     "torch's": (lambda a, b: F.mse_loss(b, torch.zeros_like(b)), "Normal(outputs[1])"),
-    "targets": (lambda a, b: a.square().mean() + (b - 0.3).square().mean(), ""),
+    "targets": (
+        lambda a, b: a.square().mean() + 100 * (b - 0.3).square().mean(),
+        "[Normal(outputs[0]), (100, Normal(outputs[1]))]). The curvature does not depend on the targets of outputs[1",
+    ),
+    "a loss that the gradient does not tell": (
+        lambda a, b: 10 * a.square().mean() + 0.1 * (b - 0.3).abs().mean(),
+        "[(10, Normal(outputs[0]))]). The gradient does not tell the loss of outputs[1]: add a distribution that is "
+        "near for it.",
+    ),
+    "a small penalty next to another loss": (lambda a, b: 0.1 * a.square().mean() + (b - 0.3).abs().mean(), ""),
+    "a penalty next to a cross entropy": (
+        lambda a, b: 10 * a.square().mean() + F.binary_cross_entropy_with_logits(b, (ENDS > 0.5).float()),
+        "",
+    ),
+    "targets and a penalty on parameters": (
+        lambda a, b: a.square().mean() + 0.123 * (b - 0.3).square().mean() + 0.0377,
+        "[Normal(outputs[0])]). The gradient does not tell the loss of outputs[1]",
+    ),
     "a norm": (lambda a, b: a.norm(), ""),
     "a logarithm": (lambda a, b: a.square().mean().log(), ""),
     "a root": (lambda a, b: a.square().mean().sqrt(), ""),
@@ -295,7 +312,38 @@ def test_squares_of_residuals_without_a_loss_are_told(case: str) -> None:
     lines = told(net, lambda: loss(*net(INSIDE, ENDS)))
     assert len(lines) == bool(expected)
     if expected:
-        assert f"loss=lambda outputs: {expected.replace('Normal', 'kfac_fx.losses.Normal')})." in lines[0]
+        assert f"loss=lambda outputs: {expected.replace('Normal', 'kfac_fx.losses.Normal')}" in lines[0]
+
+
+OTHERS: dict[str, Callable[[CompiledModule, Tensor], Tensor]] = {
+    "other weights": lambda net, x: net(x).square().mean() + 10 * net(ENDS).square().mean(),
+    "targets": lambda net, x: net(x).square().mean() + (net(ENDS) - ENDS).square().mean(),
+    "a penalty": lambda net, x: net(x).square().mean() + net(ENDS).square().mean() + 0.1 * net.model[0].weight.norm(),
+    "derivatives": lambda net, x: slope_of(net, x).square().mean() + 10 * net(ENDS).square().mean(),
+    "derivatives and targets": lambda net, x: (
+        slope_of(net, x).square().mean() + 10 * net(ENDS).square().mean() + 100 * (net(x) - x).square().mean()
+    ),
+}
+
+
+def slope_of(net: CompiledModule, x: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return slope
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_forwards_of_which_each_has_another_loss_are_no_sum_of_squares(name: str) -> None:
+    """One of them told for all: write (20, Normal(outputs))."""
+    torch.manual_seed(0)
+    net, x = kfac_fx.compile(Residuals().u, (INSIDE,)), INSIDE.clone().requires_grad_()
+    assert told(net, lambda: OTHERS[name](net, x)) == []
+
+
+def test_forwards_of_one_sum_of_squares_are_told() -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals().u, (INSIDE,))
+    (line,) = told(net, lambda: (net(INSIDE).square().mean() + net(ENDS).square().mean()) / 2)
+    assert "loss=lambda outputs: kfac_fx.losses.Normal(outputs))." in line
 
 
 def test_squares_of_residuals_are_told_once_for_all_parts_and_not_where_the_mode_is_named() -> None:

@@ -608,15 +608,10 @@ def contrast(other: Tensor) -> Loss:
     return loss  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    "loss", [contrast(torch.randn(8, 4)), lambda z: F.mse_loss(z, VALUES), lambda z: F.multi_margin_loss(z, CLASSES)]
-)
+@pytest.mark.parametrize("loss", [contrast(torch.randn(8, 4)), lambda z: F.mse_loss(z, VALUES)])
 @pytest.mark.parametrize("mode", ["gradients", "empirical"])
 def test_a_gradient_that_fits_no_targets_is_told(loss: Any, mode: str) -> None:
     net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical")
-    if "margin" in str(getattr(loss, "__code__", loss).co_names):
-        assert in_steps(net, loss, X, estimation_mode=mode) == []  # every class pulls on the true one: it sums to zero
-        return
     (text,) = in_steps(net, loss, X, estimation_mode=mode)
     assert text.startswith(
         "the trained loss fits no targets of the registered Categorical loss: the outputs [8, 4] have gradients that "
@@ -624,6 +619,73 @@ def test_a_gradient_that_fits_no_targets_is_told(loss: Any, mode: str) -> None:
     )
     assert "return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile that module" in text
     assert 'write loss="mse"' in text
+
+
+def test_a_margin_that_is_registered_as_a_cross_entropy_is_told() -> None:
+    """Every class pulls on the true one, so the gradients of a case sum to zero, as those of a cross entropy do."""
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical")
+    (text,) = in_steps(net, lambda z: F.multi_margin_loss(z, CLASSES), X)
+    assert "have one size for all classes, as those of a margin" in text and "leave loss= out" in text
+    assert in_steps(net, lambda z: F.cross_entropy(z, CLASSES, label_smoothing=0.3), X) == []
+
+
+ONE_HOT = F.one_hot(CLASSES % 2, 2).float()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(F.binary_cross_entropy_with_logits, "bce_with_logits"), (F.mse_loss, "mse")],
+)
+def test_another_loss_of_one_hot_targets_is_told_whatever_its_sums_over_two_classes(loss: Any, name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[1], model.bias[1] = -model.weight[0], (1.1 if name == "mse" else 0.1) - model.bias[0]
+    (text,) = in_steps(kfac_fx.compile(model, loss="categorical"), lambda z: loss(z, ONE_HOT), X)
+    assert f'write loss="{name}"' in text
+
+
+def test_the_target_of_a_squared_error_need_not_have_the_least_gradient() -> None:
+    """An output of less than that of the target minus one had the least one, and the warning was missing."""
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([-2.0, 0.0, 1.0, 2.05]))
+        model.weight.mul_(0.1)
+    net = kfac_fx.compile(model, loss="categorical")
+    (text,) = in_steps(net, lambda z: F.mse_loss(z, F.one_hot(CLASSES, 4).float()), X)
+    assert 'write loss="mse"' in text
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize(
+    ("trained", "text"),
+    [
+        (F.mse_loss, "or give it the coefficient of (0.25, kfac_fx.losses.Normal(...)) in loss="),
+        (
+            lambda z, t: F.binary_cross_entropy_with_logits(z, (t > 0).float()),
+            "write kfac_fx.losses.MultiBernoulli(...) for it in loss=",
+        ),
+    ],
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_a_loss_of_one_of_several_outputs_has_no_short_name(trained: Any, text: str, several: bool) -> None:
+    def of_outputs(outputs: tuple[Tensor, Tensor]) -> Any:
+        first = losses.Normal(outputs[0])
+        return [first, losses.Categorical(outputs[1])] if several else first
+
+    def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return trained(outputs[0], VALUES) + (F.cross_entropy(outputs[1], CLASSES) if several else 0.0)
+
+    (told,) = in_steps(kfac_fx.compile(Two(), (X,), loss=of_outputs), loss, X)
+    assert text in told and 'loss="' not in told and "loss='" not in told
 
 
 IGNORED = torch.where(torch.arange(8) < 3, -100, CLASSES)
@@ -798,6 +860,48 @@ def test_positions_that_a_loss_leaves_out_are_told(name: str, width: int) -> Non
 
     (told,) = in_steps(kfac_fx.compile(nn.Linear(3, width), loss=name), trained, X.unsqueeze(1) + torch.ones(8, 6, 3))
     assert told == left_out(34, 48, "71%", "positions", name)
+
+
+class Numbers(nn.Module):
+    """A number at every position, and classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.classes = nn.Linear(3, 1), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.values(x).squeeze(-1), mask, self.classes(x[:, 0])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["Normal", "MultiBernoulli"])
+def test_padding_of_a_head_of_numbers_next_to_classes_is_told(name: str, masked: bool) -> None:
+    """A case is a row of numbers, of which none is left out as a whole. The mean over real ones was no known factor."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(8, 6, 3), POSITIONS.squeeze(-1)
+    kind = getattr(losses, name)
+    value = F.mse_loss if name == "Normal" else F.binary_cross_entropy_with_logits
+
+    def loss(outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        values, real, classes = outputs
+        return 0.5 * value(values[real], (values[real] > 0.1).float()) + F.cross_entropy(classes, CLASSES)
+
+    def told(of_outputs: Any) -> list[str]:
+        padding = {"padding_mask": lambda x, mask: mask} if masked else {}
+        return in_steps(kfac_fx.compile(Numbers(), (x, mask), loss=of_outputs, **padding), loss, x, mask)
+
+    (text,) = told(lambda outputs: [(0.5, kind(outputs[0])), losses.Categorical(outputs[2])])
+    if masked:
+        assert "is a mean over the 14 real elements, whose number differs from batch to batch: return the mask" in text
+        assert f"as kfac_fx.losses.{name}(...[mask != 0])" in text
+    else:
+        assert "leaves out 34 of 48 positions" in text and "padding_mask=" in text
+    assert told(lambda outputs: [(0.5, kind(outputs[0][outputs[1]])), losses.Categorical(outputs[2])]) == []
+
+
+def test_numbers_that_fit_anywhere_are_no_padding() -> None:
+    net, some = kfac_fx.compile(nn.Linear(3, 4), loss="mse"), torch.arange(32).reshape(8, 4) % 3 < 2
+    assert in_steps(net, lambda z: F.mse_loss(z, torch.where(some, z.detach(), VALUES)), X) == []
 
 
 def test_tokens_that_a_classifier_of_two_classes_leaves_out_are_told() -> None:
@@ -1199,13 +1303,33 @@ def test_forwards_of_a_step_count_by_their_cases(reduction: str) -> None:
     """A mean over eight cases, two of them in one forward and six in another."""
     loss = losses.Normal(torch.zeros(1))
     of_step = [LossFactor(n / 8, loss, 1.0, n, 1.0, None) for n in (2, 6)]
-    assert factor_of_step(of_step, 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
-    assert factor_of_step([of_step[0], of_step[0]], 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
-    of_means = [replace(factor, multiple=0.25) for factor in of_step]  # half a mean of two means, if forward has them
-    assert factor_of_step(of_means, 8, reduction, 1.0) == (0.5 if reduction == "mean" else None)
+    assert factor_of_step(of_step, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
+    assert factor_of_step([of_step[0], of_step[0]], reduction, 1.0) == (0.5 if reduction == "mean" else 1 / 8)
+    of_means = [replace(factor, multiple=0.25) for factor in of_step]  # half a mean of two means
+    assert factor_of_step(of_means, reduction, 1.0) == (0.5 if reduction == "mean" else None)
     outside = [replace(factor, spec="a collection") for factor in of_means]
-    assert factor_of_step(outside, 8, reduction, 1.0) is None
-    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.5)], 8, reduction, 1.0) is None
+    assert factor_of_step(outside, reduction, 1.0) == (0.5 if reduction == "mean" else None)
+    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.5)], reduction, 1.0) is None
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_micro_batches_of_other_numbers_of_real_tokens_are_told_if_they_are_not_divided(divisor: int) -> None:
+    """Each is a mean over its own tokens, and the three differed, so nothing was told."""
+    torch.manual_seed(0)
+    ids = torch.randint(1, 9, (3, 4, 10))
+    for number, length in enumerate((5, 6, 7)):
+        ids[number, :, length:] = 0
+    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
+    net = kfac_fx.compile(model, (ids[0],), loss="categorical", padding_mask=lambda ids: ids != 0)
+    opt = kfac_fx.KFAC(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for part in ids:
+            y = torch.where(part == 0, -100, part.roll(1, 0))
+            (F.cross_entropy(net(part).flatten(0, 1), y.flatten(), ignore_index=-100) / divisor).backward()
+        opt.step()
+    text = "is 3 times the mean of the registered Categorical loss over its 72 cases with a target; the step has 3"
+    assert [text in str(warning.message) for warning in caught] == [True] * (divisor == 1)
 
 
 class Inside(nn.Module):

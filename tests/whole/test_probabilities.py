@@ -37,15 +37,16 @@ def texts_of(model: nn.Module, loss: Any, *args: Tensor, trained: Callable[[Any]
 
 
 OTHER = "F.cross_entropy. Or return F.log_softmax, and train with F.nll_loss"
+BY_LOGITS = "MultiBernoulli(torch.logit(outputs, 1e-6))"
 TOLD: dict[str, tuple[nn.Module, Any, str, str]] = {
-    "a sigmoid": (nn.Sigmoid(), "multi_bernoulli", "MultiBernoulli", "MultiBernoulli(torch.logit(outputs))"),
+    "a sigmoid": (nn.Sigmoid(), "multi_bernoulli", "MultiBernoulli", BY_LOGITS),
     "its mean": (
         nn.Sigmoid(), "bce_with_logits", "MultiBernoulli",
-        "(len(torch.logit(outputs)) / torch.logit(outputs).numel(), "
-        "kfac_fx.losses.MultiBernoulli(torch.logit(outputs)))",
+        "(len(torch.logit(outputs, 1e-6)) / torch.logit(outputs, 1e-6).numel(), "
+        "kfac_fx.losses.MultiBernoulli(torch.logit(outputs, 1e-6)))",
     ),
-    "a hard one": (nn.Hardsigmoid(), losses.MultiBernoulli, "MultiBernoulli", "MultiBernoulli(torch.logit(outputs))"),
-    "a softmax of bits": (nn.Softmax(-1), "multi_bernoulli", "MultiBernoulli", "MultiBernoulli(torch.logit(outputs))"),
+    "a hard one": (nn.Hardsigmoid(), losses.MultiBernoulli, "MultiBernoulli", BY_LOGITS),
+    "a softmax of bits": (nn.Softmax(-1), "multi_bernoulli", "MultiBernoulli", BY_LOGITS),
     "a softmax": (nn.Softmax(-1), "categorical", "Categorical", OTHER),
     "a function": (nn.Softmax(-1), lambda o: losses.Categorical(o), "Categorical", OTHER),
     "torch's loss": (nn.Softmax(1), "cross_entropy", "Categorical", OTHER),
@@ -120,7 +121,7 @@ def test_what_is_right_is_not_told(model: nn.Module, loss: Any, trained: Callabl
 def test_the_loss_that_the_warning_names_has_the_fisher_of_the_logits() -> None:
     diagonals = []
     for model, loss in (
-        (body(nn.Sigmoid()), lambda outputs: losses.MultiBernoulli(torch.logit(outputs))),
+        (body(nn.Sigmoid()), lambda outputs: losses.MultiBernoulli(torch.logit(outputs, 1e-6))),
         (body(), "multi_bernoulli"),
     ):
         estimator = FisherEstimator(kfac_fx.compile(model.double(), (X.double(),), loss=loss), estimation_mode="exact")
