@@ -19,7 +19,7 @@ from kfac_fx.compiled.report import fold
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import BASIS_VALUES
 from kfac_fx.fisher.placement import BlockOwners
-from kfac_fx.linalg.arguments import one_element, positive
+from kfac_fx.linalg.arguments import explains_calls, one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
 from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
 from kfac_fx.optim.checkpoint import OUTDATED, check_state, is_left, parameters_of, publish, restore, with_empty_groups
@@ -37,7 +37,7 @@ from kfac_fx.optim.forwards import (
     refuse_other_losses,
 )
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, refuse_options_of_all, rule_state, split_group
-from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.options import GROUPS, KFACOptions
 from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
@@ -87,6 +87,7 @@ class KFAC(Optimizer, Joinable):
         AlreadyAttachedError: for a second optimizer on one net.
     """
 
+    @explains_calls(meant={"lr": f"If it is parameters, {GROUPS}."})
     def __init__(
         self,
         net: CompiledModule,
