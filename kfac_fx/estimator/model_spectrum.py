@@ -18,7 +18,7 @@ from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches
+from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches, telling_how_read
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
@@ -174,8 +174,10 @@ class ModelSpectrum(Spectrum):
         correction = Correction(self, case, mode, measurement, generator)
         total, not_finite = len(batches) if isinstance(batches, Sized) else 0, NotFinite()
         shown = tracked(((1, item) for item in batches), total, "corrected eigenvalues")
-        for number, batch in enumerate(shown, 1):
-            not_finite.add(number, correction.add(batch))
+        for number, item in enumerate(shown, 1):
+            batch = batch_for(self.net.model, item, f"batch {number} of `batches`")
+            with telling_how_read(batches, batch, number):
+                not_finite.add(number, correction.add(batch))
         not_finite.tell(refuse=self.replicas is None or self.replicas.number == 1)
         return correction.result()
 
