@@ -558,13 +558,14 @@ class CaptureCache:
         self.looks = self.looks if waiting == self.waiting else LOOKS
         self.waiting = waiting
 
-    def look_for_gradients(self) -> None:
+    def look_for_gradients(self) -> list[str]:
         """Look for another path again if a parameter that waits has its first gradient. It may also be trained outside
-        of forward, and then no path has it."""
+        of forward, and then no path has it. Returns these parameters."""
         new = self.waiting - self.reached
         if found := [name for name in new if self.trained.registered[name].grad is not None]:
             self.reached.update(found)
             self.looks = LOOKS
+        return found
 
     def looks_for_path(self) -> bool:
         """Count a training forward. Returns whether to look for its capture, though it may record nothing."""
