@@ -188,12 +188,18 @@ class ModelSpectrum(Spectrum):
     def part(self, names: Iterable[str]) -> ModelSpectrum:
         """The spectrum of the blocks of some parameters, which records these only.
 
+        Args:
+            names: of parameters, of modules with parameters, or patterns with `*`, as those of `damping`.
+
         Raises RegistrationError if there is no name, or one that is in no block, or that shares a block or a parameter
         with one that is not named.
         """
-        wanted = frozenset(refuse_other_variables(names, self.net, "names"))
-        if not wanted:
+        given = refuse_other_variables(names, self.net, "names")
+        if not given:
             raise RegistrationError(f"names is empty: name parameters of the spectrum, {', '.join(self.shapes)}")
+        owners = [name for registration in self.registrations for name in registration.owners]
+        fitting = {pattern: [name for name in owners if matches(name, pattern)] for pattern in given}
+        wanted = frozenset(name for pattern, found in fitting.items() for name in found or [pattern])
         check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])

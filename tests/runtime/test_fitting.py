@@ -75,14 +75,6 @@ def test_a_loader_instead_of_its_batch_says_what_to_write() -> None:
         spectrum.self_scores(loader)
 
 
-@pytest.mark.parametrize("name", ["0", "0.*"])
-def test_a_part_by_the_name_of_a_module_says_the_names_of_its_parameters(name: str) -> None:
-    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 2)), (torch.ones(2, 3),), loss="normal")
-    spectrum = fit_spectrum(net, [torch.ones(2, 3)], damping=0.1)
-    with pytest.raises(RegistrationError, match=r"Write the names of parameters: '0\.weight', '0\.bias'"):
-        spectrum.part([name])
-
-
 @pytest.mark.parametrize(("mode", "case"), [("gradients", "sequence"), ("exact", None), ("empirical", "position")])
 def test_one_part_and_four_give_equal_bits(mode: str, case: str | None) -> None:
     net, batches = net_and_data()
@@ -363,6 +355,17 @@ def test_examples_are_no_batches() -> None:
         spectrum.part([])
     with pytest.raises(RegistrationError, match=r"names is 'weight'; it takes names of parameters, as in names=\['fc"):
         spectrum.part("weight")
+
+
+def test_a_part_is_named_by_patterns_as_a_damping_is() -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), loss="categorical")
+    spectrum = fit_spectrum(net, [torch.randn(6, 3)], mode="exact", damping=0.1)
+    for names in (["2.*"], ["2"], ["2.weight", "2.b*"]):
+        assert [*spectrum.part(names).shapes] == ["2.weight", "2.bias"]
+    with pytest.raises(RegistrationError, match=r"2\.weight +shares a block with 2\.bias: name both, or none"):
+        spectrum.part(["*.weight"])
+    with pytest.raises(RegistrationError, match=r"3\.\* +is registered nowhere"):
+        spectrum.part(["3.*"])
 
 
 def test_a_tuple_of_two_batches_is_two_batches() -> None:
