@@ -199,7 +199,7 @@ class ModelSpectrum(Spectrum):
             raise RegistrationError(f"names is empty: name parameters of the spectrum, {', '.join(self.shapes)}")
         owners = [name for registration in self.registrations for name in registration.owners]
         fitting = {pattern: [name for name in owners if matches(name, pattern)] for pattern in given}
-        wanted = frozenset(name for pattern, found in fitting.items() for name in found or [pattern])
+        wanted = frozenset(name for pattern, names_found in fitting.items() for name in names_found or [pattern])
         check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])
