@@ -111,7 +111,7 @@ from kfac_fx.recording.equivalence import (
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.recording.model_checks import (
     averages_gradients,
-    derivatives_noted,
+    call_noted,
     refuse_compiled,
     refuse_inference_mode,
     refuse_unfit,
@@ -552,6 +552,10 @@ class CompiledModule(nn.Module):
         With other tensors instead of the parameters, as in `torch.func.functional_call(net, tensors, x)`, and inside of
         transformations such as `torch.func.vmap`, it is the model's own forward, and nothing is recorded.
         """
+        with call_noted(self.model, args, kwargs):
+            return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         captures = self.captures
         if self._listener is not None and self.model.training:
             self._listener.on_call()
@@ -575,8 +579,7 @@ class CompiledModule(nn.Module):
                     outputs, watched = results.of_values(outputs)
                     self._listener.on_outputs(args, kwargs, watched)
                 return outputs
-        with derivatives_noted():
-            return self._plain(*args, **kwargs)
+        return self._plain(*args, **kwargs)
 
     @torch.compiler.disable(reason=OUTSIDE)  # type: ignore[untyped-decorator]
     def call_in_place(self, *args: Any, **kwargs: Any) -> Any:

@@ -285,7 +285,7 @@ MANY_SIZES = 3  # of inputs, from which on it is said that each makes a capture
 SIZES = (
     "inputs of {} sizes were captured, and every capture is a pause of the training: forward has derivatives or other "
     "parts that are captured for one size, so each size that a recording or a check meets first is captured anew. Keep "
-    "the sizes equal, as with equally many points at every step"
+    "the sizes equal, such as the lengths of sequences or the number of points, as by padding to a few lengths"
 )
 REPEATED = (
     "a recording in training runs forward a second time, because the graph leaves out that it {}; gradients that reach "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.data import (
 from kfac_fx.estimator.files import digest
 from kfac_fx.linalg.arguments import explains_calls
 from kfac_fx.passes.errors import warn_user
-from kfac_fx.recording.model_checks import misfit_of_call, required_arguments, with_targets
+from kfac_fx.recording.model_checks import misfit_of_call, names_of_arguments, required_arguments, with_targets
 
 A_BATCH = "the batch"
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -77,8 +78,10 @@ def batch_for(model: nn.Module, batch: Any, name: str = A_BATCH) -> Batch:
         return read
     names, targets, item = required_arguments(model), [] if read.targets is None else ["targets=y"], "batch"
     if isinstance(batch, Mapping):
-        others = [f"batch[{key!r}]" for key in read.kwargs if key not in names]
+        optional = [of for of in names_of_arguments(model) if of in read.kwargs and of not in names]
+        others = [f"batch[{key!r}]" for key in read.kwargs if key not in names and key not in optional]
         parts = [f"batch[{of!r}]" if of in read.kwargs else others.pop(0) if others else of for of in names]
+        parts += [f"{of}=batch[{of!r}]" for of in optional]
         targets = [f"targets={others[0]}"] if len(others) == 1 else targets
     else:
         item, parts = f"({', '.join(names)}), {'y' * bool(targets)}".rstrip(), names
@@ -101,9 +104,9 @@ def of_one_batch(method: MethodT) -> MethodT:
 
 def refuse_no_batches(function: str, batches: Any) -> None:
     """Raises TypeError for what is no series of batches, though it can be iterated: a tensor and a Dataset yield
-    examples, without the dimension of the cases; (inputs, targets) are one batch, told by two tensors of as many rows.
-    Two batches of inputs may differ in their lengths and sizes, and those of one shape that x.split makes share the
-    memory of x. So for one batch alone, and for what cannot be iterated."""
+    examples, without the dimension of the cases; (inputs, targets) are one batch, told by two tensors of as many rows,
+    or by a mapping and a tensor. Two batches of inputs may differ in their lengths and sizes, and those of one shape
+    that x.split makes share the memory of x. So for one batch alone, and for what cannot be iterated."""
     if isinstance(batches, (Mapping, Batch)):
         raise TypeError(f"{function} takes batches, and this is one, {as_read(as_batch(batches))}: write [batch].")
     if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
@@ -120,22 +123,56 @@ def refuse_no_batches(function: str, batches: Any) -> None:
             f"{function} takes batches, and got a tensor, {described(batches)}, whose items may be examples: write [x] "
             "if it is one batch, x.split(64) if it is all of the data, or list(x) if its items are batches."
         )
-    if not (isinstance(batches, tuple) and len(batches) == 2 and all(isinstance(part, Tensor) for part in batches)):
+    one = f"{function} takes batches, and this is one, {{}}: write [(x, y)], or pass a DataLoader."
+    are_two = isinstance(batches, (tuple, list)) and len(batches) == 2
+    if are_two and isinstance(batches[0], Mapping) and isinstance(batches[1], Tensor):
+        raise TypeError(one.format(as_read(as_batch(batches))))
+    pair = pair_of_rows(batches)
+    if pair is None:
         return
-    inputs, targets = batches
-    if not inputs.ndim or not targets.ndim or len(inputs) != len(targets):
-        return
+    inputs, targets = pair
     if inputs.dtype != targets.dtype or targets.ndim < inputs.ndim:
-        raise TypeError(
-            f"{function} takes batches, and this is one, {as_read(as_batch(batches))}: write [(x, y)], or pass a "
-            "DataLoader."
-        )
-    if inputs.shape == targets.shape and inputs.untyped_storage().data_ptr() != targets.untyped_storage().data_ptr():
+        raise TypeError(one.format(as_read(as_batch(batches))))
+    if not isinstance(batches, tuple):
+        return
+    lengths = inputs.shape != targets.shape and not inputs.is_floating_point()  # two batches of tokens
+    if not lengths and inputs.untyped_storage().data_ptr() != targets.untyped_storage().data_ptr():
         raise TypeError(
             f"{function} takes batches, and got a tuple of {described(inputs)} and {described(targets)}, which may be "
-            "one batch or two: write [(x, y)] if these are inputs and their targets, and [x1, x2] if they are the "
-            "inputs of two batches."
+            f"one batch or two: {ONE_OR_TWO}."
         )
+
+
+ONE_OR_TWO = "write [(x, y)] if these are inputs and their targets, and [x1, x2] if they are the inputs of two batches"
+
+
+def pair_of_rows(batches: Any) -> tuple[Tensor, Tensor] | None:
+    """Two tensors of as many rows, which may be the inputs and targets of one batch; None for all others."""
+    if not (isinstance(batches, (tuple, list)) and len(batches) == 2):
+        return None
+    first, second = batches[0], batches[1]
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return None
+    return (first, second) if first.ndim and second.ndim and len(first) == len(second) else None
+
+
+@contextmanager
+def telling_how_read(batches: Any, batch: Batch, number: int) -> Iterator[None]:
+    """Add to an error how a batch of `batches` was understood; number: its place in the data, from 1 on."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        pair = pair_of_rows(batches)
+        error.add_note(
+            f"Batch {number} of `batches` was read as {as_read(batch)}. A list or a DataLoader yields batches: a "
+            "tensor, a pair (inputs, targets), or a mapping of forward's arguments. For all others make a list of "
+            "kfac_fx.Batch(inputs, targets=labels)."
+        )
+        if pair is not None:
+            error.add_note(
+                f"`batches` are {described(pair[0])} and {described(pair[1])}, which look like one batch: {ONE_OR_TWO}."
+            )
+        raise
 
 
 def as_read(batch: Batch) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -36,11 +35,11 @@ from kfac_fx.estimator.batches import (
     NO_DATA,
     Batch,
     NotFinite,
-    as_read,
     batch_for,
     digest_of,
     digest_of_data,
     refuse_no_batches,
+    telling_how_read,
     with_batch,
 )
 from kfac_fx.estimator.estimator import FisherEstimator, frozen_after
@@ -634,7 +633,7 @@ def fit_spectrum(
     if replicas is not None and several:
         check_parts_of_data(replicas, net, batch, batches)
     args, kwargs, _ = net.placed(batch.args, *arguments_of_call(net, batch.args, batch.kwargs, batch.targets))
-    with telling_how_read(batch, 1):
+    with telling_how_read(batches, batch, 1):
         recorder = net.recorder(args, kwargs)  # proves the registrations, which may change them
     if recorder.whole and net.knows_no_loss:
         raise LossError(NO_LOSS_TO_FIT)
@@ -829,20 +828,6 @@ def fit_part(
 # --- passes over the data ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def telling_how_read(batch: Batch, number: int) -> Iterator[None]:
-    """Add to an error how a batch was understood; number: its place in the data, from 1 on."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ValueError) as error:
-        error.add_note(
-            f"Batch {number} of `batches` was read as {as_read(batch)}. A list or a DataLoader yields batches: a "
-            "tensor, a pair (inputs, targets), or a mapping of forward's arguments. For all others make a list of "
-            "kfac_fx.Batch(inputs, targets=labels)."
-        )
-        raise
-
-
 def over_data(
     net: CompiledModule,
     batches: Iterable[Any],
@@ -870,7 +855,7 @@ def over_data(
     if folder is None:
         for number, item in enumerate(shown, 1):
             batch = batch_for(net.model, item, f"batch {number} of `batches`")
-            with telling_how_read(batch, number):
+            with telling_how_read(batches, batch, number):
                 not_finite.add(number, take(batch))
         return
     progress = folder.progress_of(stage, names)
@@ -890,7 +875,7 @@ def over_data(
                     "batches of that run, in the same order, or another folder."
                 )
             continue
-        with telling_how_read(batch, number):
+        with telling_how_read(batches, batch, number):
             not_finite.add(number, take(batch))
         if folder.save_every is not None and number % folder.save_every == 0:
             not_finite.tell(refuse=False)  # a run that resumes here does not know of them

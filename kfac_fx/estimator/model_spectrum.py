@@ -18,7 +18,7 @@ from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
 from kfac_fx.compiled.names import check_variables, refuse_other_variables
-from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches
+from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches, telling_how_read
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
 from kfac_fx.fisher.block import key_text
 from kfac_fx.fisher.groups import System
@@ -174,8 +174,10 @@ class ModelSpectrum(Spectrum):
         correction = Correction(self, case, mode, measurement, generator)
         total, not_finite = len(batches) if isinstance(batches, Sized) else 0, NotFinite()
         shown = tracked(((1, item) for item in batches), total, "corrected eigenvalues")
-        for number, batch in enumerate(shown, 1):
-            not_finite.add(number, correction.add(batch))
+        for number, item in enumerate(shown, 1):
+            batch = batch_for(self.net.model, item, f"batch {number} of `batches`")
+            with telling_how_read(batches, batch, number):
+                not_finite.add(number, correction.add(batch))
         not_finite.tell(refuse=self.replicas is None or self.replicas.number == 1)
         return correction.result()
 
@@ -186,12 +188,18 @@ class ModelSpectrum(Spectrum):
     def part(self, names: Iterable[str]) -> ModelSpectrum:
         """The spectrum of the blocks of some parameters, which records these only.
 
+        Args:
+            names: of parameters, of modules with parameters, or patterns with `*`, as those of `damping`.
+
         Raises RegistrationError if there is no name, or one that is in no block, or that shares a block or a parameter
         with one that is not named.
         """
-        wanted = frozenset(refuse_other_variables(names, self.net, "names"))
-        if not wanted:
+        given = refuse_other_variables(names, self.net, "names")
+        if not given:
             raise RegistrationError(f"names is empty: name parameters of the spectrum, {', '.join(self.shapes)}")
+        owners = [name for registration in self.registrations for name in registration.owners]
+        fitting = {pattern: [name for name in owners if matches(name, pattern)] for pattern in given}
+        wanted = frozenset(name for pattern, names_found in fitting.items() for name in names_found or [pattern])
         check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])

@@ -28,7 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.estimator.batches import batch_for, digest_of, draws_order, of_one_batch, refuse_no_batches, samplers_of
+from kfac_fx.estimator.batches import (
+    as_batch,
+    batch_for,
+    digest_of,
+    draws_order,
+    of_one_batch,
+    refuse_no_batches,
+    samplers_of,
+    telling_how_read,
+)
 from kfac_fx.estimator.files import (
     FORMAT,
     WITHOUT_DIGESTS,
@@ -313,12 +322,14 @@ class Queries:
         shown = iter(tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries"))
         scores: list[Tensor] = []
         while turn := list(islice(shown, ranks)):
-            batch = turn[min(rank, len(turn) - 1)]  # where batches end, a process takes the last one again
+            place = min(rank, len(turn) - 1)  # where batches end, a process takes the last one again
+            batch = turn[place]
             there = together(partial(read_all, kept, len(scores), turn))
             if replicas is not None and not all(replicas.told(there is not None)):
                 there = None
             if there is None:
-                computed = self.computed(batch, "sum", measurement)
+                with telling_how_read(batches, as_batch(batch), len(scores) + place + 1):
+                    computed = self.computed(batch, "sum", measurement)
                 there = [computed] if replicas is None or ranks == 1 else each_of_all(replicas, computed, batch, turn)
                 if kept is not None and rank == 0:
                     for n, (of_batch, item) in enumerate(zip(there, turn, strict=True), len(scores)):

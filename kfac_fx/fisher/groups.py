@@ -146,6 +146,11 @@ class Stack:
             self.total_weight.add_(accepted, alpha=weight)
 
 
+HOW_TO_UPDATE = (
+    "call estimator.update_covariances(inputs) first, or estimator.fold() if batches were recorded with fold=False."
+)
+
+
 @dataclass(frozen=True)
 class Factor:
     """The factor of one block: a view, so writing in place to `moment` or `total_weight` changes the stack."""
@@ -172,10 +177,7 @@ class Factor:
         if self.moment.is_meta:
             raise NotRegisteredError(kept_elsewhere(self.owner))
         if not self.total_weight.item():
-            raise FactorNotReady(
-                f"factor {self.name} of {self.owner} read before its first update: "
-                "call estimator.update_covariances(inputs) first."
-            )
+            raise FactorNotReady(f"factor {self.name} of {self.owner} read before its first update: {HOW_TO_UPDATE}")
         return self.moment / self.total_weight
 
 
@@ -476,10 +478,7 @@ class BlockGroup:
     def check_updated(self) -> None:
         """Raises FactorNotReady before the first update, NotRegisteredError if another process keeps the factors."""
         if not self.updated:
-            raise FactorNotReady(
-                f"factors of {self.registrations[0]} read before their first update: "
-                "call estimator.update_covariances(inputs) first."
-            )
+            raise FactorNotReady(f"factors of {self.registrations[0]} read before their first update: {HOW_TO_UPDATE}")
         if not self.here:
             raise NotRegisteredError(kept_elsewhere(str(self.registrations[0]), self.owner))
 

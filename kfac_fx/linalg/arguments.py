@@ -357,7 +357,8 @@ def explains_calls(
     Args:
         takes: what it takes without names, in words; empty: the names.
         several: the sentence for more arguments than that.
-        meant: by a name that somebody may write for an option, the sentence that says what to write instead.
+        meant: by a name that somebody may write for an option, the sentence that says what to write instead. By that of
+            an option that is given twice, without a name and with it, what the first may have been meant to be.
     """
 
     def decorated(function: FunctionT) -> FunctionT:
@@ -404,7 +405,12 @@ def misfit(
         others = "other " if by_place and not takes else ""
         have = f"All {others}options have names: {', '.join(f'{of}=' for of in options)}." if options else ""
         lines.append(" ".join(filter(None, (f"{name} takes {wanted}, and got {got}.", several, have))))
-    if unknown := [option for option in kwargs if option not in named]:
+    for option in [name for name in by_place[: max(given, 0)] if name in kwargs]:
+        place = by_place.index(option) + 1
+        twice = f"{name} got {option} twice, as argument {place} and as {option}=."
+        lines.append(" ".join(filter(None, (twice, meant.get(option, "Leave one out.")))))
+    takes_others = any(of.kind is of.VAR_KEYWORD for of in own)
+    if not takes_others and (unknown := [option for option in kwargs if option not in named]):
         for option in unknown:
             near = meant.get(option) or nearest(option, named).strip()
             lines.append(" ".join(filter(None, (f"{name} has no option {option!r}.", near))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,9 @@ from kfac_fx.compiled.report import fold
 from kfac_fx.estimator.estimator import FisherEstimator
 from kfac_fx.fisher.bases import BASIS_VALUES
 from kfac_fx.fisher.placement import BlockOwners
-from kfac_fx.linalg.arguments import one_element, positive
+from kfac_fx.linalg.arguments import explains_calls, one_element, positive
 from kfac_fx.linalg.matrices import at_least_float32
-from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded
+from kfac_fx.linalg.processes import WHOLE_OUTPUTS, Replicas, Shards, is_sharded, shard
 from kfac_fx.optim.checkpoint import OUTDATED, check_state, is_left, parameters_of, publish, restore, with_empty_groups
 from kfac_fx.optim.forwards import (
     Closure,
@@ -37,7 +37,7 @@ from kfac_fx.optim.forwards import (
     refuse_other_losses,
 )
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, refuse_options_of_all, rule_state, split_group
-from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.options import GROUPS, KFACOptions
 from kfac_fx.optim.rule import Rule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import PhaseSeconds, StepState
@@ -51,6 +51,11 @@ from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without
 
 STEPS_TO_HABIT = 20  # steps whose lr is looked at
 HABIT = 0.004  # of the default lr: below it is one of Adam's, by habit
+OUTSIDE = (
+    "{}: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which moves a number by "
+    "about {:g} in a step, whatever the gradient is: write KFAC(..., first_order=dict(lr=...)) for other steps, or use "
+    "it in forward"
+)
 
 
 class KFAC(Optimizer, Joinable):
@@ -87,6 +92,7 @@ class KFAC(Optimizer, Joinable):
         AlreadyAttachedError: for a second optimizer on one net.
     """
 
+    @explains_calls(meant={"lr": f"If it is parameters, {GROUPS}."})
     def __init__(
         self,
         net: CompiledModule,
@@ -208,6 +214,8 @@ class KFAC(Optimizer, Joinable):
         self._came_from: dict[int, int] = {}  # from a group that was split off to the group of the parameters in blocks
         self._with_default_lr: set[int] = set()  # the groups without an lr of their own
         self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
+        self._maybe_outside: set[str] = set()  # trained, and in no block, but a forward may have used them
+        self._told_outside = False
         self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
         super().__init__([{"params": list(names)}] if params is None else list(params), options.of_groups)
         if not any(group["params"] for group in self.param_groups):
@@ -309,7 +317,28 @@ class KFAC(Optimizer, Joinable):
                 shared = {name: group[name] for name in self.defaults if name != "lr"}
                 self.add_param_group({**shared, "params": of_group})
                 self._step_state.vectors.grouped = None
-        self.net.captures.look_for_gradients()
+        looked = self.net.captures.looks > 0  # for a path through the parameters that wait, in every forward
+        found = self.net.captures.look_for_gradients()
+        if (found or self._maybe_outside) and not self._told_outside:
+            self._tell_outside(found, looked)
+
+    def _tell_outside(self, found: Sequence[str], looked: bool) -> None:
+        """Warn, once, of parameters that are trained and that no forward uses: their steps are those of AdamW, with an
+        lr that the user has not chosen. The host reads whether their first gradients are zero, as those of 0 * p are.
+
+        found: those with a first gradient. looked: whether all forwards so far are known.
+        """
+        of_kfac = {*self._came_from, *self._with_default_lr} if self.options.first_order is None else set()
+        members = [p for place, group in enumerate(self.param_groups) if place in of_kfac for p in group["params"]]
+        moved = {
+            name
+            for name, grad in ((self.names[parameter], parameter.grad) for parameter in members)
+            if name in found and grad is not None and bool(shard(grad).abs().sum())
+        }
+        self._maybe_outside = self._unregistered & (self._maybe_outside | moved)
+        if self._maybe_outside and looked:
+            self._told_outside, names = True, fold(sorted(self._maybe_outside))
+            warn_user(UserWarning(OUTSIDE.format(names, self.options.first_order_rule.lr) + "."))
 
     def _into_blocks(self, place: int, group: dict[str, Any]) -> None:
         """Move the parameters of a group of the first-order rule that have blocks now to the group that they came from.
@@ -605,12 +634,7 @@ class KFAC(Optimizer, Joinable):
         """For the report: each part that was not done as it should be, and why."""
         of_steps = self._step_state.fallbacks(self._registrations)
         outside = fold(sorted(self.net.captures.reached & self._unregistered))
-        lr = self.options.first_order_rule.lr
-        reason = (
-            f"{outside}: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which "
-            f"moves a number by about {lr:g} in a step, whatever the gradient is: write KFAC(..., "
-            "first_order=dict(lr=...)) for other steps, or use it in forward"
-        )
+        reason = OUTSIDE.format(outside, self.options.first_order_rule.lr)
         in_blocks = {name for registration in self._registrations for name in registration.owners}
         names = self._step_state.vectors.names
         left_out = fold(sorted(in_blocks.difference(names[p] for group in self.param_groups for p in group["params"])))
@@ -656,6 +680,7 @@ class KFAC(Optimizer, Joinable):
                 keep_first_lr(group)
         restore(self._step_state, self.param_groups, self.state, checkpoint)
         self._told_small_lr |= self.counter > 0  # the lr of earlier steps is not known
+        self._told_outside |= self.counter > 0
         publish(self._step_state, self.param_groups, self.state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -29,14 +29,14 @@ from kfac_fx.recording.model_checks import compiled
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
 STEPS = "steps"
+GROUPS = (
+    "groups of parameters are an argument, KFAC(net, params=...), and all parameters of the net are trained without it"
+)
 
 
 def a_rate(name: str, value: Any) -> None:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
-        raise ValueError(
-            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...), and all "
-            "parameters of the net are trained without it"
-        )
+        raise ValueError(f"{name} is a {type(value).__name__}; {GROUPS}")
     not_negative(name, value)
 
 

@@ -151,7 +151,8 @@ COMMON = frozenset([
 
 @dataclass(frozen=True)
 class Update:
-    """The update that a rule makes of a gradient.
+    """The update that a rule makes of a gradient. The step subtracts it: θ <- θ - lr (Δ + weight_decay θ). So Δ has the
+    sign of the gradient, and `Update(step.g)` is gradient descent.
 
     Attributes:
         vector: Δ, [P].
@@ -249,6 +250,11 @@ class Memory:
         return []
 
 
+# The attributes of a `BlockStep` that the pages explain.
+OF_RULES = (
+    *("g", "state", "scalars", "damping", "precondition", "power", "fisher_product", "to_bases", "from_bases"),
+    *("solved", "exact_products"),
+)
 GRADIENT = ("grad", "grads", "gradient", "gradients")  # other names of `BlockStep.g`
 
 
@@ -303,9 +309,9 @@ class BlockStep:
             names = dir(type(self)) + [of.name for of in fields(self)]
             if name in names or name.startswith("_"):
                 return object.__getattribute__(self, name)  # the error of its getter
-            known = ", ".join(sorted({of for of in names if not of.startswith("_")}))
             meant = " Write step.g." if name in GRADIENT else nearest(name, names)
-            raise AttributeError(f"a step has no attribute {name!r}.{meant} It has {known}.")
+            known = ", ".join(OF_RULES)
+            raise AttributeError(f"a step has no attribute {name!r}.{meant} Rules compute with {known}.")
 
     @property
     def g(self) -> Tensor:
@@ -562,7 +568,7 @@ class Rule:
         return None
 
     def direction(self, step: BlockStep) -> Update:
-        """Δ and the new state."""
+        """Δ, which the step subtracts, and the new state."""
         raise NotImplementedError(f"{type(self).__name__} has no direction: write direction(self, step) -> Update")
 
     def state_maker(self) -> Callable[[Tensor], Tensors]:

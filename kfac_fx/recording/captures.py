@@ -62,7 +62,7 @@ from kfac_fx.passes.errors import (
 )
 from kfac_fx.passes.graphs.labels import without_loss
 from kfac_fx.passes.ir import LossSite, Options, Program, Registration
-from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.torch_losses import BY_NAME
@@ -410,6 +410,7 @@ class Capturing:
         """The recorder with what the proof has shown, if `verify`."""
         phase("proof")
         verdict = prove(recorder, args, kwargs) if self.arguments.verify else None
+        registrations = recorder.registrations
         if verdict is not None and verdict.program.registrations != recorder.program.registrations:
             recorder = recorder.with_program(verdict.program)
         recorder.proven = verdict is None or verdict.conclusive
@@ -422,11 +423,32 @@ class Capturing:
             if kind not in recorder.told:
                 recorder.told.add(kind)
                 warn_user(UserWarning(misfit))
+        self.tell_own_layers(recorder, {} if verdict is None else verdict.failed, registrations)
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
         recorder.division = recorder.division or division_of(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
+
+    def tell_own_layers(
+        self, recorder: Recorder, failed: Mapping[Key, str], registrations: Iterable[Registration]
+    ) -> None:
+        """Warn of layers of the user that failed the proof; those of the library are in the report alone.
+
+        failed: the reasons, by registration. registrations: those before the proof.
+        """
+        layers = self.arguments.layers
+        own = [r for r in registrations if r.parameters in failed and layers.get(r.layer) is not LAYERS.get(r.layer)]
+        rows = [(", ".join(r.parameters), f"{r.layer}: {failed[r.parameters]}") for r in own]
+        if rows and str(rows) not in recorder.told:
+            recorder.told.add(str(rows))
+            warn_user(
+                UserWarning(
+                    "these parameters have no block of a layer of layers=[...], but a diagonal one each:\n"
+                    f"{table(rows)}\n"
+                    "Correct the rows and grad_rows of its declaration. strict=True makes this an error."
+                )
+            )
 
     def unstable(self, uncaptured: UncapturedCall) -> UntraceableError:
         name, path = type(self.model).__name__, uncaptured.path
@@ -558,13 +580,14 @@ class CaptureCache:
         self.looks = self.looks if waiting == self.waiting else LOOKS
         self.waiting = waiting
 
-    def look_for_gradients(self) -> None:
+    def look_for_gradients(self) -> list[str]:
         """Look for another path again if a parameter that waits has its first gradient. It may also be trained outside
-        of forward, and then no path has it."""
+        of forward, and then no path has it. Returns these parameters."""
         new = self.waiting - self.reached
         if found := [name for name in new if self.trained.registered[name].grad is not None]:
             self.reached.update(found)
             self.looks = LOOKS
+        return found
 
     def looks_for_path(self) -> bool:
         """Count a training forward. Returns whether to look for its capture, though it may record nothing."""
@@ -582,10 +605,12 @@ class CaptureCache:
                 "made of it"
             )
         if self.first is None:
+            name = class_of(self.model).__name__
             raise UntraceableError(
-                f"{class_of(self.model).__name__} has to be captured now: {how_to_give_examples(self.model)}.\n"
-                "Without example inputs it is captured at its first training forward, because torch.fx alone cannot "
-                f"trace all of it. The error of torch.fx is:\n{self.refusal}"
+                f"{name} has no graph yet, and KFAC(net), FisherEstimator(net) and net.report read it: "
+                f"{how_to_give_examples(self.model)}.\n"
+                "Without example inputs the first training forward makes the graph, because torch.fx alone cannot "
+                f"trace all of {name}:\n{self.refusal}"
             )
         return self.first.program
 

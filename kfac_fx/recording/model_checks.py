@@ -328,10 +328,15 @@ OF_CONSTANTS = (WITHOUT_GRADIENT, "backward through the graph a second time")
 
 
 @contextmanager
-def derivatives_noted() -> Iterator[None]:
-    """Adds a note to the error of a forward that takes derivatives and runs without gradients, as in an evaluation."""
+def call_noted(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Adds a note to the error of a call that does not fit the arguments of forward, and to that of a forward that
+    takes derivatives and runs without gradients, as in an evaluation."""
     try:
         yield
+    except TypeError as error:
+        if wrong := misfit_of_call(model, args, kwargs):
+            error.add_note(f"This call does not fit {wrong}. {how_to_call(model, args, kwargs)}")
+        raise
     except RuntimeError as error:
         if not torch.is_grad_enabled() and WITHOUT_GRADIENT in str(error):
             place = f" at {line}" if (line := users_line(error)) else ""
@@ -431,6 +436,7 @@ def how_to_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     by_place = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     if required_arguments(model):
         places, names = required_by_kind(model)
+        names += [name for name in names_of_arguments(model) if name in kwargs and name not in (*places, *names)]
         call = ", ".join([*places, *(f"{name}={name}" for name in names)])
         text = f"Write net({call}) in a call, and kfac_fx.compile(model, {as_examples(places, names)}) before."
     else:
@@ -438,7 +444,8 @@ def how_to_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         close = [name for given in kwargs for name in get_close_matches(given, known, n=1)]
         name = (close or known)[0]
         text = f"Write net({name}=...) in a call, and example_kwargs={{{name!r}: ...}} in compile."
-    if len(args) <= len(by_place):
+    labels = any(re.search("label|target", name) and name not in names_of_arguments(model) for name in kwargs)
+    if len(args) <= len(by_place) and not labels:
         return text
     return f"{text} Targets are no arguments of this forward: where a method of kfac_fx takes them, write targets=y."
 
@@ -487,6 +494,12 @@ def required_by_kind(model: nn.Module) -> tuple[list[str], list[str]]:
     ]
 
 
+def names_of_arguments(model: nn.Module) -> list[str]:
+    """The names by which forward takes arguments."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, argument in signature_of(model).parameters.items() if argument.kind in kinds]
+
+
 def with_targets(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, declared: bool
 ) -> dict[str, Any]:
@@ -511,11 +524,9 @@ def with_targets(
 
 def how_to_give_labels(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The sentence of an error about a call that lacks what forward computes its loss from."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
-        signature = signature_of(model)
-        names = [name for name, argument in signature.parameters.items() if argument.kind in kinds]
-        given = [name for name in names if name in {**signature.bind_partial(*args).arguments, **kwargs}]
+        names = names_of_arguments(model)
+        given = [name for name in names if name in {**signature_of(model).bind_partial(*args).arguments, **kwargs}]
     except (TypeError, ValueError):  # of a callable of C
         names, given = [], []
     left = [name for name in names if name not in given]

@@ -101,7 +101,8 @@ def test_an_attribute_that_changes_and_makes_captures_is_told(monkeypatch: pytes
 def test_an_option_that_needs_sizes_waits_for_a_batch(option: dict[str, Any]) -> None:
     net = compile(nn.Linear(4, 3), loss="normal", **option)
     with pytest.raises(
-        UntraceableError, match=rf"captured at its first training forward(?s:.*){next(iter(option))} needs the sizes"
+        UntraceableError,
+        match=rf"the first training forward makes the graph(?s:.*){next(iter(option))} needs the sizes",
     ):
         net.program  # noqa: B018
     net(torch.randn(6, 5, 4))
@@ -194,11 +195,12 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
         _ = net.registrations
     lines = str(failure.value).splitlines()
     assert lines[0] == (
-        "Steps has to be captured now: write kfac_fx.compile(model, (x,), ...) for the arguments of one batch."
+        "Steps has no graph yet, and KFAC(net), FisherEstimator(net) and net.report read it: write "
+        "kfac_fx.compile(model, (x,), ...) for the arguments of one batch."
     )
     assert lines[1] == (
-        "Without example inputs it is captured at its first training forward, because torch.fx alone cannot trace all "
-        "of it. The error of torch.fx is:"
+        "Without example inputs the first training forward makes the graph, because torch.fx alone cannot trace all of "
+        "Steps:"
     )
     assert lines[2].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
     assert lines[-1].startswith("  ") and len(lines) == 5  # a line of the model and torch's error, and no other advice

@@ -66,7 +66,8 @@ def test_a_factor_is_a_view_into_its_stack() -> None:
 def test_reading_before_the_first_update_says_what_to_call() -> None:
     factor = Factor("A", "linear(fc.weight)", scalar(), 0)
     text = (
-        r"factor A of linear\(fc\.weight\) read before its first update: call estimator\.update_covariances\(inputs\)"
+        r"factor A of linear\(fc\.weight\) read before its first update: call estimator\.update_covariances\(inputs\) "
+        r"first, or estimator\.fold\(\) if batches were recorded with fold=False\."
     )
     with pytest.raises(FactorNotReady, match=text):
         _ = factor.value

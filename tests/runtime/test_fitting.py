@@ -55,8 +55,8 @@ def same(left: kfac_fx.ModelSpectrum, right: kfac_fx.ModelSpectrum) -> bool:
     ("batches", "read"),
     [
         ([(torch.ones(2, 4), torch.ones(2))], r"net\(float32 \[2, 4\]\) with targets float32 \[2\]"),
-        ([torch.ones(2, 3, 4), torch.ones(2)], r"^Batch 1 .* net\(float32 \[2, 3, 4\]\) without targets\."),
-        ([torch.ones(2, 3), torch.ones(2)], r"^Batch 2 .* net\(float32 \[2\]\) without targets\."),
+        ([torch.ones(2, 3, 4), torch.ones(5)], r"^Batch 1 .* net\(float32 \[2, 3, 4\]\) without targets\."),
+        ([torch.ones(2, 3), torch.ones(5)], r"^Batch 2 .* net\(float32 \[5\]\) without targets\."),
     ],
 )
 def test_a_batch_on_which_forward_fails_says_how_it_was_read(batches: Any, read: str) -> None:
@@ -73,14 +73,6 @@ def test_a_loader_instead_of_its_batch_says_what_to_write() -> None:
     spectrum = fit_spectrum(net, loader, damping=0.1)
     with pytest.raises(TypeError, match=r"torch\.cat\(\[spectrum\.self_scores\(batch\) for batch in loader\]\)"):
         spectrum.self_scores(loader)
-
-
-@pytest.mark.parametrize("name", ["0", "0.*"])
-def test_a_part_by_the_name_of_a_module_says_the_names_of_its_parameters(name: str) -> None:
-    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 2)), (torch.ones(2, 3),), loss="normal")
-    spectrum = fit_spectrum(net, [torch.ones(2, 3)], damping=0.1)
-    with pytest.raises(RegistrationError, match=r"Write the names of parameters: '0\.weight', '0\.bias'"):
-        spectrum.part([name])
 
 
 @pytest.mark.parametrize(("mode", "case"), [("gradients", "sequence"), ("exact", None), ("empirical", "position")])
@@ -365,6 +357,17 @@ def test_examples_are_no_batches() -> None:
         spectrum.part("weight")
 
 
+def test_a_part_is_named_by_patterns_as_a_damping_is() -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), loss="categorical")
+    spectrum = fit_spectrum(net, [torch.randn(6, 3)], mode="exact", damping=0.1)
+    for names in (["2.*"], ["2"], ["2.weight", "2.b*"]):
+        assert [*spectrum.part(names).shapes] == ["2.weight", "2.bias"]
+    with pytest.raises(RegistrationError, match=r"2\.weight +shares a block with 2\.bias: name both, or none"):
+        spectrum.part(["*.weight"])
+    with pytest.raises(RegistrationError, match=r"3\.\* +is registered nowhere"):
+        spectrum.part(["3.*"])
+
+
 def test_a_tuple_of_two_batches_is_two_batches() -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(torch.nn.Linear(3, 2), loss="categorical")
@@ -385,6 +388,43 @@ def test_a_tuple_of_two_tensors_of_one_shape_may_be_one_batch() -> None:
         "fit_spectrum takes batches, and got a tuple of float32 [6, 1] and float32 [6, 1], which may be one batch or "
         "two: write [(x, y)] if these are inputs and their targets, and [x1, x2] if they are the inputs of two batches."
     )
+
+
+def calls_with_batches() -> dict[str, Callable[[Any], Any]]:
+    """The functions that take batches, for a regression from 3 numbers to one."""
+    x, y = torch.randn(6, 3), torch.randn(6, 1)
+    net = kfac_fx.compile(nn.Linear(3, 1), (x,), loss="normal")
+    spectrum = fit_spectrum(net, [(x, y)], damping=0.1)
+    queries = spectrum.precondition((x, y))
+    return {
+        "fit_spectrum": lambda batches: fit_spectrum(net, batches),
+        "correct": spectrum.correct,
+        "scores_of_all": queries.scores_of_all,
+    }
+
+
+def test_inputs_and_targets_of_a_regression_are_one_batch() -> None:
+    """Targets that were read as the inputs of a second batch do not fit the model, which is not what is wrong."""
+    cure = r"write \[\(x, y\)\] if these are inputs and their targets, and \[x1, x2\] if they are the inputs of two"
+    for function, call in calls_with_batches().items():
+        x, y = torch.randn(6, 3), torch.randn(6, 1)
+        with pytest.raises(
+            TypeError, match=rf"{function} takes batches, and got a tuple of .* one batch or two: {cure}"
+        ):
+            call((x, y))
+        with pytest.raises(Exception) as error:  # [x1, x2] are two batches
+            call([x, y])
+        notes = error.value.__notes__
+        number, read = (1, "[6, 3]") if function == "scores_of_all" else (2, "[6, 1]")  # scores need targets
+        assert notes[-2].startswith(f"Batch {number} of `batches` was read as net(float32 {read}) without targets.")
+        assert re.match(
+            rf"`batches` are float32 \[6, 3\] and float32 \[6, 1\], which look like one batch: {cure}", notes[-1]
+        )
+        for batch in ([x, torch.arange(6)], ({"input": x}, y), [{"input": x}, y]):
+            with pytest.raises(
+                TypeError, match=rf"{function} takes batches, and this is one, net\(.*: write \[\(x, y\)\]"
+            ):
+                call(batch)
 
 
 def test_a_tuple_of_two_batches_of_other_lengths_is_two_batches() -> None:

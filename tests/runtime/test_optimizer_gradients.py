@@ -234,7 +234,7 @@ def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: 
 @pytest.mark.filterwarnings("ignore::kfac_fx.StalledWarning")
 def test_parameters_in_no_block_are_skipped_with_the_rest_and_resumed() -> None:
     torch.manual_seed(0)
-    net, opt = made(WithSpare())
+    net, opt = made(WithSpare(), first_order={"lr": 1e-3})
     spare_loss(net, 0).backward()
     opt.step()
     before = flat_state(opt.state_dict()["state"])

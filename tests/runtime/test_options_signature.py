@@ -43,11 +43,24 @@ def test_help_documents_every_option_in_the_order_of_the_signature() -> None:
 
 
 def test_a_missing_option_is_told_of_kfac() -> None:
-    with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required positional argument: 'net'"):
+    with pytest.raises(TypeError, match=r"^KFAC needs net: write KFAC\(net=\.\.\.\)\.$"):
         KFAC(lr=0.1)  # type: ignore[call-arg]
     net = compile(nn.Linear(3, 2), loss="categorical")
-    with pytest.raises(TypeError, match=r"takes from 2 to 3 positional arguments but 4 were given"):
+    with pytest.raises(
+        TypeError, match=r"^KFAC takes net and lr, and got 3 arguments without names\. All other options"
+    ):
         KFAC(net, 0.1, 0.1)  # type: ignore[misc]
+
+
+def test_parameters_next_to_a_learning_rate_are_told_their_name() -> None:
+    """As every optimizer of torch takes them: KFAC(net, net.parameters(), lr=1.0)."""
+    net = compile(nn.Linear(3, 2), loss="categorical")
+    with pytest.raises(TypeError) as error:
+        KFAC(net, net.parameters(), lr=1.0)  # type: ignore[misc, arg-type]
+    assert str(error.value) == (
+        "KFAC got lr twice, as argument 2 and as lr=. If it is parameters, groups of parameters are an argument, "
+        "KFAC(net, params=...), and all parameters of the net are trained without it."
+    )
 
 
 CALLS = """

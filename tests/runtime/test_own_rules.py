@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.optim.rule import OF_RULES
 from kfac_fx.rules import BlockStep, EigenMoments, Regular, Rule, Update, zeros_for
 
 X, Y = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
@@ -195,8 +196,8 @@ def test_a_rule_without_a_state_of_its_own_need_not_return_the_usual_velocity() 
 
 def test_an_attribute_that_a_step_has_not_is_told_with_those_that_it_has() -> None:
     texts = {
-        "grad": r"a step has no attribute 'grad'\. Write step\.g\. It has absent, check, .*, g, .*, undone\.",
-        "preconditon": r"a step has no attribute 'preconditon'\. Did you mean 'precondition'\? It has absent, ",
+        "grad": r"a step has no attribute 'grad'\. Write step\.g\. Rules compute with g, state, .*, exact_products\.",
+        "preconditon": r"a step has no attribute 'preconditon'\. Did you mean 'precondition'\? Rules compute with g, ",
         "_grad": "object has no attribute '_grad'",
     }
     for name, text in texts.items():
@@ -252,3 +253,10 @@ def test_the_rule_of_the_guide_for_contributors_trains() -> None:
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_the_attributes_that_an_error_names_are_there_and_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    for name in OF_RULES:
+        assert f"`{name}`" in page or f"`{name}(" in page, name
+        assert name in {*dir(BlockStep), *(field.name for field in fields(BlockStep))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,17 @@ def test_what_is_wrong_becomes_generic_with_its_reason(declared: Layer, reason: 
         ("generic", ("weight",), "diagonal"), ("generic", ("bias",), "diagonal"),
     ]  # fmt: skip
     assert {registration.reason for registration in generic} == {f"linear: {text}"}
+
+
+def test_a_layer_of_the_user_that_fails_the_proof_warns() -> None:
+    declared = replace(wrong(rows=lambda x, attrs: 2 * as_rows(x, attrs)), name="doubled")
+    text = (
+        r"^these parameters have no block of a layer of layers=\[\.\.\.\], but a diagonal one each:\n"
+        r"  weight, bias  doubled: the proof failed: rows give another gradient than autograd \(\d+% apart\)\n"
+        r"Correct the rows and grad_rows of its declaration\. strict=True makes this an error\.$"
+    )
+    with pytest.warns(UserWarning, match=text):
+        kfac_fx.compile(nn.Linear(3, 2), (torch.randn(5, 3),), loss="categorical", layers=[declared])
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -127,7 +127,7 @@ class Two(nn.Module):
 
 
 def with_spare(**options: Any) -> tuple[CompiledModule, KFAC]:
-    net, opt = made(Two(), invert_every=3, **options)
+    net, opt = made(Two(), invert_every=3, first_order={"lr": 1e-3}, **options)
     return net, opt
 
 

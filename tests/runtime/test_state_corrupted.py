@@ -76,7 +76,7 @@ QUICK = [
 
 
 def trained(case: str) -> tuple[CompiledModule, KFAC]:
-    net, opt = made(Spare(), invert_every=2, **CASES[case]())
+    net, opt = made(Spare(), invert_every=2, first_order={"lr": 1e-3}, **CASES[case]())
     step(net, opt, STEPS)
     return net, opt
 

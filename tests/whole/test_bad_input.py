@@ -654,6 +654,41 @@ def test_example_inputs_that_do_not_fit_forward_are_told_with_its_arguments() ->
     )
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out if mask is None else out * mask[:, None]
+
+
+OF_MASKED = "Masked.forward(x, mask): it has no argument labels"
+
+
+def test_the_advice_for_a_batch_by_name_keeps_optional_arguments_and_targets() -> None:
+    batch = {"x": X, "mask": torch.ones(len(X)), "labels": torch.zeros(len(X), dtype=torch.long)}
+    write = (
+        "Write net(x, mask=mask) in a call, and kfac_fx.compile(model, (x,), example_kwargs={'mask': mask}) before. "
+        "Targets are no arguments of this forward: where a method of kfac_fx takes them, write targets=y."
+    )
+    with pytest.raises(UntraceableError) as first:
+        kfac_fx.compile(Masked(), example_kwargs=batch, loss="categorical")
+    assert str(first.value) == f"these inputs do not fit {OF_MASKED}.\n{write}"
+    net = kfac_fx.compile(Masked(), (X, batch["mask"]), loss="categorical")
+    for mode in (True, False):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'labels'") as later:
+            net.train(mode)(**batch)
+        assert later.value.__notes__ == [f"This call does not fit {OF_MASKED}. {write}"]
+    with pytest.raises(TypeError) as error:
+        kfac_fx.fit_spectrum(net, [batch])
+    assert str(error.value).splitlines()[1] == (
+        "Name its parts, as in [kfac_fx.Batch(batch['x'], mask=batch['mask'], targets=batch['labels']) for batch in "
+        "loader]."
+    )
+
+
 class ByName(nn.Module):
     """Takes its input by name alone, and branches on its values."""
 

@@ -109,7 +109,9 @@ def test_no_argument_is_taken_and_ignored() -> None:
         workers = [getattr(LayerCollection, work) for work in (function.run, *WORKERS)] if declared else [function]
         read = set().union(*(names_read(inspect.unwrap(worker)) for worker in (*workers, check_geometry)))
         if function is kfac_fx.KFAC.__init__:
-            read = {name for name, count in Counter(all_names(function)).items() if count > 1} | options_read()
+            read = {
+                name for name, count in Counter(all_names(inspect.unwrap(function))).items() if count > 1
+            } | options_read()
             read |= {"momentum_type", "of_rule"}.intersection(all_names(KFACOptions.of))
         parameters = inspect.signature(function).parameters.values()
         ignored += [

@@ -33,7 +33,9 @@ class Training:
         self.model = Beside()
         self.net = kfac_fx.compile(self.model, loss="categorical")
         self.opt = kfac_fx.KFAC(
-            self.net, **{"lr": 0.1, "damping": 0.1, "seed": 0, "estimation_mode": "empirical"} | options
+            self.net,
+            **{"lr": 0.1, "damping": 0.1, "seed": 0, "estimation_mode": "empirical"} | options,
+            first_order={"lr": 1e-3},
         )
 
     def step(self, number: int, factor: float = 1.0) -> None:

@@ -85,6 +85,52 @@ def test_the_report_says_that_a_parameter_outside_of_forward_follows_adamw() -> 
     )
 
 
+class WithCoefficient(nn.Linear):
+    """Has a parameter that only the loss uses, as the log-variances of several tasks are."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.coefficient = nn.Parameter(torch.zeros(()))
+
+
+def trained_outside(net: Any, optimizer: Any, factor: float = 1.0) -> list[str]:
+    """The warnings of a step on a loss that uses the coefficient."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.zero_grad()
+        (net(X) - factor * net.coefficient - 3).square().mean().backward()
+        optimizer.step()
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_parameter_that_no_forward_uses_is_told_once_at_its_first_gradient() -> None:
+    net = kfac_fx.compile(WithCoefficient())
+    optimizer = kfac_fx.KFAC(net)
+    assert trained_outside(net, optimizer, factor=0.0) == []
+    net = kfac_fx.compile(WithCoefficient())
+    optimizer = kfac_fx.KFAC(net)
+    (told,) = trained_outside(net, optimizer)
+    assert told == (
+        "coefficient: has gradients, and no forward uses it, so it is in no Fisher block. It follows AdamW, which "
+        "moves a number by about 0.001 in a step, whatever the gradient is: write KFAC(..., first_order=dict(lr=...)) "
+        "for other steps, or use it in forward."
+    )
+    assert trained_outside(net, optimizer) == []
+    other = kfac_fx.compile(WithCoefficient())
+    resumed = kfac_fx.KFAC(other)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert trained_outside(other, resumed) == []
+
+
+def test_a_chosen_learning_rate_of_a_parameter_that_no_forward_uses_is_not_questioned() -> None:
+    net = kfac_fx.compile(WithCoefficient())
+    assert trained_outside(net, kfac_fx.KFAC(net, first_order={"lr": 1e-3})) == []
+    net = kfac_fx.compile(WithCoefficient())
+    groups = [{"params": [net.weight, net.bias]}, {"params": [net.coefficient], "lr": 0.1}]
+    assert trained_outside(net, kfac_fx.KFAC(net, params=groups)) == []
+
+
 @pytest.mark.filterwarnings("ignore:about .* of the gradient of the trained loss:kfac_fx.LossScaleWarning")
 @pytest.mark.parametrize(
     ("beside", "own", "rate"),
