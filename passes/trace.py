@@ -100,11 +100,13 @@ from .tracing.signature import (
     kinds,
     layout,
     layouts,
+    own_tensors,
     refuse_drawn,
     refuse_hidden_tensors,
     refuse_nested,
     refuse_no_tensors,
     refuse_shadowed_names,
+    same_memory,
     signature_of,
     tensors_in,
     trained,
@@ -475,8 +477,11 @@ def graph_module(
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             warnings.filterwarnings("ignore", message="A model attribute .* requires gradient")  # see `flat_graph`
             dynamic = {"tensors": shapes} if tensors else {}
-            module = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False).module()
-        if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes) and not maps_parameters(module):
+            result = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
+            lost = keeps_other_tensors(result, flat.model) and takes_derivatives(flat, tensors)
+            module = result.module()
+        lost = lost or any(op_name(node) in FORWARD_MODE for node in module.graph.nodes)
+        if not lost and not maps_parameters(module):
             flat.returned.told = told
             return module, getattr(module, GUARDS, None)
     except Exception as error:
@@ -730,6 +735,14 @@ def autocast_of_all(graph: fx.Graph, regions: Collection[fx.Node]) -> Autocast:
     outside = (node for node in graph.nodes if node.op in KINDS_OF_CALLS and node not in regions)
     names = {op_name(node) for node in outside if isinstance(node.meta.get("val"), Tensor)}
     return () if dtype is None or not names <= UNDER_ANY_AUTOCAST else ((kind, dtype),)
+
+
+def keeps_other_tensors(exported: torch.export.ExportedProgram, model: nn.Module) -> bool:
+    """Whether a graph has constants with a gradient that are no tensors of the model: torch.export keeps those that
+    torch.func.vjp differentiates by, with the shapes of the trace and without values."""
+    held = list(own_tensors(model).values())
+    constants = (value for value in exported.constants.values() if isinstance(value, Tensor) and value.requires_grad)
+    return any(not any(same_memory(value, own) for own in held) for value in constants)
 
 
 def maps_parameters(module: fx.GraphModule) -> bool:
