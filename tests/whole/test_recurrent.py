@@ -309,14 +309,16 @@ def test_sorted_sequences_need_no_sorting() -> None:
     assert [len(registration.uses) for registration in net.registrations] == [6, 6, 1]
 
 
-def test_packed_sequences_among_the_arguments_are_refused_by_name() -> None:
+def test_packed_sequences_among_the_arguments_are_told_by_name() -> None:
     class Given(Last):
         def forward(self, x: Any) -> Tensor:
             return self.head(self.inner(x["x"][0])[1][-1])
 
     sequence = pack_padded_sequence(torch.randn(5, 6, 3), LENGTHS, True, False)
-    with pytest.raises(UntraceableError, match="Given takes a PackedSequence. The number of its sequences is data"):
-        kfac_fx.compile(Given(nn.RNN(3, 4)), ({"x": [sequence]},), loss="normal")
+    net = kfac_fx.compile(Given(nn.RNN(3, 4)), ({"x": [sequence]},), loss="normal")
+    report = " ".join(str(net.report).split())
+    assert "Given: it takes a PackedSequence. The number of its sequences is data, which no captured graph" in report
+    assert [registration.generic for registration in net.registrations] == [False, True, True, True, True]
 
 
 def test_cudnn_is_off_while_the_graph_is_compared_with_the_model() -> None:
