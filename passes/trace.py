@@ -742,7 +742,7 @@ def keeps_other_tensors(exported: torch.export.ExportedProgram, model: nn.Module
     torch.func.vjp differentiates by, with the shapes of the trace and without values."""
     held = list(own_tensors(model).values())
     constants = (value for value in exported.constants.values() if isinstance(value, Tensor) and value.requires_grad)
-    return any(not any(same_memory(value, own) for own in held) for value in constants)
+    return any(not any(same_memory(value, tensor) for tensor in held) for value in constants)
 
 
 def maps_parameters(module: fx.GraphModule) -> bool:
