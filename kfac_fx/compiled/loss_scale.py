@@ -78,7 +78,10 @@ IF_PADDING = (
     "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
     "Else"
 )
-IF_MASKED = "If they are padding, padding_mask does not fit these outputs, so"
+IF_MASKED = (
+    "If they are padding, padding_mask does not fit these outputs. If the targets are the next tokens, the last real "
+    "position has none: padding_mask=lambda ids: (ids != 0) & F.pad(ids[:, 1:] != 0, (0, 1), value=True). Else"
+)
 HOW_TO_LEAVE_OUT = (
     "{} let forward compute the loss: F.cross_entropy with targets of -100 for these cases, or (losses * "
     "mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they are the same in every batch, "

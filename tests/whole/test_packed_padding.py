@@ -231,6 +231,6 @@ def trained_decoder(model: nn.Module, in_forward: bool, **options: Any) -> list[
 
 def test_a_decoder_whose_padding_is_left_out_has_a_remedy() -> None:
     *_, last = trained_decoder(Copying(), False, loss="categorical")
-    assert "padding_mask does not fit these outputs, so let forward compute the loss: F.cross_entropy with" in last
+    assert "padding_mask does not fit these outputs. If the targets are the next tokens, the last real position" in last
     (message,) = trained_decoder(CopyingLoss(), True)
     assert message.endswith("It is in nothing else if forward computes the loss, from targets of -100.")

@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import kfac_fx
 from kfac_fx.compiled.compiled_module import CompiledModule
-from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.unroll import CELLS
 from kfac_fx.recording import captures
 from tests.tables import pairs
