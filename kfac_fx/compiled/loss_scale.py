@@ -76,7 +76,7 @@ LEFT_OUT = (
 )
 IF_PADDING = (
     "If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. "
-    "Else"
+    "An argument of forward that is named, as in padding_mask='mask', must be in every call. Else"
 )
 IF_MASKED = (
     "If they are padding, padding_mask does not fit these outputs. If the targets are the next tokens, the last real "

@@ -216,7 +216,8 @@ SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); el
 LEFT_OUT = (
     "the trained loss leaves out 3 of 8 cases, whose gradient is zero, and the factors have them: 38% of their sums "
     "are of cases that are not trained. If they are padding, name it with kfac_fx.compile(..., padding_mask=), as in "
-    "padding_mask=lambda ids: ids != 0. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
+    "padding_mask=lambda ids: ids != 0. An argument of forward that is named, as in padding_mask='mask', must be in "
+    "every call. Else let forward compute the loss: F.cross_entropy with targets of -100 for "
     "these cases, or (losses * mask).sum() / mask.sum(); targets of -100 outside of forward change nothing. If they "
     "are the same in every batch, as the nodes of a graph without labels or all tokens but the last, name the outputs "
     "of the others: loss=lambda outputs: kfac_fx.losses.Categorical(outputs[mask])."
@@ -830,7 +831,8 @@ def left_out(number: int, of: int, part: str, kind: str, loss: str) -> str:
     return (
         f"the trained loss leaves out {number} of {of} {kind}, whose gradient is zero, and the factors have them: "
         f"{part} of their sums are of {kind} that are not trained. If they are padding, name it with "
-        "kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. Else let forward compute the "
+        "kfac_fx.compile(..., padding_mask=), as in padding_mask=lambda ids: ids != 0. An argument of forward that is "
+        "named, as in padding_mask='mask', must be in every call. Else let forward compute the "
         'loss, as (losses * mask).sum() / mask.sum() with losses of reduction="none". If they are the same in every '
         f"batch, name the outputs of the others: loss=lambda outputs: {WRITTEN[loss]}.\n{loss_scale.WHY}"
     )
