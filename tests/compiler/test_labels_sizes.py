@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kfac_fx.passes.cases import number_of_cases, size, with_batch_dim, with_mask, with_row_mask
+from kfac_fx.passes.cases import case_size, number_of_cases, size, with_batch_dim, with_mask, with_row_mask
 from kfac_fx.passes.graphs.labels import in_example, known_number, shape_of, sizes_of
 from kfac_fx.passes.ir import CASES, NUMBER, ROW_MASK, Program, Use
 from kfac_fx.passes.parametrization import Computed
@@ -43,6 +43,13 @@ def test_the_dimension_of_the_cases_is_the_one_with_their_size() -> None:
     assert with_batch_dim(use, cases).batch_dim == 0
     assert with_batch_dim(use, positions).batch_dim == 1
     assert with_batch_dim(use, "s77").batch_dim is None
+
+
+def test_only_the_first_size_of_an_output_may_count_the_cases() -> None:
+    graph, sizes = program().graph, sizes_of(node(program(), "x"))
+    output = before("cut", Toy(lambda x, w: F.linear(x, w).new_zeros(2, x.shape[1]), w=(3, 5)), torch.randn(N, T, 5))
+    assert sizes_of(output.outputs[0]) == ["2", sizes[1]]
+    assert case_size(graph, output.outputs) == sizes[0]
 
 
 def test_where_the_cases_are_a_number_the_outputs_do_not_count_them() -> None:

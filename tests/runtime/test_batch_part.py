@@ -235,6 +235,12 @@ def test_a_batch_of_one_example_is_its_own_part() -> None:
     torch.testing.assert_close(measures(part, net), measures(batch, net), rtol=0, atol=0)
 
 
+def test_the_part_of_all_examples_is_the_batch_itself() -> None:
+    net = compile(Net(), (X,), loss="normal")
+    batch = observed(net, (X,), squares)
+    assert part_of_batch(batch, 1.0, point(net, 0.0)) == (batch, None)
+
+
 def test_checks_take_a_part_on_accelerators_and_in_one_process() -> None:
     assert share_of_checks(["cuda", "cuda"], 1) == 1 / 8
     assert share_of_checks(["cuda"], 2) == share_of_checks(["cpu"], 1) == share_of_checks(["cuda", "cpu"], 1) == 1.0

@@ -404,6 +404,13 @@ def test_rows_of_one_use_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == [0, 40, 80, 120, 0]
 
 
+def test_a_use_that_is_called_once_has_nothing_to_wait_for() -> None:
+    net, x = kfac_fx.compile(nn.Linear(4, 2), (torch.randn(5, 4),), loss="normal"), torch.randn(5, 4)
+    probes = net.recorder((x,), {}).make_probes((x,), {"": x})
+    (given,), (called_again,) = (recorder.gathered(net.registrations, probes, once) for once in (True, False))
+    assert given is probes[0] and recorder.WAITING in called_again
+
+
 def test_a_first_use_without_a_gradient_loses_no_sums() -> None:
     class Target(nn.Module):
         def __init__(self) -> None:

@@ -201,6 +201,15 @@ def test_all_statistics_compile_into_one_graph(form: str, bias: bool) -> None:
     torch.testing.assert_close(compiled(case.rows, case.grad_rows), everything(case.rows, case.grad_rows))
 
 
+def test_rows_are_widened_unless_both_are_wide() -> None:
+    x, d = torch.randn(2, 1, 1, 3), torch.randn(2, 1, 1, 2)
+    for of_x, of_d in ((x, d.bfloat16()), (x.bfloat16(), d), (torch.tensor([[0], [2]]), d.bfloat16())):
+        wide = statistics.Rows(of_x, of_d, bias=False, matrix=(1, 2, 3)).widened()
+        assert wide.d.dtype == torch.float32 and wide.x.dtype in (torch.float32, torch.int64)
+    rows = statistics.Rows(x, d, bias=False, matrix=(1, 2, 3))
+    assert rows.widened() is rows
+
+
 def test_golden_fully_connected_diagonal() -> None:
     x, d = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([[[1.0, -1.0]], [[2.0, 0.5]]])
     square = sum_of("square", x, d, True, (1, 2, 3)) / 2
