@@ -238,7 +238,8 @@ def test_a_batch_of_one_example_is_its_own_part() -> None:
 def test_the_part_of_all_examples_is_the_batch_itself() -> None:
     net = compile(Net(), (X,), loss="normal")
     batch = observed(net, (X,), squares)
-    assert part_of_batch(batch, 1.0, point(net, 0.0)) == (batch, None)
+    part, reason = part_of_batch(batch, 1.0, point(net, 0.0))
+    assert part is batch and reason is None
 
 
 def test_checks_take_a_part_on_accelerators_and_in_one_process() -> None:
