@@ -769,11 +769,11 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
 
     It runs once, without a trace. False if it fails.
     """
-    return runs(model, tensors, lambda code: differentiates(code) or code is VMAP)
+    return bool(runs(model, tensors, lambda code: differentiates(code) or code is VMAP))
 
 
-def runs(model: nn.Module, tensors: Sequence[Tensor], wanted: Callable[[CodeType], bool]) -> bool:
-    """Whether forward runs code that is wanted; without a trace. False if it fails."""
+def runs(model: nn.Module, tensors: Sequence[Tensor], wanted: Callable[[CodeType], bool]) -> bool | None:
+    """Whether forward runs code that is wanted; without a trace. None if it fails."""
     seen: set[bool] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -788,7 +788,7 @@ def runs(model: nn.Module, tensors: Sequence[Tensor], wanted: Callable[[CodeType
     except Exception as error:
         if fatal(error):
             raise
-        return False  # the caller reports the failure of its own run
+        return None  # the caller reports the failure of its own run
     finally:
         sys.setprofile(before)
     return bool(seen)
@@ -866,7 +866,10 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
             return call_with(model, held, tensors)
 
     failure: Exception | None = None
-    if not runs(model, tensors, differentiates_forward):
+    differentiates = runs(model, tensors, differentiates_forward)
+    if differentiates is None:  # a trace that fails inside of forward mode leaves torch without autograd
+        model(*map_tensors(Tensor.clone, tuple(tensors)))
+    if not differentiates:
         try:
             with torch.enable_grad(), forward_mode():
                 return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))

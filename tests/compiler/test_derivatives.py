@@ -395,3 +395,23 @@ def test_numbers_that_a_forward_with_derivatives_reads_are_those_of_every_batch(
         net(x).square().mean().backward()
         opt.step()
     assert opt.skipped == 0
+
+
+def test_a_trace_with_one_case_more_that_does_not_run_leaves_torch_as_it_was() -> None:
+    """It failed inside of forward mode with fakes, and the process had no autograd then."""
+    data = torch.randn(4)
+
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+            second = vmap(hessian(lambda q: q[0] * q[1] * self.inner(q)[0].sin()))(x)
+            return second[:, 1, 1] - second[:, 0, 0], self.inner(observed)[:, 0] - data
+
+    model, places = Wave(), torch.randn(4, 3)
+    for got, wanted in zip(run(trace_model(model, (X, places)), X, places), model(X, places), strict=True):
+        torch.testing.assert_close(got, wanted)
+    z = torch.ones(3, requires_grad=True)
+    assert torch.equal(torch.autograd.grad((z * z).sum(), z)[0], 2 * torch.ones(3))
