@@ -1160,7 +1160,8 @@ def are_residuals(outputs: Tensor, gradient: Tensor) -> bool:
     return varies and ratio([gradient], [outputs]) is not None
 
 
-class SquaredOutput(NamedTuple):
+@dataclass(frozen=True)
+class SquaredOutput:
     """An output of a forward without a named loss, as if its loss were a squared error.
 
     factor: of the mean of its squares over the cases of this forward, if its gradient is a multiple of the output; None
@@ -1230,7 +1231,7 @@ def squares_without_a_name(forwards: Sequence[Watched], loss_scale: float, deriv
             factors = factors_of_squares(squares, rest, parts) if are_whole else None
             if factors is not None and all(sure for _, sure in factors):
                 told = iter(factor for factor, _ in factors)
-                each[n] = [of._replace(factor=next(told)) if of.factor is None else of for of in outputs]
+                each[n] = [replace(of, factor=next(told)) if of.factor is None else of for of in outputs]
                 compared |= {of.place for of in others}
             elif rest <= known:
                 unknown |= {of.place for of in others}

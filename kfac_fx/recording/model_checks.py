@@ -413,6 +413,8 @@ def refuse_misfit_of_function(
     except TypeError as error:
         kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         names = [name for name, of in inspect.signature(function).parameters.items() if of.kind not in kinds]
+        if len(args) < len(names) and not kwargs.keys() >= set(names[len(args) :]):  # the call names others
+            names = [*names[: len(args)], *list(kwargs)[: len(names) - len(args)]]
         raise RegistrationError(
             f"{option} is called with all arguments that forward gets, and does not take those of this call: {error}. "
             f"Write {option}=lambda {', '.join([*names, '*args', '**kwargs'])}: ..., with a default for an argument "

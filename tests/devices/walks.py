@@ -26,6 +26,7 @@ FIRST_STEP = {
     "loss_scale.py:factors",  # is the trained loss the registered one?
     "distributions.py:axis_of_log_probabilities",  # are the outputs such, so that gradients may have any sum?
     "loss_scale.py:axis_of_classes",
+    "loss_scale.py:is_margin",
     "loss_scale.py:gradients_of",
     "loss_scale.py:rest_of_classes",
     "loss_scale.py:value",

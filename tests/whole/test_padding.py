@@ -18,6 +18,7 @@ from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.optim.forwards import MicroBatch
+from kfac_fx.recording.model_checks import refuse_misfit_of_function
 from tests.tables import pairs
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 
@@ -275,6 +276,19 @@ def test_a_loss_that_is_a_function_counts_what_is_real_in_it() -> None:
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
+
+
+X = torch.ones(2, 3)
+
+
+def test_a_mask_of_a_call_by_names_is_written_with_these_names() -> None:
+    with pytest.raises(RegistrationError, match=r"Write padding_mask=lambda input_ids, \*args, \*\*kwargs: \.\.\."):
+        refuse_misfit_of_function(
+            "padding_mask",
+            lambda ids: ids != 0,
+            (),
+            {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)},
+        )
 
 
 @pytest.mark.parametrize(
