@@ -23,7 +23,7 @@ from kfac_fx.optim.rules.exact_steps import LEAST_REACH, MOST_REACH, OMEGA, PROB
 from kfac_fx.optim.rules.momentum import QuadraticModel
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_checks_adaptive import fisher, theta
-from tests.tables import pairs
+from tests.tables import every, pairs
 
 FULL = (batch(0, cases=24)[0], batch(0, cases=24)[0].argmax(1))
 Batch = tuple[Tensor, Tensor]
@@ -708,7 +708,7 @@ def losses_of_repeating(model: nn.Module, x: Tensor, y: Tensor, name: str, steps
     return torch.stack(values)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", every(2, range(2)))
 def test_a_regression_in_float32_does_not_rise_where_its_loss_is_small(seed: int) -> None:
     """Rounding in a part of a short step looked like another term of the loss, so its steps were not watched: losses
     of 1e-5 rose 400 and 2,300 times."""
@@ -720,7 +720,7 @@ def test_a_regression_in_float32_does_not_rise_where_its_loss_is_small(seed: int
     assert values[-1] < 1e-6  # 3e-6 and 4e-6 before
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", every(2, range(2)))
 def test_a_loss_does_not_rise_where_a_schedule_ends(seed: int) -> None:
     """With an lr below `LEAST_LR` there are no exact steps; the bounded ones were those of a batch with noise."""
     torch.manual_seed(seed)

@@ -392,8 +392,7 @@ class WithLoss(Translator):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("mode", ["gradients", "empirical"])
-@pytest.mark.parametrize("in_forward", [False, True])
+@pairs(("in_forward", [False, True]), ("mode", ["gradients", "empirical"]))
 def test_an_inverted_mask_is_told_with_what_to_write(in_forward: bool, mode: str) -> None:
     """There is no saturated softmax. In a loss of forward no case is left, so that the step changes nothing."""
     ids, kwargs = batch()

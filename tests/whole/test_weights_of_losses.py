@@ -100,6 +100,7 @@ def trained_with_weight(every: int, steps: int = 200) -> tuple[float, int]:
     return loss.item(), int(exact[1]) if exact else 0
 
 
+@pytest.mark.slow
 def test_a_weight_that_changes_at_every_step_has_few_exact_steps_and_a_higher_loss() -> None:
     """The batch has another loss at every step, and the page on equations says so."""
     (loss, exact), (rarely_changed, often_exact) = trained_with_weight(1), trained_with_weight(50)
