@@ -78,10 +78,10 @@ def batch_for(model: nn.Module, batch: Any, name: str = A_BATCH) -> Batch:
         return read
     names, targets, item = required_arguments(model), [] if read.targets is None else ["targets=y"], "batch"
     if isinstance(batch, Mapping):
-        optional = [of for of in names_of_arguments(model) if of in read.kwargs and of not in names]
+        optional = [name for name in names_of_arguments(model) if name in read.kwargs and name not in names]
         others = [f"batch[{key!r}]" for key in read.kwargs if key not in names and key not in optional]
         parts = [f"batch[{of!r}]" if of in read.kwargs else others.pop(0) if others else of for of in names]
-        parts += [f"{of}=batch[{of!r}]" for of in optional]
+        parts += [f"{name}=batch[{name!r}]" for name in optional]
         targets = [f"targets={others[0]}"] if len(others) == 1 else targets
     else:
         item, parts = f"({', '.join(names)}), {'y' * bool(targets)}".rstrip(), names
@@ -123,16 +123,16 @@ def refuse_no_batches(function: str, batches: Any) -> None:
             f"{function} takes batches, and got a tensor, {described(batches)}, whose items may be examples: write [x] "
             "if it is one batch, x.split(64) if it is all of the data, or list(x) if its items are batches."
         )
-    one = f"{function} takes batches, and this is one, {{}}: write [(x, y)], or pass a DataLoader."
+    refusal = f"{function} takes batches, and this is one, {{}}: write [(x, y)], or pass a DataLoader."
     are_two = isinstance(batches, (tuple, list)) and len(batches) == 2
     if are_two and isinstance(batches[0], Mapping) and isinstance(batches[1], Tensor):
-        raise TypeError(one.format(as_read(as_batch(batches))))
+        raise TypeError(refusal.format(as_read(as_batch(batches))))
     pair = pair_of_rows(batches)
     if pair is None:
         return
     inputs, targets = pair
     if inputs.dtype != targets.dtype or targets.ndim < inputs.ndim:
-        raise TypeError(one.format(as_read(as_batch(batches))))
+        raise TypeError(refusal.format(as_read(as_batch(batches))))
     if not isinstance(batches, tuple):
         return
     lengths = inputs.shape != targets.shape and not inputs.is_floating_point()  # two batches of tokens

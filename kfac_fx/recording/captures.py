@@ -438,8 +438,10 @@ class Capturing:
         failed: the reasons, by registration. registrations: those before the proof.
         """
         layers = self.arguments.layers
-        own = [r for r in registrations if r.parameters in failed and layers.get(r.layer) is not LAYERS.get(r.layer)]
-        rows = [(", ".join(r.parameters), f"{r.layer}: {failed[r.parameters]}") for r in own]
+        of_user = [
+            r for r in registrations if r.parameters in failed and layers.get(r.layer) is not LAYERS.get(r.layer)
+        ]
+        rows = [(", ".join(r.parameters), f"{r.layer}: {failed[r.parameters]}") for r in of_user]
         if rows and str(rows) not in recorder.told:
             recorder.told.add(str(rows))
             warn_user(
