@@ -113,13 +113,8 @@ from .tracing.signature import (
 )
 from .tracing.substitutes import (
     DATA,
-    Bags,
-    CertainDraws,
-    Detached,
-    Refusals,
-    SparseProducts,
+    Substitutes,
     ThreadTracer,
-    WholeNumbers,
     compute,
     custom_functions,
     packs_in,
@@ -393,9 +388,11 @@ def exported(
         given: list[Any] = []
         try:
             with (
-                torch.enable_grad(), CertainDraws(), Refusals(), Detached(), WholeNumbers(), Bags(), SparseProducts(),
-                nested_values(), symbolic_lengths(model) if lengths else nullcontext(given) as given,
-            ):  # fmt: skip
+                torch.enable_grad(),
+                Substitutes(),
+                nested_values(),
+                symbolic_lengths(model) if lengths else nullcontext(given) as given,
+            ):
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except Exception as error:
             if given and not fatal(error):

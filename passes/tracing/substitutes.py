@@ -32,6 +32,8 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 
 `WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
 
+`Substitutes`: all of these but the next.
+
 `EverywhereElse`: the tensors that stand for parameters in a trace do so in modules of plain lists, too.
 
 `recurrent_layers`: recurrent layers and packed sequences are single operations, which know shapes and are never run;
@@ -506,6 +508,28 @@ class SparseProducts(TorchFunctionMode):
         if matrix.shape[0] == matrix.shape[1]:
             assert_size(matrix.shape[0] == matrix.shape[1])  # type: ignore[no-untyped-call]
         return sparse_product(matrix, x, name == SPARSE_MM)
+
+
+CHANGED = {IS_ALL_TRUE, "numpy", "embedding_bag", *READS, *DRAWS, *COMPARISONS, *LOOKS, *MULTIPLY}
+
+
+class Substitutes(TorchFunctionMode):
+    """The modes above, around the calls of functions that one of them changes. torch.export makes tens of thousands of
+    other calls, most of them of properties, and every mode takes its time of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = CertainDraws(), Refusals(), Detached(), WholeNumbers(), Bags(), SparseProducts()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in CHANGED and func != DATA:
+            return func(*args, **(kwargs or {}))
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            return func(*args, **(kwargs or {}))
 
 
 def with_sparse_products(graph: fx.Graph) -> None:
