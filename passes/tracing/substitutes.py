@@ -32,7 +32,7 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 
 `WholeNumbers`: `lengths.cpu().numpy()`, as older code gives it to packed sequences, is the tensor.
 
-`Substitutes`: all of these but the next.
+`Substitutes`: one mode in front of `CertainDraws`, `Refusals`, `Detached`, `WholeNumbers`, `Bags`, `SparseProducts`.
 
 `EverywhereElse`: the tensors that stand for parameters in a trace do so in modules of plain lists, too.
 
