@@ -5,7 +5,8 @@
         phase("proof")
 
 The log is that of `logging.getLogger("kfac_fx")`, at the level INFO. Bars are on stderr. One is shown at a time: work
-inside of other work shows its phase there, or nothing.
+inside of other work shows its phase there, or nothing. rich is imported where there is a terminal, because its import
+takes time.
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 PATIENCE = 2.0  # seconds before anything is shown
 LOG = logging.getLogger("kfac_fx")
 SHOWN = threading.Lock()  # held by the work whose bar is shown
 Item = TypeVar("Item")
+
+
+def terminal(console: Console | None) -> Console | None:
+    """The console, if it is a terminal. console: None stands for stderr."""
+    if console is None and sys.stderr.isatty():
+        from rich.console import Console
+
+        console = Console(file=sys.stderr)
+    return console if console is not None and console.is_terminal else None
 
 
 def tracked(
@@ -42,13 +53,13 @@ def tracked(
         for amount, item in items:
             yield item
             done += amount
-            waited = time.monotonic() - start >= after
-            if bar is None and waited and done != total:
-                console = console or Console(file=sys.stderr)
-                if console.is_terminal and SHOWN.acquire(blocking=False):
-                    bar = Progress(console=console, transient=True)
-                    bar.start()
-                    task = bar.add_task(what, total=total or None)
+            late = bar is None and done != total and time.monotonic() - start >= after
+            if late and (screen := terminal(console)) is not None and SHOWN.acquire(blocking=False):
+                from rich.progress import Progress
+
+                bar = Progress(console=screen, transient=True)
+                bar.start()
+                task = bar.add_task(what, total=total or None)
             if bar is not None:
                 bar.update(task, completed=done)
     finally:
@@ -66,23 +77,27 @@ def log(text: str, start: float, after: float) -> None:
 class Working:
     """A block of work whose end is not known. The bar is started by a timer, because a block cannot look at a clock."""
 
-    def __init__(self, what: str, console: Console) -> None:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        # The bar leaves stdout and stderr alone, which a capture replaces for a while.
-        self.bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self.what, self.task = what, TaskID(self.bar.add_task(what, total=None))
-        self.shown = False
+    def __init__(self, what: str, screen: Console | None) -> None:
+        self.what, self.bar, self.shown = what, None, False
+        if screen is not None:
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            # The bar leaves stdout and stderr alone, which a capture replaces for a while.
+            self.bar = Progress(*columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False)
+            self.bar.add_task(what, total=None)
 
     def show(self) -> None:
-        if SHOWN.acquire(blocking=False):
+        if self.bar is not None and SHOWN.acquire(blocking=False):
             self.shown = True
             self.bar.start()
 
     def phase(self, name: str) -> None:
-        self.bar.update(self.task, description=f"{self.what}: {name}")
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], description=f"{self.what}: {name}")
 
     def end(self) -> None:
-        if self.shown:
+        if self.bar is not None and self.shown:
             self.bar.stop()
             SHOWN.release()
 
@@ -96,19 +111,19 @@ def working(what: str, console: Console | None = None, after: float = PATIENCE) 
     if WORKING.get() is not None:
         yield
         return
-    console = console or Console(file=sys.stderr)
-    start, block = time.monotonic(), Working(what, console)
+    screen = terminal(console)
+    start, block = time.monotonic(), Working(what, screen)
     timer = threading.Timer(after, block.show)
     timer.daemon = True
     token = WORKING.set(block)
-    if console.is_terminal:
+    if screen is not None:
         timer.start()
     try:
         yield
     finally:
         WORKING.reset(token)
         timer.cancel()
-        if console.is_terminal:
+        if screen is not None:
             timer.join()
         block.end()
         log(what, start, after)
