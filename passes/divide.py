@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -651,6 +651,8 @@ NOT_CAPTURED = "in Python that is not captured"
 class Reads(TorchFunctionMode):
     """Follows parameters through a forward and passes every read to `met`.
 
+    Functions of the model under torch.compile run in eager mode: torch.compile would compile this class, too.
+
     parameters: by name. cases: of the batch; None: no expansion is taken for one to the cases.
     """
 
@@ -662,6 +664,15 @@ class Reads(TorchFunctionMode):
         self.cases: int | None = cases
         self.paused: int | bool = False
         self.around = transforms()
+        self.eager = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.eager.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.eager.close()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
         """Called with every read, instead of the operation."""

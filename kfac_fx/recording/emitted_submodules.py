@@ -53,6 +53,7 @@ from kfac_fx.passes.tracing.effects import python_random, untouched
 from kfac_fx.passes.tracing.signature import call_key, tensors_held
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
+    CompiledOrPlain,
     EmittedModel,
     RunOutputs,
     attributes_read,
@@ -346,8 +347,11 @@ class Frames:
         values = self.inputs(number, capture.flatten(args, kwargs))
         for watcher in self.watchers:
             watcher.paused = True
+        function = self.functions[number]
+        is_compiled = isinstance(function, CompiledOrPlain)  # around it, `Reads` leaves no torch.compile on
         try:
-            output, _ = self.functions[number](self.held[number], values, self.probes)
+            with torch.compiler.set_stance("default") if is_compiled else nullcontext():
+                output, _ = function(self.held[number], values, self.probes)
         finally:
             for watcher in self.watchers:
                 watcher.paused = False

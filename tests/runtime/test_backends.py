@@ -266,3 +266,37 @@ def test_statistics_of_a_compiled_net_under_autocast_are_those_of_an_eager_one(m
     assert "recordings are not compiled: aot_eager would round statistics under autocast" in " ".join(
         str(net.report).split()
     )
+
+
+class CompiledInPython(nn.Module):
+    """A function of the user under torch.compile reads parameters, and Python reads a number, which divides the
+    model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(5)) for _ in range(2))
+        self.gated = torch.compile(lambda x, gain: torch.tanh(x) * gain, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = self.gated(layer(x), gain) if x.sum().item() < 1e9 else x
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_of_a_divided_model_leaves_its_gradients(backend: str) -> None:
+    model, x = CompiledInPython(), torch.randn(6, 5)
+    F.mse_loss(model(x), -x).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    net = compiled(model, (x,), loss="mse", backend=backend)
+    assert [registration.approximation for registration in net.registrations].count("full") == 2
+    optimizer = KFAC(net, seed=0, lr=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(net(x), -x).backward()
+        torch.testing.assert_close([parameter.grad for parameter in net.parameters()], expected)
+        optimizer.step()
