@@ -60,7 +60,7 @@ from kfac_fx.passes.errors import (
     warn_user,
     with_users_steps,
 )
-from kfac_fx.passes.graphs.labels import without_loss
+from kfac_fx.passes.graphs.labels import constant_derivatives, without_loss
 from kfac_fx.passes.ir import LossSite, Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
@@ -423,12 +423,28 @@ class Capturing:
             if kind not in recorder.told:
                 recorder.told.add(kind)
                 warn_user(UserWarning(misfit))
+        self.tell_constant_derivatives(recorder)
         self.tell_own_layers(recorder, {} if verdict is None else verdict.failed, registrations)
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
         recorder.division = recorder.division or division_of(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
+
+    def tell_constant_derivatives(self, recorder: Recorder) -> None:
+        """Warn, once, of derivatives that training takes for constants; an evaluation needs no others."""
+        known = self.arguments.loss is not None or recorder.program.losses  # else any output may be no part of it
+        lines = constant_derivatives(recorder.program) if known and self.model.training else []
+        if lines and constant_derivatives not in recorder.told:
+            recorder.told.add(constant_derivatives)
+            many = "derivative at {} has" if len(lines) == 1 else "derivatives at {} have"
+            warn_user(
+                UserWarning(
+                    f"the {many.format(', '.join(lines))} no create_graph=True, so the loss takes the result for a "
+                    "constant, and the parameters get no gradient through it: write torch.autograd.grad(..., "
+                    "create_graph=True), or detach the result if a constant is meant."
+                )
+            )
 
     def tell_own_layers(
         self, recorder: Recorder, failed: Mapping[Key, str], registrations: Iterable[Registration]
