@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.passes.check import NOWHERE, unmatched
+from kfac_fx.passes.check import unmatched
 from kfac_fx.passes.errors import plural, source_line, where
 from kfac_fx.passes.graphs.labels import (
     labels_of,
@@ -813,7 +813,7 @@ def fallbacks(
     captures: of all kinds of calls so far. cases: the recorders of gradients of single examples.
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
-    sentences += [NOWHERE.format(name) for name in unmatched(arguments.layers, program)]
+    sentences += unmatched(arguments.layers, program)
     captures = list(captures)
     sizes = Counter(tuple(map(len, shapes)) for shapes in {shapes_of_inputs(capture.program) for capture in captures})
     sentences += [SIZES.format(count) for count in sizes.values() if count >= MANY_SIZES]

@@ -44,7 +44,7 @@ from kfac_fx.losses.declared import (
 )
 from kfac_fx.passes import results
 from kfac_fx.passes.approximations import longest
-from kfac_fx.passes.check import refuse_unmatched
+from kfac_fx.passes.check import refuse_unmatched, unmatched
 from kfac_fx.passes.divide import Division as DividedModel
 from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import (
@@ -550,6 +550,8 @@ class CaptureCache:
     def make_first(self, recorder: Recorder) -> None:
         if self.first is None:  # a further kind of calls may go without a layer
             refuse_unmatched(recorder.program)
+            for sentence in unmatched(recorder.program.layers, recorder.program):
+                warn_user(UserWarning(f"{sentence}. Correct its form, or leave it out of layers=[...]."))
         used = {name for registration in recorder.registrations for name in registration.owners}
         rest = [registration for registration in self.registrations if used.isdisjoint(registration.owners)]
         self.first, self.registrations = recorder, (*recorder.registrations, *rest)
