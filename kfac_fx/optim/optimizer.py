@@ -543,8 +543,8 @@ class KFAC(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         """The parameter groups, and where the training stands. Waits for the device."""
-        numbers = {"steps": self.counter, "skipped": int(self.skipped), **self.standing}
-        stands = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
+        counts = {"steps": self.counter, "skipped": int(self.skipped), "of these undone": int(self.undone)}
+        stands = ", ".join(f"{name} {number:.4g}" for name, number in (counts | self.standing).items())
         return f"{super().__repr__()}\n{self.options.rule.name}: {stands}"
 
     @property
@@ -559,11 +559,21 @@ class KFAC(Optimizer, Joinable):
 
     @property
     def skipped(self) -> Tensor:
-        """The number of steps that changed nothing, because something was not finite, or all gradients were zero.
+        """The number of steps that changed nothing: a check undid them, something was not finite, or all gradients were
+        zero.
 
         0-dim, on the device.
         """
         return self._step_state.skipped
+
+    @property
+    def undone(self) -> Tensor:
+        """The number of `skipped` steps that a check undid, because the loss of their batch had risen. A few are usual:
+        behind an exact step that is undone, the next one has more damping.
+
+        0-dim, on the device.
+        """
+        return self._step_state.undone
 
     @property
     def scalars(self) -> Mapping[str, Tensor]:

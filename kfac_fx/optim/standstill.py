@@ -260,9 +260,9 @@ class StandstillWatch:
         if diverged:
             self.tell_diverged(step)
 
-    def forget(self, failed: int) -> None:
-        """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
-        self.failed, self.undone, self.looked, self.first, self.idle = failed, 0, self.tried, None, 0
+    def forget(self, skipped: int, undone: int) -> None:
+        """Begin anew, with a state that was loaded. skipped, undone: the numbers in it, as of `look`."""
+        self.failed, self.undone, self.looked, self.first, self.idle = skipped - undone, undone, self.tried, None, 0
         self.still.clear()
         self.unread.clear()
 
