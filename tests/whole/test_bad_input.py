@@ -212,14 +212,14 @@ LOSSES: Rows = {
     **{
         f"{name} of a mapping": (
             lambda name=name: compiled(Mapped(), (X,), loss=name), LossError,
-            rf"loss='{name}' needs one output tensor, and the model returns a dict of 'logits': \[8, 2\]: say which, "
-            r".*outputs\['logits'\]\)+$",
+            rf"loss='{name}' needs one output tensor, and the model returns a dict of 'logits': \[8, 2\]\.\nIf forward "
+            r"returns a loss where it gets labels, .*leave loss= out\.\nFor the loss .*outputs\['logits'\]\)+$",
         )
         for name in ("categorical", "mse")
     },
     "a name of one loss for two outputs": (
         lambda: compiled(Heads(), (X,), loss="mse"), LossError,
-        r"returns a tuple of \[8, 2\], \[8, 1\]: say which, .*outputs\[0\].*For several outputs write loss=lambda out",
+        r"returns a tuple of \[8, 2\], \[8, 1\]\.\nFor .*outputs\[0\].*\nFor several outputs write loss=lambda out",
     ),
     "a function that fails on the outputs": (lambda: compiled(Mapped(), (X,), loss=lambda o: o[0]), KeyError, "0"),
     "a loss that is a class": (lambda: compiled(loss=int), LossError, "loss is a type; pass a name"),
@@ -258,7 +258,7 @@ ESTIMATORS: Rows = {
         lambda: estimated(process_group="world"), ValueError, "process_group is 'world'; it must be a group of torch.d",
     ),
     "variables, a name": (
-        lambda: estimated(variables="0.weight"), RegistrationError, "variables is '0.weight'; it takes names of param",
+        lambda: estimated(variables="0.weight"), RegistrationError, "variables is '0.weight'; it takes a list of na",
     ),
     "decay of a fold": (lambda: estimated().fold(decay="a"), ValueError, "decay is 'a'; it must be a number"),
     "accept of a fold": (lambda: estimated().fold(accept=3), ValueError, "accept is 3; it must be a 0-dim tensor of t"),
