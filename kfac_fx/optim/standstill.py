@@ -237,13 +237,14 @@ class StandstillWatch:
         failed = skipped - undone - self.idle
         uphill = torch.zeros_like(pushed) if self.slope is None else (self.slope < 0).to(pushed.device)
         numbers = failed, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), uphill, *finite.values()
-        copy = HostCopy(torch.stack([number.to(torch.int64) for number in numbers]))
+        idle = torch.zeros_like(skipped) + self.idle
+        copy = HostCopy(torch.stack([number.to(torch.int64) for number in (idle, *numbers)]))
         of_look = self.looked, self.tried, list(finite), copy
         self.looked, self.before = self.tried, None
         self.read(*of_look) if copy.event is None else self.unread.append(of_look)
 
     def read(self, last: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
-        failed, undone, moved, pushed, rate, diverged, uphill, *finite = copy.wait().tolist()
+        idle, failed, undone, moved, pushed, rate, diverged, uphill, *finite = copy.wait().tolist()
         new, self.failed = failed - self.failed, failed
         withdrawn, self.undone = undone - self.undone, undone
         if new > 0:
@@ -254,6 +255,8 @@ class StandstillWatch:
         self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
+        if idle and pushed:  # not those of a minimum, in which a training stays
+            self.tell_idle(idle, step)
         self.uphill = [*self.uphill, step] if uphill else []
         if len(self.uphill) == STILL:
             self.tell_uphill()
@@ -286,6 +289,14 @@ class StandstillWatch:
             )
         *others, last = self.still
         self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
+
+    def tell_idle(self, number: int, step: int) -> None:
+        self.tell(
+            "idle",
+            f"{number:,} of the first {plural(step, 'step')} changed nothing, because all gradients were zero: no case "
+            "of the batch had a target, as where all labels are -100, or its loss was at its minimum. "
+            "optimizer.skipped counts such steps. Leave batches without a target out.",
+        )
 
     def tell_uphill(self) -> None:
         *others, last = self.uphill

@@ -118,6 +118,24 @@ def test_gradients_of_zero_behind_other_steps_are_those_of_a_minimum() -> None:
     assert opt.skipped == 57 and opt.counter == 3
 
 
+def test_a_batch_in_which_every_target_is_ignored_is_told_once() -> None:
+    """It was skipped without a word."""
+    net, opt, x, y = made()
+
+    def train() -> None:
+        for number in range(1, 24):
+            opt.zero_grad()
+            targets = torch.full_like(y, -100) if number in (4, 8) else y
+            (F.cross_entropy(net(x), targets, reduction="sum") / len(y)).backward()
+            opt.step()
+
+    (text,) = told(opt, train)
+    assert text.startswith(
+        "1 of the first 5 steps changed nothing, because all gradients were zero: no case of the batch"
+    )
+    assert opt.skipped == 2 and opt.undone == 0
+
+
 def test_steps_that_checks_undo_and_those_of_a_loaded_state_are_no_failures() -> None:
     net, opt, x, y = made(damping=None, momentum_type="eigen_moments")
     state = opt._step_state
