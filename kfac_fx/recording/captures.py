@@ -60,7 +60,7 @@ from kfac_fx.passes.errors import (
     warn_user,
     with_users_steps,
 )
-from kfac_fx.passes.graphs.labels import constant_derivatives, without_loss
+from kfac_fx.passes.graphs.labels import constant_derivatives, shape_of, without_loss
 from kfac_fx.passes.ir import LossSite, Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
@@ -237,6 +237,16 @@ NUMBER = (
 SETTING = (
     "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
     "let it be a buffer that is written in place, if forward only computes with it"
+)
+CAPTURED_SIZES = (
+    "inputs of {count} sizes were captured, and every capture is a pause of the training: forward has derivatives or "
+    "other parts that are captured for one size, so each size that a recording or a check meets first is captured "
+    "anew. Keep the sizes equal, such as the lengths of sequences or the number of points, as by padding to a few "
+    "lengths"
+)
+AUTOCAST = (
+    "calls under autocast and calls without it, or with another dtype, were captured one by one, which takes time: "
+    "compile with example inputs inside of the torch.autocast of the training"
 )
 WAYS_OF_USE = "calls use it in ways that no block of a layer is right for: "
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
@@ -505,7 +515,8 @@ class CaptureCache:
         recorders: by kind of call, the least recently used first.
         numbers: the values of every argument of forward that is a Python number, by its name and by what is alike in
             the captured calls.
-        changing: how many values made many captures by nothing else, by the sentence that tells it and the name.
+        changing: how many values made many captures by nothing else, by the sentence that tells it and the name, which
+            is empty where the sentence has none.
     """
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
@@ -712,10 +723,14 @@ class CaptureCache:
         if self.arguments.verify:
             refuse_without_values(self.model)
         args, kwargs = off_graph(args, kwargs)
+        what = f"capturing {class_of(self.model).__name__}"
+        if any(key[2:] == other[2:] and key[0] == other[0] for other in self.recorders if key[1] != other[1]):
+            what += " again, under autocast" if key[1] else " again, without autocast"
+            self.changing[AUTOCAST, ""] = len(self.recorders)
         with (
             CAPTURING,
             self.trained.in_captures(),
-            working(f"capturing {class_of(self.model).__name__}"),
+            working(what),
             dtypes_noted(self.model, self.structure.parameters, args, kwargs, first=self.first is None),
         ):
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
@@ -733,6 +748,8 @@ class CaptureCache:
         self.recorders.move_to_end(key)
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
+        alike = {shapes_of_inputs(other.program) for other in self.recorders[key]}
+        self.tell_many(CAPTURED_SIZES, "", len(alike))
         self.note_numbers(args, kwargs)
         self.note_settings([other for other in (*cached, recorder) if other.capture.holds(args, kwargs)])
         return recorder
@@ -927,6 +944,11 @@ class CaptureCache:
         except (UntraceableError, RegistrationError):
             return recorder
         return again if generic_parameters(again) < generic_parameters(recorder) else recorder
+
+
+def shapes_of_inputs(program: Program) -> tuple[tuple[str, ...], ...]:
+    """The sizes of the tensors that a capture takes, by name where they may vary."""
+    return tuple(tuple(map(str, shape_of(node))) for node in program.inputs)
 
 
 def off_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

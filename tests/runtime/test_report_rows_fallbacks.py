@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,7 @@ def test_the_example_of_a_layer_uses_up_no_random_numbers() -> None:
 
 
 @pytest.mark.parametrize(("derivative", "told"), [(True, True), (False, False)])
-def test_many_sizes_with_a_capture_each_are_told(derivative: bool, told: bool) -> None:
+def test_many_sizes_with_a_capture_each_are_told(derivative: bool, told: bool, logged: list[logging.LogRecord]) -> None:
     class Slope(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if not derivative:
@@ -117,3 +118,7 @@ def test_many_sizes_with_a_capture_each_are_told(derivative: bool, told: bool) -
         assert "were captured" not in str(net.report)
         net.record((torch.randn(points, 2),), {})
     assert ("fallback  inputs of 3 sizes were captured, and every capture" in str(net.report)) == told
+    net.record((torch.randn(7, 2),), {})
+    assert ("fallback  inputs of 4 sizes were captured" in str(net.report)) == told
+    texts = [record.getMessage() for record in logged if record.levelno == logging.WARNING]
+    assert [text.partition(" were captured")[0] for text in texts] == ["inputs of 3 sizes"] * told  # once
