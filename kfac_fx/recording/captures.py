@@ -617,8 +617,12 @@ class CaptureCache:
         new = self.waiting - self.reached
         if found := [name for name in new if self.trained.registered[name].grad is not None]:
             self.reached.update(found)
-            self.looks = LOOKS
+            self.look_again()
         return found
+
+    def look_again(self) -> None:
+        """Look for another path in the next training forwards."""
+        self.looks = LOOKS
 
     def looks_for_path(self) -> bool:
         """Count a training forward. Returns whether to look for its capture, though it may record nothing."""
