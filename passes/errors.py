@@ -29,6 +29,7 @@ __all__ = [
     "AmbiguousRegistrationError",
     "ApproximationError",
     "FactorNotReady",
+    "InputError",
     "LayerError",
     "LinkError",
     "LossError",
@@ -78,6 +79,10 @@ class UntraceableError(ValueError):
 
     cause = ""
     advice = ""
+
+
+class InputError(UntraceableError):
+    """The model itself does not run on these inputs, so there is no graph of it: the inputs or the model are wrong."""
 
 
 class LossError(ValueError):

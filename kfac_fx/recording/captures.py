@@ -50,6 +50,7 @@ from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import (
     PUBLIC,
     AmbiguousRegistrationError,
+    InputError,
     LossError,
     ModelChangedError,
     RegistrationError,
@@ -394,7 +395,7 @@ class Capturing:
                 if fatal(failure):
                     raise
                 if wrong := misfit_of_call(self.model, args, kwargs):
-                    raise UntraceableError(
+                    raise InputError(
                         f"these inputs do not fit {wrong}.\n{how_to_call(self.model, args, kwargs)}"
                     ) from with_users_steps(failure, before=error)
                 if mapping_of_arguments(self.model, args) is not None:
@@ -402,7 +403,7 @@ class Capturing:
                 else:
                     advice = of_derivatives(self.model, args, kwargs, failure) or what_to_correct(self.model, failure)
                 text = f"{not_running(self.model, failure)}\n{advice}"
-                raise UntraceableError(text) from with_users_steps(failure, before=error)
+                raise InputError(text) from with_users_steps(failure, before=error)
             try:
                 return division, run(division.program, SUBMODULES)
             except AmbiguousRegistrationError:

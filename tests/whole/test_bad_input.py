@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx import LossError, ModelChangedError, RegistrationError, UntraceableError, losses
+from kfac_fx import InputError, LossError, ModelChangedError, RegistrationError, UntraceableError, losses
 
 X, Y = torch.randn(8, 4), torch.arange(8) % 3
 META = torch.empty((), device="meta")
@@ -543,7 +543,7 @@ def test_a_shape_that_does_not_fit_is_told_with_its_submodule_and_without_the_fr
     layers: tuple[nn.Module, ...], inputs: Tensor, said: str
 ) -> None:
     line = Narrow.forward.__code__.co_firstlineno + 1
-    with pytest.raises(UntraceableError) as error:
+    with pytest.raises(InputError) as error:
         kfac_fx.compile(Narrow(*layers), (inputs,), loss="categorical")
     first, place, source, advice = str(error.value).splitlines()
     assert first.startswith("Narrow does not run on these inputs: ")
@@ -601,7 +601,7 @@ def test_an_error_of_other_dtypes_says_which_they_are() -> None:
 
 
 def test_example_inputs_of_another_dtype_are_refused_as_those_of_another_shape() -> None:
-    with pytest.raises(UntraceableError) as error:
+    with pytest.raises(InputError) as error:
         kfac_fx.compile(mlp().double(), (X,), loss="categorical")
     first, _, last = str(error.value).splitlines()
     assert first.startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 must have the same ")
@@ -624,7 +624,7 @@ class AllOptional(nn.Module):
 
 
 def test_a_typo_in_an_example_keyword_is_told_with_the_argument_that_was_meant() -> None:
-    with pytest.raises(UntraceableError) as error:
+    with pytest.raises(InputError) as error:
         kfac_fx.compile(AllOptional(), (), {"pixel_value": X}, loss="categorical")
     assert str(error.value) == (
         "these inputs do not fit AllOptional.forward(pixel_values, mask): it has no argument pixel_value (did you mean "
