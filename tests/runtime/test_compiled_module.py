@@ -174,6 +174,9 @@ def test_a_derivative_that_enters_the_loss_as_a_constant_is_told_once_when_the_m
         net = kfac_fx.compile(Forces(of_derivative), (torch.rand(5, 2),), loss="normal")
         net.recorder((torch.rand(7, 2),), {})
     assert sum("create_graph" in str(warning.message) for warning in caught) == 1
+    net = kfac_fx.compile(Forces(of_derivative), loss="normal")
+    with pytest.warns(UserWarning, match=CONSTANT):
+        net.recorder((torch.rand(5, 2),), {})
 
 
 @pytest.mark.parametrize(
