@@ -232,18 +232,20 @@ def wrong_count(name: str, registration: Registration, used: Edges, registered: 
 
 
 NOWHERE = (
-    "the layer {!r} of layers=[...] is nowhere in the graph: no operation has its form, with parameters that its "
-    "layouts fit. `kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
+    "the layer {!r} of layers=[...] is nowhere in the graph: {}. `kfac-fx explain MODEL PARAMETER --layer FILE:NAME` "
+    "says the same of every place of a parameter"
 )
+CLAIMED = "other layers have the operations that it matches"
 
 
 def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
-    """The user's layers that no use has, and that no reason speaks of."""
+    """A sentence for each of the user's layers that no use has, and that no reason speaks of."""
     used = {use.layer for registration in program.registrations for use in registration.uses}
     reasons = [registration.reason or "" for registration in program.registrations]
     told = " ".join([*reasons, *map(str, program.dropped)])
     mine = [name for name, layer in layers.items() if LAYERS.get(name) is not layer and not layer.parts]
-    return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]
+    absent = [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]
+    return [NOWHERE.format(name, program.nowhere.get(name, CLAIMED)) for name in absent]
 
 
 def refuse_unmatched(program: Program) -> None:
@@ -252,7 +254,7 @@ def refuse_unmatched(program: Program) -> None:
     absent = unmatched(program.layers, program) if program.options.strict else []
     if absent:
         raise RegistrationError(
-            "\n".join(f"{NOWHERE.format(name)}." for name in absent)
+            "\n".join(f"{sentence}." for sentence in absent)
             + "\nCorrect its form, leave it out of layers=[...], or compile with strict=False."
         )
 
@@ -263,7 +265,7 @@ def refuse_generic(program: Program) -> None:
     ]
     if generic:
         rows = [(", ".join(registration.parameters), registration.reason or "") for registration in generic]
-        absent = "".join(f"\nBesides, {NOWHERE.format(name)}." for name in unmatched(program.layers, program))
+        absent = "".join(f"\nBesides, {sentence}." for sentence in unmatched(program.layers, program))
         raise RegistrationError(
             f"{len(generic)} of {len(program.parameters)} trainable parameters are in no structured Fisher block:\n"
             f"{table(rows)}\n"

@@ -29,6 +29,7 @@ __all__ = [
     "AmbiguousRegistrationError",
     "ApproximationError",
     "FactorNotReady",
+    "InputError",
     "LayerError",
     "LinkError",
     "LossError",
@@ -78,6 +79,10 @@ class UntraceableError(ValueError):
 
     cause = ""
     advice = ""
+
+
+class InputError(UntraceableError):
+    """The model itself does not run on these inputs, so there is no graph of it: the inputs or the model are wrong."""
 
 
 class LossError(ValueError):
@@ -191,7 +196,10 @@ def source_line(node: fx.Node) -> str | None:
 
 
 def is_constant_derivative(node: fx.Node) -> bool:
-    """Whether a node detaches the result of torch.autograd.grad without create_graph=True, by the user's line."""
+    """Whether a node is a torch.autograd.grad without create_graph=True, as in a trace without inputs; or detaches the
+    result of one, by the user's line."""
+    if node.target is torch.autograd.grad:
+        return not node.kwargs.get("create_graph", False)
     frames = (node.meta.get("stack_trace") or "").strip().splitlines()
     return node.name.startswith("detach_copy") and source_line(node) is not None and "grad(" in frames[-1]
 

@@ -450,6 +450,7 @@ class Program:
     pieces: Mapping[str, Piece] = field(default_factory=dict)  # of parameters that are used in pieces, by their names
     behind: Mapping[fx.Node, frozenset[str]] = field(default_factory=dict)  # the pieces that a node is made of
     matches: tuple[Use, ...] = ()
+    nowhere: Mapping[str, str] = field(default_factory=dict)  # the user's layers without a match, and why
     registrations: tuple[Registration, ...] = ()
     unused: tuple[str, ...] = ()
     dropped: tuple[Note, ...] = ()

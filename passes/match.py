@@ -16,15 +16,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from .cases import number_of_cases, with_batch_dim, with_mask
-from .errors import LayerError, fatal
+from .errors import LayerError, fatal, where
 from .graphs.edit import attribute, functional
-from .graphs.labels import Label, ancestors, labels_of, parameters_behind
+from .graphs.labels import Label, ancestors, entries, labels_of, once, parameters_behind
 from .graphs.operations import (
     CASTS,
     PERMUTES,
@@ -37,12 +38,13 @@ from .graphs.operations import (
 )
 from .graphs.spelling import in_pairs, order_operands, respell, subtract_by_adding
 from .ir import ADDED, CASES, ELEMENTS, Bound, Program, Use, returned_by
-from .layers import Form, Layer
+from .layers import LAYERS, Form, Layer
 from .layers.declaration import ROLES, unknown_attribute
 from .matrix import Layout, Shape
 from .parametrization import Complex, ComplexOutputs, ParameterExpr, nodes_of
 from .parametrizations.functions import in_pieces, small_functions, static_shape
 from .parametrizations.tables import LinearMap, constant, gathered_weight
+from .torch_private import OpOverload
 from .tracing.substitutes import ThreadTracer
 
 
@@ -101,7 +103,10 @@ def match(program: Program) -> Program:
             if program.cases is not None:
                 use = with_batch_dim(use, program.cases, pattern.form.leading)
             matches.append(with_mask(use))
-    return program.but(matches=tuple(matches))
+    used = {use.layer for use in matches}
+    absent = [name for name, of in program.layers.items() if LAYERS.get(name) is not of and name not in used]
+    nowhere = {name: why_nowhere(program, name) for name in absent if not program.layers[name].parts}
+    return program.but(matches=tuple(matches), nowhere=nowhere)
 
 
 def held_shapes(program: Program) -> dict[str, Shape]:
@@ -498,3 +503,151 @@ class Binding:
             if nodes["operand"] not in ancestors([node])  # the derivative of the parameter's own function
         ]
         return any(names & parameters_behind(node, self.label) for node in (*self.foreign.values(), *factors))
+
+
+# --- layers that nearly match -----------------------------------------------------------------------------------------
+
+WORDS = {
+    Mismatch.READ: "its intermediate value {place} is read by another operation, too",
+    Mismatch.INPUT: "its input is no computed value at {place}",
+    Mismatch.LEARNED: "no trainable parameter fills one of its roles at {place}",
+    Mismatch.WHERE: "its condition on shapes and settings fails at {place}",
+    Mismatch.ITSELF: "a parameter is in two operands of {place}",
+    Mismatch.SHAPE: "a parameter has another shape than its layouts= take at {place}",
+    Mismatch.OUTPUTS: "its bias, as it is laid out, has not one number for each output of its weight at {place}",
+}
+
+
+@dataclass(frozen=True)
+class NearMatch:
+    """A layer at a place.
+
+    Attributes:
+        layer: the name of the layer.
+        output: the node that would compute the layer's output.
+        condition: the condition that fails, in words; None if the layer matches.
+        fitted: the number of operations that fitted before; -1 if the layer has not the operation of the place.
+        declared: whether the user declared the layer.
+    """
+
+    layer: str
+    output: fx.Node
+    condition: str | None
+    fitted: int
+    declared: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """Matches before near matches, the user's own layers before others, then by the operations that fitted."""
+        return self.condition is None, self.declared, self.fitted
+
+
+def why_nowhere(program: Program, name: str) -> str:
+    """Why a layer of the user matches nowhere: the condition that fails where most of its operations fit."""
+    alone = program.but(layers={name: program.layers[name]})
+    places = dict.fromkeys(place for _, place in entries(alone))
+    every = (near for place in places for near in near_matches(alone, place))
+    best = max(every, key=attrgetter("fitted"), default=None)
+    if best is None or best.condition is None or best.fitted < 0:
+        forms = [form_graph(program.layers[name], form) for form in program.layers[name].forms]
+        names = dict.fromkeys(op_name(node) for root in forms for node in operations_of(root))
+        return f"no parameter enters one of the operations of its form, {', '.join(names)}"
+    return f"at {where(best.output)}, {best.condition}"
+
+
+def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
+    """The layers with the operation `place` in one of their forms: those that match, then those that nearly do.
+
+    One entry a layer: of its forms and outputs, the one with the most fitting operations. A layer of the user always
+    has an entry. `program` has its expressions, as after the pass `express`.
+    """
+    label, shapes = labels_of(program), once(held_shapes, program, lambda: held_shapes(program))
+    nearest: dict[str, NearMatch] = {}
+    for patterns in patterns_by_target(program.layers).values():
+        for pattern in patterns:
+            name = pattern.layer.name
+            declared = LAYERS.get(name) is not pattern.layer
+            if declared:
+                nearest.setdefault(name, NearMatch(name, place, *missing_output(pattern, place), declared))
+            for root in possible_outputs(pattern, place):
+                free = label[root] is Label.FREE
+                binding = Binding(pattern, label, shapes, program.parameter_exprs, free)
+                uses = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
+                differs = arguments_given(pattern.root) != arguments_given(root)
+                if place not in binding.nodes.values() and not (declared and differs):
+                    continue
+                words = None if uses else differing(pattern.root, root) if differs else failing_condition(binding)
+                near = NearMatch(name, root, words, len(binding.nodes), declared)
+                if name not in nearest or near.rank > nearest[name].rank:
+                    nearest[name] = near
+    return sorted(nearest.values(), key=lambda near: near.rank, reverse=True)
+
+
+def possible_outputs(pattern: Pattern, place: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graph that may compute the pattern's output if `place` is one of its operations."""
+    level = [place] if any(node.target == place.target for node in operations_of(pattern.root)) else []
+    for _ in operations_of(pattern.root):
+        yield from (node for node in level if node.target == pattern.root.target)
+        level = list(dict.fromkeys(user for node in level for user in node.users))
+
+
+def operations_of(root: fx.Node) -> list[fx.Node]:
+    """The operations of a pattern."""
+    return [node for node in root.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def missing_output(pattern: Pattern, place: fx.Node) -> tuple[str, int]:
+    """The condition that a layer fails if no node that `place` leads to computes its output; and 0, or -1 if the layer
+    has not even the operation of the place."""
+    if all(node.target != place.target for node in operations_of(pattern.root)):
+        spelling = f", in a form torch.ops.{place.target}" if isinstance(place.target, OpOverload) else ""
+        return f"its form has no operation {op_name(place)}{spelling}", -1
+    last = op_name(pattern.root)
+    if next(possible_outputs(pattern, place), None) is not None:
+        return f"its form has other operations between this one and its last, {last}", 0
+    return f"its form ends with the operation {last}, which does not follow here", 0
+
+
+def failing_condition(binding: Binding) -> str:
+    """The condition that a layer fails, in words."""
+    assert binding.mismatch is not None, "bug in kfac_fx: a form that does not fit, and no condition that it fails"
+    mismatch, place, wanted = binding.mismatch
+    if mismatch in WORDS:
+        return WORDS[mismatch].format(place=place_text(place))
+    return misfit(wanted, place, binding.pattern)
+
+
+def arguments_given(node: fx.Node) -> tuple[int, set[str]]:
+    """How many arguments a node has by position, and the names of the others."""
+    return len(node.args), set(node.kwargs)
+
+
+def differing(wanted: fx.Node, place: fx.Node) -> str:
+    """Words for the last operation of a form, to which the graph gives other arguments."""
+    return f"its form has {call_text(wanted)} where the graph has {call_text(place)} at {where(place)}"
+
+
+def call_text(node: fx.Node) -> str:
+    """A call with the names of its operands: `sum(mul, [-1])`."""
+    arguments = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+    return f"{op_name(node)}({', '.join(arguments)})"
+
+
+def misfit(wanted: Any, place: Any, pattern: Pattern) -> str:
+    """Words for a part of a form that does not lie over the graph."""
+    if not isinstance(wanted, fx.Node):
+        return f"its form has {wanted!r} where the graph has {place_text(place)}"
+    name, actual = str(wanted.target), place_text(place)
+    if wanted.op != "placeholder":
+        return f"its form has the operation {op_name(wanted)} where the graph has {actual}"
+    if name in pattern.roles:
+        return f"its {name} must be one parameter, or an expression of parameters that is known, not {actual}"
+    return f"its argument {name} must be computed from the data, and stand for one value only, unlike {actual}"
+
+
+def place_text(place: Any) -> str:
+    """A node with its operation and line, or a literal."""
+    if not isinstance(place, fx.Node):
+        return repr(place)
+    operation = str(place.target) if place.op in ("get_attr", "placeholder") else op_name(place)
+    return f"{operation} at {where(place)}"

@@ -468,7 +468,7 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
                 continue
         if larger:
             container = "a larger match of this layer" if str(use) == str(larger[0]) else str(larger[0])
-            notes.append(Note(str(use), f"part of {container}"))
+            notes.append(Note(str(use), f"contained in {container}, which is kept"))
         else:
             remaining.append(use)
     return remaining

@@ -12,11 +12,9 @@ import difflib
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from torch import fx
 
@@ -26,14 +24,13 @@ from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import UntraceableError, nearest, plural, source_line, where
 from kfac_fx.passes.expressions import express
-from kfac_fx.passes.graphs.labels import Label, entries, labels_of
+from kfac_fx.passes.graphs.labels import entries
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import NUMBER, Note, Options, Pass, Program, Registration, Use
 from kfac_fx.passes.layers import LAYERS, collect
-from kfac_fx.passes.match import Binding, Mismatch, Pattern, held_shapes, lay_over, patterns_by_target
+from kfac_fx.passes.match import NearMatch, near_matches
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
 from kfac_fx.passes.resolve import lacking
-from kfac_fx.passes.torch_private import OpOverload
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted_submodules import number_of_examples
 
@@ -288,136 +285,6 @@ def changes(before: Program, after: Program) -> str:
     difference = difflib.unified_diff(old, new, n=CONTEXT, lineterm="")
     lines = [line for line in difference if not line.startswith(("---", "+++"))]
     return "".join(f"{line}\n" for line in lines) or "nothing that is printed has changed\n"
-
-
-WORDS = {
-    Mismatch.READ: "its intermediate value {place} is read by another operation, too",
-    Mismatch.INPUT: "its input is no computed value at {place}",
-    Mismatch.LEARNED: "no trainable parameter fills one of its roles at {place}",
-    Mismatch.WHERE: "its condition on shapes and settings fails at {place}",
-    Mismatch.ITSELF: "a parameter is in two operands of {place}",
-    Mismatch.SHAPE: "a parameter has another shape than its layouts= take at {place}",
-    Mismatch.OUTPUTS: "its bias, as it is laid out, has not one number for each output of its weight at {place}",
-}
-
-
-@dataclass(frozen=True)
-class NearMatch:
-    """A layer at a place.
-
-    Attributes:
-        layer: the name of the layer.
-        output: the node that would compute the layer's output.
-        condition: the condition that fails, in words; None if the layer matches.
-        fitted: the number of operations that fitted before.
-        declared: whether the user declared the layer.
-    """
-
-    layer: str
-    output: fx.Node
-    condition: str | None
-    fitted: int
-    declared: bool = False
-
-    @property
-    def rank(self) -> tuple[bool, bool, int]:
-        """Matches before near matches, the user's own layers before others, then by the operations that fitted."""
-        return self.condition is None, self.declared, self.fitted
-
-
-def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
-    """The layers with the operation `place` in one of their forms: those that match, then those that nearly do.
-
-    One entry a layer: of its forms and outputs, the one with the most fitting operations. A layer of the user always
-    has an entry. `program` has its expressions, as after the pass `express`.
-    """
-    label, shapes = labels_of(program), held_shapes(program)
-    nearest: dict[str, NearMatch] = {}
-    for patterns in patterns_by_target(program.layers).values():
-        for pattern in patterns:
-            name = pattern.layer.name
-            declared = LAYERS.get(name) is not pattern.layer
-            if declared:
-                nearest.setdefault(name, NearMatch(name, place, missing_output(pattern, place), 0, declared))
-            for root in outputs(pattern, place):
-                free = label[root] is Label.FREE
-                binding = Binding(pattern, label, shapes, program.parameter_exprs, free)
-                uses = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
-                differs = signature(pattern.root) != signature(root)
-                if place not in binding.nodes.values() and not (declared and differs):
-                    continue
-                words = None if uses else differing(pattern.root, root) if differs else condition(binding)
-                near = NearMatch(name, root, words, len(binding.nodes), declared)
-                if name not in nearest or near.rank > nearest[name].rank:
-                    nearest[name] = near
-    return sorted(nearest.values(), key=lambda near: near.rank, reverse=True)
-
-
-def outputs(pattern: Pattern, place: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the graph that may compute the pattern's output if `place` is one of its operations."""
-    level = [place] if any(node.target == place.target for node in operations(pattern.root)) else []
-    for _ in operations(pattern.root):
-        yield from (node for node in level if node.target == pattern.root.target)
-        level = list(dict.fromkeys(user for node in level for user in node.users))
-
-
-def operations(root: fx.Node) -> list[fx.Node]:
-    """The operations of a pattern."""
-    return [node for node in root.graph.nodes if node.op not in ("placeholder", "output")]
-
-
-def missing_output(pattern: Pattern, place: fx.Node) -> str:
-    """The condition that a layer fails if no node that `place` leads to computes its output."""
-    if all(node.target != place.target for node in operations(pattern.root)):
-        spelling = f", in a form torch.ops.{place.target}" if isinstance(place.target, OpOverload) else ""
-        return f"its form has no operation {op_name(place)}{spelling}"
-    last = op_name(pattern.root)
-    if next(outputs(pattern, place), None) is not None:
-        return f"its form has other operations between this one and its last, {last}"
-    return f"its form ends with the operation {last}, which does not follow here"
-
-
-def condition(binding: Binding) -> str:
-    """The condition that a layer fails, in words."""
-    assert binding.mismatch is not None, "bug in kfac_fx: a form that does not fit, and no condition that it fails"
-    mismatch, place, wanted = binding.mismatch
-    return WORDS[mismatch].format(place=text(place)) if mismatch in WORDS else misfit(wanted, place, binding.pattern)
-
-
-def signature(node: fx.Node) -> tuple[int, set[str]]:
-    """How many arguments a node has by position, and the names of the others."""
-    return len(node.args), set(node.kwargs)
-
-
-def differing(wanted: fx.Node, place: fx.Node) -> str:
-    """Words for the last operation of a form, to which the graph gives other arguments."""
-    return f"its form has {call(wanted)} where the graph has {call(place)} at {where(place)}"
-
-
-def call(node: fx.Node) -> str:
-    """A call with the names of its operands: `sum(mul, [-1])`."""
-    arguments = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
-    return f"{op_name(node)}({', '.join(arguments)})"
-
-
-def misfit(wanted: Any, place: Any, pattern: Pattern) -> str:
-    """Words for a part of a form that does not lie over the graph."""
-    if not isinstance(wanted, fx.Node):
-        return f"its form has {wanted!r} where the graph has {text(place)}"
-    name = str(wanted.target)
-    if wanted.op != "placeholder":
-        return f"its form has the operation {op_name(wanted)} where the graph has {text(place)}"
-    if name in pattern.roles:
-        return f"its {name} must be one parameter, or an expression of parameters that is known, not {text(place)}"
-    return f"its argument {name} must be computed from the data, and stand for one value only, unlike {text(place)}"
-
-
-def text(place: Any) -> str:
-    """A node with its operation and line, or a literal."""
-    if not isinstance(place, fx.Node):
-        return repr(place)
-    operation = str(place.target) if place.op in ("get_attr", "placeholder") else op_name(place)
-    return f"{operation} at {where(place)}"
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

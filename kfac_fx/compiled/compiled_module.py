@@ -1160,7 +1160,7 @@ def compile(
     Returns a module with the calls, parameters, buffers, state and modes of `model`.
 
     Raises:
-        UntraceableError: the model cannot be captured.
+        UntraceableError: the model cannot be captured; its kind InputError: the model does not run on these inputs.
         RegistrationError (or a subclass): registrations or arguments contradict each other, or under `strict` a
             parameter would be generic.
         LossError, LayerError: wrong losses or layer declarations.

@@ -30,7 +30,8 @@ GradScaler, but not in bfloat16, which needs none, and not if it is the number o
 A row of the gradient of a cross entropy is w (p - e), with the weight w of its case. Over more than two classes it
 shows the weight and the target. A weight of zero is a case that the trained loss leaves out. Label smoothing changes e
 alone, and the curvature does not depend on e. A row of zeros in the gradient of a squared error, or of binary events,
-is left out, too: outputs that are exactly their targets are rare.
+is left out, too: outputs that are exactly their targets are rare. The value of the loss tells weights of residuals from
+targets (`weights_of_squares`).
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ HOW_TO_WEIGH = (
     'F.cross_entropy(..., reduction="none"), with weights[y] for those of classes. If they depend on the predictions, '
     'as those of a focal loss do, write KFAC(..., estimation_mode="empirical"), whose factors are of the gradients '
     "themselves; or leave it as it is, if the loss falls."
+)
+WEIGHED_SQUARES = (
+    "the trained loss weighs the squares of residuals from {:.3g} to {:.3g} of their mean, and the factors are of "
+    "squares of one weight. Write the weights into the registered loss, as in loss=lambda residuals: "
+    "[kfac_fx.losses.Normal(weights.sqrt() * residuals)], or let forward return weights.sqrt() * residuals."
 )
 AROUND = (
     "{:.0%} of the gradient of the trained loss comes from terms that are no log-likelihood ({}), and the factors have "
@@ -276,6 +282,36 @@ def weights_of_cases(loss: LossFunction, coefficient: Any, gradient: Tensor, has
     if gradient.shape[-1] > 2 and high - low > ONE_WEIGHT * high:
         mean = total / number
         lines.append(WEIGHED.format(low / mean, high / mean, HOW_TO_WEIGH))
+    return lines
+
+
+def weights_of_squares(reached: Sequence[Reached], value: float | None) -> list[str]:
+    """The line of the warning about squares of residuals that the trained loss weighs one by one.
+
+    A loss Σ w m² has the gradient g = 2 w m and the value ½ <g, m>, and no other loss of squares with g m >= 0 in all
+    elements has that value: with targets t it is ½ <g, m - t>. So the value tells targets from weights.
+
+    reached: all losses that the trained one reaches. value: of the whole loss, times its scale; None: it is not known.
+    """
+    losses = [of.loss for of in reached]
+    without_targets = all(
+        isinstance(loss, Normal) and loss.targets is None and not loss.inputs.is_complex() for loss in losses
+    )
+    pairs = [(of.loss.inputs.detach().double(), of.gradient.double()) for of in reached if without_targets]
+    if value is None or not 0 < value < math.inf or not pairs or any(m.shape != g.shape for m, g in pairs):
+        return []
+    half = sum(float((m * g).sum()) for m, g in pairs) / 2
+    if abs(half - value) > VALUES * value or any(bool((m * g < 0).any()) for m, g in pairs):
+        return []
+    lines = []
+    for m, g in pairs:
+        told = (m.abs() > SMALL * m.square().mean().sqrt()) & (g != 0)  # the quotient of others may be rounding
+        weights = (g / m)[told]
+        if len(weights) <= RESIDUALS:
+            continue
+        low, high, mean = torch.stack([weights.min(), weights.max(), weights.mean()]).tolist()
+        if high - low > ONE_WEIGHT * high:
+            lines.append(WEIGHED_SQUARES.format(low / mean, high / mean))
     return lines
 
 
@@ -1333,6 +1369,7 @@ def check_scale(
         kinds = misplaced_classes, without_targets, cross_entropies, no_events, other_spread, rates
         of_kinds = ([line for reach in reached if (line := kind(reach)) is not None] for kind in kinds)
         lines = next(filter(None, of_kinds), [])
+        known: float | None = None
         for forward in () if lines else of_losses:
             alone = all(roots[root] == 1 for root in forward.roots)  # no other has a part of its value
             seen = forward.value / loss_scale if alone and forward.value is not None else None
@@ -1340,6 +1377,9 @@ def check_scale(
             each.append(factors(forward, known, len(of_losses), loss_scale))
         if not lines and not in_training:
             has_mask = used[0].recorder.program.mask is not None if used else False
+            lines += weights_of_squares(
+                reached, known * loss_scale if known is not None and len(of_losses) == 1 else None
+            )
             for reach in reached:
                 lines += weights_of_cases(reach.loss, reach.weight, reach.gradient, has_mask)
                 lines += lines_of_rows(reach, has_mask)

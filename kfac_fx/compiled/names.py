@@ -270,8 +270,9 @@ class LayerParametersDict(MutableMapping[Any, Entry], Generic[Entry]):
 def refuse_other_variables(variables: Any, model: Any, argument: str = "variables") -> list[str]:
     """The names. Raises RegistrationError for variables that are no names."""
     if isinstance(variables, (str, Tensor)) or not isinstance(variables, Iterable):
+        example = [variables] if isinstance(variables, str) else ["fc.weight", "fc.bias"]
         raise RegistrationError(
-            f"{argument} is {variables!r}; it takes names of parameters, as in {argument}=['fc.weight', 'fc.bias']"
+            f"{argument} is {variables!r}; it takes a list of names of parameters, as in {argument}={example}"
         )
     names = list(variables)
     if wrong := [variable for variable in names if not isinstance(variable, str)]:
@@ -302,6 +303,20 @@ def check_variables(
             ]
     if wrong:
         raise RegistrationError(f"`{argument}` does not fit the registrations:\n{table(sorted(wrong))}")
+
+
+def refuse_unfit_patterns(patterns: Iterable[str], registered: Sequence[str], argument: str) -> None:
+    """Raises RegistrationError for names and patterns that fit no registered parameter, as these are all of them."""
+    rows = []
+    for pattern in patterns:
+        wider = [text for text in (f"*.{pattern}", f"*{pattern}*") if any(fnmatchcase(n, text) for n in registered)]
+        more = f" Did you mean {wider[0]!r}?" if wider else nearest(pattern, registered)
+        rows.append((pattern, f"fits no parameter in a block.{more}"))
+    if rows:
+        raise RegistrationError(
+            f"`{argument}` takes names of parameters and of modules, and patterns with *, such as '*.bias':\n"
+            f"{table(sorted(rows))}"
+        )
 
 
 def meant(name: str, registered: Sequence[str]) -> str:

@@ -43,12 +43,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.passes.check import NOWHERE, unmatched
+from kfac_fx.passes.check import unmatched
 from kfac_fx.passes.errors import plural, source_line, where
 from kfac_fx.passes.graphs.labels import (
     labels_of,
     parameters_behind,
-    shape_of,
     symbolic_sizes,
     use_edges,
     without_loss,
@@ -281,12 +280,6 @@ NEGATIVE = (
 )
 FROZEN = "not trained while requires_grad is False; the blocks are kept"
 UNNAMED = "takes factors from training gradients because it knows no loss, and "
-MANY_SIZES = 3  # of inputs, from which on it is said that each makes a capture
-SIZES = (
-    "inputs of {} sizes were captured, and every capture is a pause of the training: forward has derivatives or other "
-    "parts that are captured for one size, so each size that a recording or a check meets first is captured anew. Keep "
-    "the sizes equal, such as the lengths of sequences or the number of points, as by padding to a few lengths"
-)
 REPEATED = (
     "a recording in training runs forward a second time, because the graph leaves out that it {}; gradients that reach "
     "the loss through this are in no factor"
@@ -813,10 +806,7 @@ def fallbacks(
     captures: of all kinds of calls so far. cases: the recorders of gradients of single examples.
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
-    sentences += [NOWHERE.format(name) for name in unmatched(arguments.layers, program)]
-    captures = list(captures)
-    sizes = Counter(tuple(map(len, shapes)) for shapes in {shapes_of_inputs(capture.program) for capture in captures})
-    sentences += [SIZES.format(count) for count in sizes.values() if count >= MANY_SIZES]
+    sentences += unmatched(arguments.layers, program)
     for capture in captures:
         if capture.loop_reason is not None:
             sentences.append(f"sources of the exact modes are sent back one by one: {capture.loop_reason}")
@@ -852,11 +842,6 @@ def fallbacks(
         for key, reason in apart.items()
     ]
     return list(dict.fromkeys(sentences))
-
-
-def shapes_of_inputs(program: Program) -> tuple[tuple[str, ...], ...]:
-    """The sizes of the tensors that a capture takes, by name where they may vary."""
-    return tuple(tuple(map(str, shape_of(node))) for node in program.inputs)
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.compiled.compiled_module import CompiledModule, arguments_of_call
-from kfac_fx.compiled.names import check_variables, refuse_other_variables
+from kfac_fx.compiled.names import check_variables, refuse_other_variables, refuse_unfit_patterns
 from kfac_fx.estimator.batches import NotFinite, batch_for, of_one_batch, refuse_no_batches, telling_how_read
 from kfac_fx.estimator.queries import Queries, Weights, in_order, recording, warn_of_queries, warn_of_scores
 from kfac_fx.fisher.block import key_text
@@ -191,15 +191,16 @@ class ModelSpectrum(Spectrum):
         Args:
             names: of parameters, of modules with parameters, or patterns with `*`, as those of `damping`.
 
-        Raises RegistrationError if there is no name, or one that is in no block, or that shares a block or a parameter
-        with one that is not named.
+        Raises RegistrationError if there is no name, or one that fits no parameter in a block, or that shares a block
+        or a parameter with one that is not named.
         """
         given = refuse_other_variables(names, self.net, "names")
         if not given:
             raise RegistrationError(f"names is empty: name parameters of the spectrum, {', '.join(self.shapes)}")
         owners = [name for registration in self.registrations for name in registration.owners]
         fitting = {pattern: [name for name in owners if matches(name, pattern)] for pattern in given}
-        wanted = frozenset(name for pattern, names_found in fitting.items() for name in names_found or [pattern])
+        refuse_unfit_patterns([pattern for pattern, names_found in fitting.items() if not names_found], owners, "names")
+        wanted = frozenset(name for names_found in fitting.values() for name in names_found)
         check_variables(wanted, self.registrations, "names")
         systems = [
             system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])

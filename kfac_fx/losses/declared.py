@@ -77,8 +77,9 @@ UNNAMED = (
     "the class of a distribution that is near it, see the page on losses of your own."
 )
 SEVERAL = (
-    "For several outputs write loss=lambda outputs: [kfac_fx.losses.{}({}), (0.5, kfac_fx.losses.Normal({}))]: a "
-    "number in front of a loss is its coefficient, and that of a mean over k elements of a case is 1 / k"
+    "For several outputs write loss=lambda outputs: [kfac_fx.losses.{}({}), (0.5, kfac_fx.losses.Normal({}))]\n"
+    "A number in front of a loss is its coefficient. Normal is a sum over the k elements of a case, so the mean over "
+    "them has the coefficient 1 / k"
 )
 OF_VARIANCES = ("gaussian_nll", "gaussiannll", "heteroscedastic")
 WITH_VARIANCES = (
@@ -753,14 +754,17 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
     if not isinstance(outputs, Tensor):
         dimensions = [leaf.ndim for leaf in results.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         kind = next((kind for kind in KINDS if f".{kind}(" in function), KINDS[0])
-        more = f". {several(outputs, kind)}" if sum(map(bool, dimensions)) > 1 else ""
-        with_loss = ". If the number among them is a loss of torch, and you train that, leave loss= out"
-        raise LossError(
-            f"{name} needs one output tensor, and the model returns {structure(outputs)}: say which, "
-            f"as in loss=lambda outputs: {function.format(place_of_tensor(outputs))}{more}"
-            + with_loss
-            * (0 in dimensions)
+        lines = [f"{name} needs one output tensor, and the model returns {structure(outputs)}."]
+        if 0 in dimensions:
+            lines.append("If you train the number among them, leave loss= out: losses of torch are found in forward.")
+        elif isinstance(outputs, Mapping) or attributes_of_object(outputs):
+            lines.append("If forward returns a loss where it gets labels, compile with labels, and leave loss= out.")
+        lines.append(
+            f"For the loss of an output write loss=lambda outputs: {function.format(place_of_tensor(outputs))}"
         )
+        if sum(map(bool, dimensions)) > 1:
+            lines.append(several(outputs, kind))
+        raise LossError("\n".join(lines))
     if not outputs.ndim:
         raise LossError(
             f"{name} is that of outputs with a dimension of cases, and the model returns one number, as a loss is: let "

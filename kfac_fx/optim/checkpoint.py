@@ -151,7 +151,7 @@ def whole(state: StepState) -> Tensors:
     """The tensors that belong to no block."""
     schedule, late, rule, names = state.schedule, state.late, state.options.rule, state.vectors.names.values()
     values = {"damping": state.damping, **{name: state.scalars[name] for name in (*SCALARS, *rule.scalars)}}
-    values |= {"skipped": state.skipped}
+    values |= {"skipped": state.skipped, "withdrawn": state.undone}
     if rule.checked:
         values |= {name: getattr(state.checks.size, name) for name in STEP_SIZE}
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
@@ -242,14 +242,15 @@ def restore(
     state.late = checkpoint.late
     state.vectors.grouped = None
     state.memory.reset()
-    state.undone.zero_()
-    state.standstill.forget(int(values["skipped"]))
+    state.undone.copy_(values["withdrawn"])
+    state.standstill.forget(int(values["skipped"]), int(values["withdrawn"]))
     state.forwards.forget()
 
 
 WHOLE_VALUES: Mapping[str, Values] = {
     **dict.fromkeys(("damping", "estimator.damping", "ratio", "overhead"), NOT_NEGATIVE),
-    **dict.fromkeys(("skipped", "counter", "burned_in", "checks", "first_recorded", "cohorts", "moved"), A_COUNT),
+    **dict.fromkeys(("skipped", "withdrawn", "counter", "burned_in", "checks"), A_COUNT),
+    **dict.fromkeys(("first_recorded", "cohorts", "moved"), A_COUNT),
     **dict.fromkeys(("rho", "predicted_change", "options"), ANY_NUMBER),
     "loss_before": Values(nan=True),  # of a step that was not taken
     "norm": Values(least=0, infinite=True),  # before the first check
@@ -259,12 +260,13 @@ WHOLE_VALUES: Mapping[str, Values] = {
 }
 # In no older states: a training goes on with the first values.
 SINCE = (
-    *("multiplier", "peak_lr", "last_update", "steps"),
+    *("multiplier", "peak_lr", "last_update", "steps", "withdrawn"),
     *("promised", "trust", "advance", "agreement", "agreed", "unit"),
     *exact_steps.EXACT_SCALARS,
 )
 GENERATOR = f"{WHOLE}generator"
 COHORTS = f"{WHOLE}cohorts"  # of the blocks in the order of their keys; in no older states
+WITHDRAWN = f"{WHOLE}withdrawn"  # of the skipped steps, those that checks undid
 STREAM_SIZES = (len(torch.Generator().get_state()), 16)  # bytes of the state of a generator: a CPU's, an accelerator's
 NO_LONGER = ("qmodel_learning_rate", "qmodel_momentum")  # in older states of rules that have no such scalars
 
@@ -498,6 +500,7 @@ def follow_versions(state: StepState, groups: Sequence[Group], entries: Entries)
         entry_of[MOVED] = torch.tensor([(int(counter) * (name in moved), 0) for name in names_here]).view(-1, 2)
     if COHORTS not in entry_of and isinstance(first := entry_of.get(f"{WHOLE}first_recorded"), Tensor):
         entry_of[COHORTS] = (first > 0).to(first.dtype)
+    entry_of.setdefault(WITHDRAWN, torch.zeros((), dtype=torch.int64))
     late = entry_of.get(LATE)
     if not rule_is_late(state) or (isinstance(late, Tensor) and late.numel() == 1 and not late.is_meta and not late):
         entries.late.clear()  # they belong to a step whose loss is still to be measured

@@ -39,7 +39,8 @@ class Metrics:
     | `kappa` | κ, by which `norm_constraint` shortened the step, 1 within the bound; only with a `norm_constraint` |
     | `lr/0`, `lr/1`, ... | the learning rates of the parameter groups |
     | `norm/gradient`, `norm/update` | norms of the gradient and of the change of the parameters, or of their shards |
-    | `skipped/steps` | steps so far that changed nothing: something was not finite, or all gradients were zero |
+    | `skipped/steps` | steps so far that changed nothing: undone, not finite, or with gradients of zero |
+    | `skipped/undone` | those of them that checks undid, because the loss of their batch had risen |
     | `skipped/statistics` | updates of factors so far that were skipped, over all blocks |
     | `skipped/inverses` | decompositions so far that failed and left a block its earlier inverse |
     | `seconds/record` | a step's forwards that record; the model's own forward counts where it is the recording |
@@ -185,6 +186,7 @@ class Metrics:
         values["norm/gradient"] = norm(map(real_numbers, gradients))
         values["norm/update"] = norm(precise(parameter) - precise(old) for parameter, old in pairs)
         values["skipped/steps"] = optimizer.skipped
+        values["skipped/undone"] = optimizer.undone
         values["skipped/statistics"] = sum(int(group.skipped.sum()) for group in groups)
         values["skipped/inverses"] = sum(int(group.failed.sum()) for group in groups)
         totals = dict(optimizer.phases.totals)

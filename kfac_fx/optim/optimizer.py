@@ -39,7 +39,7 @@ from kfac_fx.optim.forwards import (
 from kfac_fx.optim.groups import Vectors, keep_first_lr, members_of, refuse_options_of_all, rule_state, split_group
 from kfac_fx.optim.options import GROUPS, KFACOptions
 from kfac_fx.optim.rule import Rule
-from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.schedule import Schedule, is_early
 from kfac_fx.optim.state import PhaseSeconds, StepState
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.passes import results
@@ -49,6 +49,7 @@ from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.effects import accelerators
 from kfac_fx.recording.model_checks import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 
+LATE_LOOKS = 100  # steps from look to look at gradients that were zero at first, after 1, 2, 5, 10, 20 and 50
 STEPS_TO_HABIT = 20  # steps whose lr is looked at
 HABIT = 0.004  # of the default lr: below it is one of Adam's, by habit
 OUTSIDE = (
@@ -215,6 +216,7 @@ class KFAC(Optimizer, Joinable):
         self._with_default_lr: set[int] = set()  # the groups without an lr of their own
         self._given: dict[Tensor, int] = {}  # the order of the parameters in the user's groups
         self._maybe_outside: set[str] = set()  # trained, and in no block, but a forward may have used them
+        self._still_outside: set[str] = set()  # in no block, and with gradients of zero so far
         self._told_outside = False
         self._loose: set[Tensor] = set()  # parameters in groups of this rule that have no block
         super().__init__([{"params": list(names)}] if params is None else list(params), options.of_groups)
@@ -319,12 +321,14 @@ class KFAC(Optimizer, Joinable):
                 self._step_state.vectors.grouped = None
         looked = self.net.captures.looks > 0  # for a path through the parameters that wait, in every forward
         found = self.net.captures.look_for_gradients()
-        if (found or self._maybe_outside) and not self._told_outside:
+        again = self._still_outside and (is_early(self.counter, LATE_LOOKS) or self.counter % LATE_LOOKS == 0)
+        if (found or again or self._maybe_outside) and not self._told_outside:
             self._tell_outside(found, looked)
 
     def _tell_outside(self, found: Sequence[str], looked: bool) -> None:
         """Warn, once, of parameters that are trained and that no forward uses: their steps are those of AdamW, with an
-        lr that the user has not chosen. The host reads whether their first gradients are zero, as those of 0 * p are.
+        lr that the user has not chosen. The host reads whether their first gradients are zero, as those of 0 * p are,
+        and now and then whether they still are.
 
         found: those with a first gradient. looked: whether all forwards so far are known.
         """
@@ -333,8 +337,12 @@ class KFAC(Optimizer, Joinable):
         moved = {
             name
             for name, grad in ((self.names[parameter], parameter.grad) for parameter in members)
-            if name in found and grad is not None and bool(shard(grad).abs().sum())
+            if name in {*found, *self._still_outside} and grad is not None and bool(shard(grad).abs().sum())
         }
+        if not moved <= {*found}:  # long after the looks for a path
+            self.net.captures.look_again()
+            looked = False
+        self._still_outside = {*found, *self._still_outside} - moved
         self._maybe_outside = self._unregistered & (self._maybe_outside | moved)
         if self._maybe_outside and looked:
             self._told_outside, names = True, fold(sorted(self._maybe_outside))
@@ -543,8 +551,8 @@ class KFAC(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         """The parameter groups, and where the training stands. Waits for the device."""
-        numbers = {"steps": self.counter, "skipped": int(self.skipped), **self.standing}
-        stands = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
+        counts = {"steps": self.counter, "skipped": int(self.skipped), "of these undone": int(self.undone)}
+        stands = ", ".join(f"{name} {number:.4g}" for name, number in (counts | self.standing).items())
         return f"{super().__repr__()}\n{self.options.rule.name}: {stands}"
 
     @property
@@ -559,11 +567,21 @@ class KFAC(Optimizer, Joinable):
 
     @property
     def skipped(self) -> Tensor:
-        """The number of steps that changed nothing, because something was not finite, or all gradients were zero.
+        """The number of steps that changed nothing: a check undid them, something was not finite, or all gradients were
+        zero.
 
         0-dim, on the device.
         """
         return self._step_state.skipped
+
+    @property
+    def undone(self) -> Tensor:
+        """The number of `skipped` steps that a check undid, because the loss of their batch had risen. A few are usual:
+        behind an exact step that is undone, the next one has more damping.
+
+        0-dim, on the device.
+        """
+        return self._step_state.undone
 
     @property
     def scalars(self) -> Mapping[str, Tensor]:

@@ -409,6 +409,20 @@ def refuse_other_options(rule: type[Rule], options: Iterable[str]) -> None:
         )
 
 
+def refuse_undecorated(rule: type[Rule]) -> None:
+    """Raises TypeError for a rule with fields that no constructor sets, because its class is no dataclass."""
+    for kind in rule.__mro__:
+        if "__dataclass_fields__" in vars(kind) or "__init__" in vars(kind):
+            continue
+        annotations = inspect.get_annotations(kind).items()
+        if names := [name for name, annotation in annotations if "ClassVar" not in str(annotation)]:
+            raise TypeError(
+                f"{kind.__name__} declares {', '.join(names)} and is no dataclass, so {rule.__name__}(...) takes no "
+                f"such options: write @dataclass(frozen=True, kw_only=True, eq=False) above class {kind.__name__}, or "
+                "ClassVar[...] for what is no option."
+            )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
     """An update rule; the fields of a subclass are its options.
@@ -445,7 +459,9 @@ class Rule:
     precon_damping_mult = 1.0  # the damping of inverses and of the block-diagonal Fisher is this times λ
 
     def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
-        """Raises TypeError for options that the rule does not have; names all of them."""
+        """Raises TypeError for options that the rule does not have, with all of them, and for a class that declares
+        options and is no dataclass."""
+        refuse_undecorated(cls)
         refuse_other_options(cls, kwargs)
         return super().__new__(cls)
 

@@ -423,14 +423,14 @@ class Schedule:
         text = f"statistics every {every.statistics}, inverses every {every.inverses}, {checks}"
         if not self.overhead:
             return [f"{text}, until the first step chooses the intervals for an overhead of {rule.overhead:.0%}"]
-        cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
+        cost = f"{text}. By a count of operations this adds {self.overhead:.0%} to a training step"
         if self.overhead <= rule.overhead:
-            return [f"{cost}, at most the stated {rule.overhead:.0%}"]
-        more = f"{cost}, more than the stated {rule.overhead:.0%}, because"
+            return [f"{cost}; overhead={rule.overhead:g} allows {rule.overhead:.0%}"]
+        more = f"{cost}, more than the {rule.overhead:.0%} of overhead={rule.overhead:g}, because"
         if self.with_given(rule.longest) != rule.longest:
             return [f"{more} intervals are given"]
         least = f"statistics at every {rule.longest.statistics}th step and checks at every {rule.longest.checks}th"
-        return [f"{more} {least} are the rarest: a training step of this network costs little, so nothing is wrong"]
+        return [f"{more} {least} are the rarest. A training step of this network is short, so nothing is wrong"]
 
     @property
     def adapting(self) -> bool:

@@ -162,6 +162,8 @@ class StandstillWatch:
         trained: whether a look has seen a parameter move; gradients of zero are those of a minimum then.
         idle: the number of steps that were skipped because all gradients were zero, and are no failures.
         without_gradient: the number of steps in a row, up to the last one, in which no parameter had a gradient.
+        slope: <g, Δ> of the present step, 0-dim, if it is looked at and the rule is a user's.
+        uphill: the steps of the looks in a row, up to this one, in which it was negative.
     """
 
     tried: int = 0
@@ -177,11 +179,13 @@ class StandstillWatch:
     without_gradient: int = 0
     idle: Tensor | int = 0
     trained: bool = False
+    slope: Tensor | None = None
+    uphill: list[int] = field(default_factory=list)
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Before a step; parameters: with a gradient."""
         self.tried += 1
-        self.before, self.without_gradient = None, 0
+        self.before, self.slope, self.without_gradient = None, None, 0
         while self.unread and self.tried - self.unread[0][1] >= STEPS_TO_READ:
             self.read(*self.unread.pop(0))
         if not self.told.issuperset(KINDS) and (is_early(self.tried, EVERY) or self.tried % EVERY == 0):
@@ -231,14 +235,16 @@ class StandstillWatch:
             finite: for each cause of a failure, whether it is none in this step.
         """
         failed = skipped - undone - self.idle
-        numbers = failed, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), *finite.values()
-        copy = HostCopy(torch.stack([number.to(torch.int64) for number in numbers]))
+        uphill = torch.zeros_like(pushed) if self.slope is None else (self.slope < 0).to(pushed.device)
+        numbers = failed, undone, self.moved(skipped), pushed, rate, self.diverged(skipped), uphill, *finite.values()
+        idle = torch.zeros_like(skipped) + self.idle
+        copy = HostCopy(torch.stack([number.to(torch.int64) for number in (idle, *numbers)]))
         of_look = self.looked, self.tried, list(finite), copy
         self.looked, self.before = self.tried, None
         self.read(*of_look) if copy.event is None else self.unread.append(of_look)
 
     def read(self, last: int, step: int, causes: Sequence[str], copy: HostCopy) -> None:
-        failed, undone, moved, pushed, rate, diverged, *finite = copy.wait().tolist()
+        idle, failed, undone, moved, pushed, rate, diverged, uphill, *finite = copy.wait().tolist()
         new, self.failed = failed - self.failed, failed
         withdrawn, self.undone = undone - self.undone, undone
         if new > 0:
@@ -249,12 +255,17 @@ class StandstillWatch:
         self.still = [] if moved or withdrawn or new or not rate or minimum else [*self.still, step]
         if len(self.still) == STILL:
             self.tell_still(bool(pushed))
+        if idle and pushed:  # not those of a minimum, in which a training stays
+            self.tell_idle(idle, step)
+        self.uphill = [*self.uphill, step] if uphill else []
+        if len(self.uphill) == STILL:
+            self.tell_uphill()
         if diverged:
             self.tell_diverged(step)
 
-    def forget(self, failed: int) -> None:
-        """Begin anew, with a state that was loaded. failed: the number of failed steps in it."""
-        self.failed, self.undone, self.looked, self.first, self.idle = failed, 0, self.tried, None, 0
+    def forget(self, skipped: int, undone: int) -> None:
+        """Begin anew, with a state that was loaded. skipped, undone: the numbers in it, as of `look`."""
+        self.failed, self.undone, self.looked, self.first, self.idle = skipped - undone, undone, self.tried, None, 0
         self.still.clear()
         self.unread.clear()
 
@@ -278,6 +289,24 @@ class StandstillWatch:
             )
         *others, last = self.still
         self.tell("still", f"no parameter has changed in steps {', '.join(map(str, others))} and {last}, {text}")
+
+    def tell_idle(self, number: int, step: int) -> None:
+        self.tell(
+            "idle",
+            f"{number:,} of the first {plural(step, 'step')} changed nothing, because all gradients were zero: no case "
+            "of the batch had a target, as where all labels are -100, or its loss was at its minimum. "
+            "optimizer.skipped counts such steps. Leave batches without a target out.",
+        )
+
+    def tell_uphill(self) -> None:
+        *others, last = self.uphill
+        self.tell(
+            "uphill",
+            f"in steps {', '.join(map(str, others))} and {last} the update of the rule pointed up the loss: its "
+            "product with the gradient is negative. The step subtracts the vector of an Update, so this vector has the "
+            "sign of the gradient: Update(step.g) is gradient descent. If direction returns a velocity, add "
+            "step.precondition(step.g) to it, and do not subtract it.",
+        )
 
     def tell_diverged(self, step: int) -> None:
         self.tell(

@@ -89,7 +89,7 @@ class StepState:
     scalars: dict[str, Tensor] = field(init=False)  # of the last step that computed them; NaN before
     checks: Checks = field(init=False)
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
-    undone: Tensor = field(init=False)  # that of those which checks undid, since the optimizer was made
+    undone: Tensor = field(init=False)  # that of those which checks undid
     standstill: StandstillWatch = field(default_factory=StandstillWatch)
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
@@ -171,6 +171,7 @@ class StepState:
         return {
             "steps": self.schedule.counter,
             "skipped steps": int(self.skipped),
+            "of these undone by checks": int(self.undone),
             "skipped statistics": sum(block.updates for block in failures),
             "failed decompositions": sum(block.decompositions for block in failures),
         }

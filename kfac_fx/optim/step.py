@@ -438,6 +438,8 @@ def moved_in_blocks(state: StepState, step: BlockStep, changes: list[Tensor] | N
             state.scalars["kappa"].copy_(kappa)
         return ok
     update = rule.update(step)
+    if step.own is not None and state.standstill.before is not None:
+        state.standstill.slope = step.flat.inner(step.g, update.vector)
     ok = step.ok if update.ok is None else update.ok
     if update.kappa is not None:
         state.scalars["kappa"].copy_(update.kappa)

@@ -44,12 +44,13 @@ from kfac_fx.losses.declared import (
 )
 from kfac_fx.passes import results
 from kfac_fx.passes.approximations import longest
-from kfac_fx.passes.check import refuse_unmatched
+from kfac_fx.passes.check import refuse_unmatched, unmatched
 from kfac_fx.passes.divide import Division as DividedModel
 from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import (
     PUBLIC,
     AmbiguousRegistrationError,
+    InputError,
     LossError,
     ModelChangedError,
     RegistrationError,
@@ -60,7 +61,7 @@ from kfac_fx.passes.errors import (
     warn_user,
     with_users_steps,
 )
-from kfac_fx.passes.graphs.labels import without_loss
+from kfac_fx.passes.graphs.labels import constant_derivatives, shape_of, without_loss
 from kfac_fx.passes.ir import LossSite, Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
@@ -238,6 +239,16 @@ SETTING = (
     "{name}, which forward may read, has had {count} values, and every one is a capture of its own, which takes time: "
     "let it be a buffer that is written in place, if forward only computes with it"
 )
+CAPTURED_SIZES = (
+    "inputs of {count} sizes were captured, and every capture is a pause of the training: forward has derivatives or "
+    "other parts that are captured for one size, so each size that a recording or a check meets first is captured "
+    "anew. Keep the sizes equal, such as the lengths of sequences or the number of points, as by padding to a few "
+    "lengths"
+)
+AUTOCAST = (
+    "calls under autocast and calls without it, or with another dtype, were captured one by one, which takes time: "
+    "compile with example inputs inside of the torch.autocast of the training"
+)
 WAYS_OF_USE = "calls use it in ways that no block of a layer is right for: "
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
 LOOKS = 20  # a look takes some percent of a training step; recordings and checks look, too
@@ -385,7 +396,7 @@ class Capturing:
                 if fatal(failure):
                     raise
                 if wrong := misfit_of_call(self.model, args, kwargs):
-                    raise UntraceableError(
+                    raise InputError(
                         f"these inputs do not fit {wrong}.\n{how_to_call(self.model, args, kwargs)}"
                     ) from with_users_steps(failure, before=error)
                 if mapping_of_arguments(self.model, args) is not None:
@@ -393,7 +404,7 @@ class Capturing:
                 else:
                     advice = of_derivatives(self.model, args, kwargs, failure) or what_to_correct(self.model, failure)
                 text = f"{not_running(self.model, failure)}\n{advice}"
-                raise UntraceableError(text) from with_users_steps(failure, before=error)
+                raise InputError(text) from with_users_steps(failure, before=error)
             try:
                 return division, run(division.program, SUBMODULES)
             except AmbiguousRegistrationError:
@@ -424,12 +435,28 @@ class Capturing:
             if kind not in recorder.told:
                 recorder.told.add(kind)
                 warn_user(UserWarning(misfit))
+        self.tell_constant_derivatives(recorder)
         self.tell_own_layers(recorder, {} if verdict is None else verdict.failed, registrations)
         recorder.is_mean, recorder.mean_reason = is_mean(recorder, args, kwargs)
         recorder.division = recorder.division or division_of(recorder, args, kwargs)
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
+
+    def tell_constant_derivatives(self, recorder: Recorder) -> None:
+        """Warn, once, of derivatives that training takes for constants; an evaluation needs no others."""
+        known = self.arguments.loss is not None or recorder.program.losses  # else any output may be no part of it
+        lines = constant_derivatives(recorder.program) if known and self.model.training else []
+        if lines and constant_derivatives not in recorder.told:
+            recorder.told.add(constant_derivatives)
+            many = "derivative at {} has" if len(lines) == 1 else "derivatives at {} have"
+            warn_user(
+                UserWarning(
+                    f"the {many.format(', '.join(lines))} no create_graph=True, so the loss takes the result for a "
+                    "constant, and the parameters get no gradient through it: write torch.autograd.grad(..., "
+                    "create_graph=True), or detach the result if a constant is meant."
+                )
+            )
 
     def tell_own_layers(
         self, recorder: Recorder, failed: Mapping[Key, str], registrations: Iterable[Registration]
@@ -490,7 +517,8 @@ class CaptureCache:
         recorders: by kind of call, the least recently used first.
         numbers: the values of every argument of forward that is a Python number, by its name and by what is alike in
             the captured calls.
-        changing: how many values made many captures by nothing else, by the sentence that tells it and the name.
+        changing: how many values made many captures by nothing else, by the sentence that tells it and the name, which
+            is empty where the sentence has none.
     """
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
@@ -535,6 +563,8 @@ class CaptureCache:
     def make_first(self, recorder: Recorder) -> None:
         if self.first is None:  # a further kind of calls may go without a layer
             refuse_unmatched(recorder.program)
+            for sentence in unmatched(recorder.program.layers, recorder.program):
+                warn_user(UserWarning(f"{sentence}. Correct its form, or leave it out of layers=[...]."))
         used = {name for registration in recorder.registrations for name in registration.owners}
         rest = [registration for registration in self.registrations if used.isdisjoint(registration.owners)]
         self.first, self.registrations = recorder, (*recorder.registrations, *rest)
@@ -589,8 +619,12 @@ class CaptureCache:
         new = self.waiting - self.reached
         if found := [name for name in new if self.trained.registered[name].grad is not None]:
             self.reached.update(found)
-            self.looks = LOOKS
+            self.look_again()
         return found
+
+    def look_again(self) -> None:
+        """Look for another path in the next training forwards."""
+        self.looks = LOOKS
 
     def looks_for_path(self) -> bool:
         """Count a training forward. Returns whether to look for its capture, though it may record nothing."""
@@ -695,10 +729,14 @@ class CaptureCache:
         if self.arguments.verify:
             refuse_without_values(self.model)
         args, kwargs = off_graph(args, kwargs)
+        what = f"capturing {class_of(self.model).__name__}"
+        if any(key[2:] == other[2:] and key[0] == other[0] for other in self.recorders if key[1] != other[1]):
+            what += " again, under autocast" if key[1] else " again, without autocast"
+            self.changing[AUTOCAST, ""] = len(self.recorders)
         with (
             CAPTURING,
             self.trained.in_captures(),
-            working(f"capturing {class_of(self.model).__name__}"),
+            working(what),
             dtypes_noted(self.model, self.structure.parameters, args, kwargs, first=self.first is None),
         ):
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
@@ -716,6 +754,8 @@ class CaptureCache:
         self.recorders.move_to_end(key)
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
+        alike = {shapes_of_inputs(other.program) for other in self.recorders[key]}
+        self.tell_many(CAPTURED_SIZES, "", len(alike))
         self.note_numbers(args, kwargs)
         self.note_settings([other for other in (*cached, recorder) if other.capture.holds(args, kwargs)])
         return recorder
@@ -910,6 +950,11 @@ class CaptureCache:
         except (UntraceableError, RegistrationError):
             return recorder
         return again if generic_parameters(again) < generic_parameters(recorder) else recorder
+
+
+def shapes_of_inputs(program: Program) -> tuple[tuple[str, ...], ...]:
+    """The sizes of the tensors that a capture takes, by name where they may vary."""
+    return tuple(tuple(map(str, shape_of(node))) for node in program.inputs)
 
 
 def off_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from kfac_fx.linalg.arguments import listed
 from kfac_fx.linalg.processes import is_sharded
 from kfac_fx.passes.errors import (
+    InputError,
     ModelChangedError,
     RegistrationError,
     UntraceableError,
@@ -222,13 +223,13 @@ def dtypes_noted(
     torch's words for that name two tensors inside the model.
 
     first: no call was captured before, as with example inputs, so that the error of the model's own forward becomes an
-        UntraceableError, as it does for inputs of a wrong shape. So does that of an index beyond a table.
+        InputError, as it does for inputs of a wrong shape. So does that of an index beyond a table.
     """
     try:
         yield
     except IndexError as error:
         if first and of_own_forward(error):
-            raise UntraceableError(f"{not_running(model, error)}\n{BEYOND_A_TABLE}") from error
+            raise InputError(f"{not_running(model, error)}\n{BEYOND_A_TABLE}") from error
         raise
     except (RuntimeError, ValueError) as error:
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
@@ -244,7 +245,7 @@ def dtypes_noted(
                 f"that is not meant, write x.{written} of the inputs, or convert the model before it is compiled."
             )
             if first and of_own_forward(error):
-                raise UntraceableError(f"{not_running(model, error)}\n{words}") from error
+                raise InputError(f"{not_running(model, error)}\n{words}") from error
             error.add_note(words)
         raise
 

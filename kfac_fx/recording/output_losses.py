@@ -155,6 +155,7 @@ DRAWS, NUMBERS = 64, 2**24  # of samples for one comparison, and of numbers in a
 CERTAIN = 10.0  # standard errors of a difference
 FACTOR = 2.0  # between the squares of sampled gradients and those of B, above which they are told
 TRANSPOSED = 1e-2  # relative; right products agree to the rounding of their dtype
+ROUGHLY = 0.2  # relative, of a factor that a mean makes of a sum
 OTHER_FACTOR = "is not that of its samples"
 
 
@@ -257,11 +258,19 @@ def other_factor(loss: LossFunction) -> list[str]:
     if not (abs(one - other) > CERTAIN * error and max(one, other) > FACTOR * min(one, other)):
         return []
     name, times = type(loss).__name__, f"{one / other:.2g} times" if other else "no multiple of"
+    cases, numbers = loss.all_cases, loss.inputs.numel()
+    counts = {numbers // cases: "outputs of a case", numbers: "outputs", cases: "cases"}
+    mean = next((n for n in counts if n > 1 and other and abs(one / other * n**2 - 1) < ROUGHLY), None)
+    look = (
+        f"Look at the factors in {name}._negative_log_likelihood, {name}._sample and {name}.multiply_fisher_factor."
+        if mean is None
+        else f"That is 1 / {mean}², for {mean} {counts[mean]}: {name}._negative_log_likelihood must be the sum over "
+        "all cases and elements, and no mean. Write .sum() there; kfac_fx divides by the number of cases."
+    )
     return [
         f"the B of {name} {OTHER_FACTOR}: the squares of the gradients of sampled targets are {times} those of B Bᵀ, "
         "on average over cases and samples, and should be the same. The modes with samples and those "
-        f"with B have other Fishers. Look at the factors in {name}._negative_log_likelihood, {name}._sample and "
-        f"{name}.multiply_fisher_factor. Nothing is wrong if B is meant to be another matrix"
+        f"with B have other Fishers. {look} Nothing is wrong if B is meant to be another matrix"
     ]
 
 

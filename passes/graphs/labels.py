@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from ..errors import is_constant_derivative, source_line
 from ..ir import Program
 from ..torch_private import AUTOCAST_REGION, pytree, size_hint
 from .operations import (
@@ -259,6 +260,7 @@ def without_loss(program: Program) -> tuple[str, ...]:
 
 # --- where gradients stop ---------------------------------------------------------------------------------------------
 
+SUMS_AND_PRODUCTS = {"add", "sub", "mul", "div"}  # with coefficients, such as a learned viscosity
 JUMPS = STOPS_GRADIENT | {"trunc", "frac", "heaviside", "remainder", "fmod", "floor_divide", "cond", OWN_BACKWARD}
 
 
@@ -266,6 +268,21 @@ def gradient_stop(program: Program) -> fx.Node | None:
     """The first node that follows the parameters in steps, or in a way that no gradient tells: a rounded or detached
     value, a comparison, the index of a chosen expert, a user's autograd.Function. None if there is none."""
     return once(gradient_stop, program, lambda: next(filter(jumps, computed_from_parameters(program)), None))
+
+
+def constant_derivatives(program: Program) -> list[str]:
+    """The user's lines of derivatives of parameters that enter the losses as constants, because they are taken without
+    create_graph=True. Not those that forward detaches on purpose, nor those of a sampler, which enter layers again."""
+    label = labels_of(program)
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        layer = op_name(node) not in SUMS_AND_PRODUCTS and any(label[n] is Label.PURE for n in node.all_input_nodes)
+        return [] if layer else differentiated(node)
+
+    reached = ancestors(program.outputs, operands=onward)
+    constant = [node for node in computed_from_parameters(program) if node in reached and is_constant_derivative(node)]
+    lines = [source_line(node) for node in constant if op_name(node.all_input_nodes[0]) != "detach"]
+    return [line for line in dict.fromkeys(lines) if line is not None]
 
 
 def jumps(node: fx.Node) -> bool:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.cli.explain import NearMatch, explain, near_matches
+from kfac_fx.cli.explain import explain
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect, layer
+from kfac_fx.passes.match import NearMatch, near_matches
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.trace import trace_model
 
@@ -184,6 +185,7 @@ def circulant(x: Tensor, size: int, *, weight: Tensor) -> Tensor:
     return torch.fft.irfft(torch.mul(torch.fft.rfft(x), torch.fft.rfft(weight)), size)
 
 
+@pytest.mark.filterwarnings("ignore:the layer .* is nowhere in the graph")
 def test_a_users_layer_is_told_where_the_parameter_has_a_block_of_another_layer() -> None:
     x = torch.randn(4, 6)
     net = kfac_fx.compile(Rotated(True), (x,), loss="mse", layers=[circulant])
@@ -199,6 +201,7 @@ def test_a_users_layer_is_told_where_the_parameter_has_a_block_of_another_layer(
     assert "  not " not in plain.partition("for another")[0]  # layers of the library are told only without a block
 
 
+@pytest.mark.filterwarnings("ignore:the layer .* is nowhere in the graph")
 def test_a_layer_of_two_matrices_is_none_and_says_why() -> None:
     class Gate(nn.Module):
         def __init__(self) -> None:

@@ -133,6 +133,7 @@ print("read")
 """
 
 
+@pytest.mark.filterwarnings("ignore:the layer .* is nowhere in the graph")
 def test_a_declared_layer_comes_from_the_file_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cli_own.py").write_text(OWN)
     common = ("report", "cli_own.py:Wave", "--input", "4,6", "--loss", "normal")

@@ -37,8 +37,8 @@ def test_the_larger_match_wins_and_what_it_holds_is_dropped() -> None:
     program = resolved(lambda x, w, b: x @ w + b, **SQUARE)
     assert found(program) == [("linear", ("w", "b"), 1)]
     assert dropped(program) == [
-        ("linear(w)", "part of linear(w, b)"),
-        ("scale_and_shift(b)", "part of linear(w, b)"),
+        ("linear(w)", "contained in linear(w, b), which is kept"),
+        ("scale_and_shift(b)", "contained in linear(w, b), which is kept"),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -141,6 +142,24 @@ def test_autocast_captures_again() -> None:
         moments = net.record((X,), {})
     assert count(net) == 2
     assert moments.statistics[("0.weight", "0.bias")]["A"].dtype == torch.float32
+
+
+def test_a_capture_that_autocast_alone_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step under autocast paused, and nothing said why."""
+    started: list[str] = []
+
+    def working(what: str) -> AbstractContextManager[None]:
+        started.append(what)
+        return nullcontext()
+
+    monkeypatch.setattr(captures, "working", working)
+    net, text = net_of(mlp(), X), "compile with example inputs inside of the torch.autocast of the training"
+    assert text not in " ".join(str(net.report).split())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net.recorder((X,), {})
+    name = type(net.model).__name__
+    assert started == [f"capturing {name}", f"capturing {name} again, under autocast"]
+    assert text in " ".join(str(net.report).split())
 
 
 def test_the_oldest_kind_of_call_is_forgotten() -> None:

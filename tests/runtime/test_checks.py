@@ -95,7 +95,7 @@ def test_a_rise_of_the_loss_of_the_same_batch_is_undone_from_a_half_or_ninefold(
                 model.bias.mul_(math.sqrt(factor))
             opt._step_state.checks.place.values = None  # as wrong steps do
         opt.step()  # the ninth is a check
-    assert opt.skipped.item() - skipped == undone
+    assert opt.skipped.item() - skipped == undone == opt.undone.item()
 
 
 @pytest.mark.parametrize("kind", KINDS)

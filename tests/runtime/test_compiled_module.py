@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,7 @@ class Slope(nn.Module):
         return slope
 
 
+@pytest.mark.filterwarnings("ignore:the derivative at")
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -138,13 +140,77 @@ def test_a_failing_derivative_without_its_graph_is_named_by_its_line(model: nn.M
     assert re.search(text, told)
 
 
+class Forces(nn.Module):
+    """An energy, and what becomes of its derivative without create_graph=True."""
+
+    def __init__(self, of_derivative: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.u, self.coefficient = (
+            nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)),
+            nn.Parameter(torch.ones(2)),
+        )
+        self.of_derivative = of_derivative
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.u(x)
+        (slope,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        return self.of_derivative(self, x, slope) + energy
+
+
+CONSTANT = (
+    r"the derivative at test_compiled_module\.py:\d+ has no create_graph=True, so the loss takes the result for a"
+)
+
+
+@pytest.mark.parametrize(
+    "of_derivative", [lambda net, x, slope: -slope, lambda net, x, slope: net.coefficient * slope.square()]
+)
+def test_a_derivative_that_enters_the_loss_as_a_constant_is_told_once_when_the_model_is_compiled(
+    of_derivative: Callable[[nn.Module, Tensor, Tensor], Tensor],
+) -> None:
+    """Only a line of the report said so, and the network trained on other gradients than its author meant."""
+    with pytest.warns(UserWarning, match=CONSTANT) as caught:
+        net = kfac_fx.compile(Forces(of_derivative), (torch.rand(5, 2),), loss="normal")
+        net.recorder((torch.rand(7, 2),), {})
+    assert sum("create_graph" in str(warning.message) for warning in caught) == 1
+    net = kfac_fx.compile(Forces(of_derivative), loss="normal")
+    with pytest.warns(UserWarning, match=CONSTANT):
+        net.recorder((torch.rand(5, 2),), {})
+
+
+@pytest.mark.parametrize(
+    "of_derivative",
+    [
+        lambda net, x, slope: slope.detach(),
+        lambda net, x, slope: net.u(x - slope),
+        lambda net, x, slope: (slope > 0).to(x.dtype),
+    ],
+    ids=["detached", "a step of a sampler", "a choice"],
+)
+def test_a_derivative_that_is_meant_as_a_constant_is_not_told(
+    of_derivative: Callable[[nn.Module, Tensor, Tensor], Tensor],
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kfac_fx.compile(Forces(of_derivative), (torch.rand(5, 2),), loss="normal")
+
+
+def test_a_derivative_is_a_constant_in_an_evaluation_and_where_no_loss_is_known() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kfac_fx.compile(Forces(lambda net, x, slope: -slope).eval(), (torch.rand(5, 2),), loss="normal")
+        kfac_fx.compile(Forces(lambda net, x, slope: -slope), (torch.rand(5, 2),))
+
+
 def test_a_second_derivative_without_its_graph_is_named_in_the_report() -> None:
     """The report had the name of an operation that the capture writes."""
     x, text = (
         torch.rand(5, 2),
         r"the derivative at test_compiled_module\.py:\d+ has no create_graph=True, so no gradient",
     )
-    net = kfac_fx.compile(Wave(2), (x,), loss="normal")
+    with pytest.warns(UserWarning, match=CONSTANT):
+        net = kfac_fx.compile(Wave(2), (x,), loss="normal")
     optimizer = kfac_fx.KFAC(net)
     for _ in range(2):
         optimizer.zero_grad()

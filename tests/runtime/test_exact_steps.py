@@ -550,7 +550,8 @@ def test_an_exact_step_that_makes_the_loss_rise_is_undone_and_the_next_step_is_b
     monkeypatch.setattr(exact_steps, "exact_move", backwards)
     at, damping = theta(net).clone(), scalar(opt, "exact_damping")
     step(net, opt)
-    assert torch.equal(theta(net), at) and opt.skipped == 1 and scalar(opt, "undone") == 1
+    assert torch.equal(theta(net), at) and opt.skipped == opt.undone == 1 and scalar(opt, "undone") == 1
+    assert "skipped 1, of these undone 1" in repr(opt)  # a failure and an attempt looked the same
     assert scalar(opt, "exact_damping") == pytest.approx(damping / OMEGA**4)
     monkeypatch.setattr(exact_steps, "exact_move", spied)
     step(net, opt)

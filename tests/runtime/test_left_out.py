@@ -123,7 +123,7 @@ def test_masked_rows_are_no_such_rows() -> None:
     assert told(net, "exact", (x, y)) == []
 
 
-@pytest.mark.parametrize("sizes", ["of the inputs", "of the targets", "in pieces"])
+@pytest.mark.parametrize("sizes", ["of the inputs", "of the targets", "of the targets' own mask", "in pieces"])
 def test_a_mask_in_the_sizes_of_the_inputs_is_followed_as_the_warning_says(sizes: str) -> None:
     class Masked(Net):
         def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
@@ -133,12 +133,14 @@ def test_a_mask_in_the_sizes_of_the_inputs_is_followed_as_the_warning_says(sizes
                 kept = [(F.cross_entropy(*piece, reduction="none") * of_piece).sum() for *piece, of_piece in pieces]
                 return torch.stack(kept).sum() / mask.sum()
             losses = F.cross_entropy(logits, y.flatten(), reduction="none")
+            mask = (y != -100).float() if sizes == "of the targets' own mask" else mask
             return (losses.view((len(x), -1) if sizes == "of the inputs" else y.shape) * mask).sum() / mask.sum()
 
     x, y, mask = torch.randn(12, 5, 4), torch.randint(3, (12, 5)), (torch.arange(5) < 3).float().expand(12, 5).clone()
+    y = torch.where(mask > 0, y, -100)
     net = kfac_fx.compile(Masked(), (x, y, mask))
     messages = told(net, "exact", (x, y, mask, None))
-    if sizes == "of the inputs":
+    if sizes in ("of the inputs", "of the targets' own mask"):
         assert not messages
     else:
         (message,) = messages

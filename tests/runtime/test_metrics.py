@@ -52,7 +52,7 @@ def test_the_values_are_the_optimizers_own(options: dict[str, Any]) -> None:
         assert (name in got) == (name in scalars)
     assert not any(map(math.isnan, got.values()))
     stands = repr(opt).splitlines()[-1]
-    assert stands.startswith(f"{opt.options.rule.name}: steps 3, skipped 0") and "nan" not in stands
+    assert stands.startswith(f"{opt.options.rule.name}: steps 3, skipped 0, of these undone 0") and "nan" not in stands
     assert got["lr/0"] == opt.param_groups[0]["lr"]
     gradients = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
     assert got["norm/gradient"] == pytest.approx(euclidean(gradients))
@@ -180,7 +180,7 @@ def test_skipped_steps_and_statistics_are_counted() -> None:
     net.get_parameter("2.bias").grad[0] = torch.nan  # type: ignore[index]
     opt.step()
     skipped = {name: value for name, value in metrics.values.items() if name.startswith("skipped")}
-    assert skipped == {"skipped/steps": 1.0, "skipped/statistics": 2.0, "skipped/inverses": 3.0}
+    assert skipped == {"skipped/steps": 1.0, "skipped/undone": 0.0, "skipped/statistics": 2.0, "skipped/inverses": 3.0}
     assert metrics.values["norm/update"] == 0 and math.isnan(metrics.values["norm/gradient"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,6 +154,29 @@ def test_a_factor_that_is_not_that_of_the_samples_has_a_warning() -> None:
         UserWarning, match=r"the B of Tripled is not that of its samples: .* are 0\.1\d* times those of B B"
     ):
         compiled(Tripled)
+
+
+@pytest.mark.parametrize(
+    ("mean", "text"),
+    [
+        (
+            lambda loss: loss / 30,
+            r"are 0\.001\d* times .* 1 / 30², for 30 cases: Mean\._neg.* \.sum\(\)",
+        ),
+        (lambda loss: loss / 60, r"are 0\.000\d* times .* 1 / 60², for 60 outputs: Mean\._neg"),
+        (lambda loss: loss / 2, r"are 0\.2\d* times .* 1 / 2², for 2 outputs of a case: Mean\._neg"),
+        (lambda loss: loss / 7, r"are 0\.02\d* times .* Look at the factors in Mean"),
+    ],
+)
+def test_a_mean_where_a_sum_is_needed_is_told(mean: Callable[[Tensor], Tensor], text: str) -> None:
+    """The warning had the factor alone, and asked to look at three methods."""
+
+    class Mean(Poisson):
+        def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+            return mean(super()._negative_log_likelihood(targets))
+
+    with pytest.warns(UserWarning, match=text):
+        compiled(Mean)
 
 
 def test_samples_that_are_the_mean_are_told_once() -> None:

@@ -40,11 +40,11 @@ class Mine(Rule):
         return update
 
 
-def step_with(rule: Rule) -> None:
+def step_with(rule: Rule, steps: int = 2) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4)), (X,), loss="categorical")
     optimizer = kfac_fx.KFAC(net, lr=0.1, rule=rule)
-    for _ in range(2):
+    for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(net(X), Y).backward()
         optimizer.step()
@@ -231,6 +231,42 @@ def test_an_unknown_option_of_a_rule_is_told_with_those_that_it_has() -> None:
     rule = EigenMoments(momentum=0.5)
     assert copy.deepcopy(rule).momentum == pickle.loads(pickle.dumps(rule)).momentum == 0.5
     assert replace(rule, momentum=0.25).momentum == 0.25
+
+
+def velocity(step: BlockStep, sign: int) -> Update:
+    v = 0.9 * step.state["velocity"] + sign * step.g
+    return Update(v, {"velocity": v})
+
+
+def test_a_rule_that_goes_up_the_loss_is_told_once() -> None:
+    """Only the divergence of the training was told, twenty steps later, and its remedies were those of long steps."""
+    text = (
+        r"^in steps 1, 2 and 5 the update of the rule pointed up the loss: .* add step\.precondition\(step\.g\) to it"
+    )
+    with pytest.warns(kfac_fx.StalledWarning, match=text) as caught:
+        step_with(Mine(returned=lambda step: velocity(step, -1)), steps=10)
+    assert len(caught) == 1
+
+
+def test_a_rule_that_goes_up_now_and_then_is_not_told() -> None:
+    signs = iter([-1, -1, 1, 1, 1, -1, -1, -1, -1, -1])
+    step_with(Mine(returned=lambda step: Update(next(signs) * step.g, {"velocity": step.g})), steps=10)
+    step_with(Mine(returned=lambda step: velocity(step, 1)), steps=10)
+
+
+def test_a_rule_with_options_and_without_the_decorator_is_told() -> None:
+    """Its options were unknown, though the class declared them, or kept the values of the class."""
+
+    class Heavy(Mine):
+        momentum: float = 0.9
+
+    class Light(Heavy):
+        name: ClassVar[str] = "light"
+
+    for kind, options in ((Heavy, {"momentum": 0.5}), (Heavy, {}), (Light, {"momentum": 0.5})):
+        text = rf"^Heavy declares momentum and is no dataclass, so {kind.__name__}\(\.\.\.\) takes no such options: "
+        with pytest.raises(TypeError, match=text):
+            kind(**options)
 
 
 def test_what_is_right_steps() -> None:

@@ -323,7 +323,7 @@ def test_the_report_counts_what_an_attached_optimizer_met() -> None:
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
     F.cross_entropy(net(x), torch.zeros(len(x), dtype=torch.long)).backward()
     optimizer.step()
-    counted = "steps 1, skipped steps 0, skipped statistics 0, failed decompositions 0"
+    counted = "steps 1, skipped steps 0, of these undone by checks 0, skipped statistics 0, failed decompositions 0"
     assert net.report.to_text(width=120).splitlines()[-1] == f"runtime   {counted}"
 
 

@@ -260,8 +260,8 @@ def test_the_first_step_chooses_the_intervals_and_the_report_prints_them() -> No
     assert optimizer.estimator.cov_ema_decay == pytest.approx(0.98**chosen.statistics)
     text = (
         f"statistics every {chosen.statistics}, inverses every {chosen.inverses}, checks every {chosen.checks} to "
-        f"{4 * chosen.checks} steps: by the cost model {schedule.overhead:.0%} of a training step, at most the stated "
-        "900%"
+        f"{4 * chosen.checks} steps. By a count of operations this adds {schedule.overhead:.0%} to a training step; "
+        "overhead=9 allows 900%"
     )
     assert text in " ".join(str(net.report).split())
 
@@ -272,13 +272,15 @@ def test_the_report_says_why_a_stated_overhead_is_exceeded(kind: str, longest: t
     schedule, report = optimizer._step_state.schedule, " ".join(str(optimizer.net.report).split())
     assert schedule.overhead > 0.01 and (schedule.intervals.statistics, schedule.intervals.checks) == longest
     assert (
-        f"by the cost model {schedule.overhead:.0%} of a training step, more than the stated 1%, because "
-        f"statistics at every {longest[0]}th step and checks at every {longest[1]}th are the rarest: a training step "
-        "of this network costs little, so nothing is wrong" in report
+        f"By a count of operations this adds {schedule.overhead:.0%} to a training step, more than the 1% of "
+        f"overhead=0.01, because statistics at every {longest[0]}th step and checks at every {longest[1]}th are the "
+        "rarest. A training step of this network is short, so nothing is wrong" in report
     )
     optimizer = after_a_step(overhead=0.01, momentum_type=kind, cov_update_every=2)
     report = " ".join(str(optimizer.net.report).split())
-    assert "more than the stated 1%, because intervals are given" in report and "nothing is wrong" not in report
+    assert (
+        "more than the 1% of overhead=0.01, because intervals are given" in report and "nothing is wrong" not in report
+    )
 
 
 def test_intervals_that_are_given_win_over_the_model() -> None:

@@ -118,6 +118,24 @@ def test_gradients_of_zero_behind_other_steps_are_those_of_a_minimum() -> None:
     assert opt.skipped == 57 and opt.counter == 3
 
 
+def test_a_batch_in_which_every_target_is_ignored_is_told_once() -> None:
+    """It was skipped without a word."""
+    net, opt, x, y = made()
+
+    def train() -> None:
+        for number in range(1, 24):
+            opt.zero_grad()
+            targets = torch.full_like(y, -100) if number in (4, 8) else y
+            (F.cross_entropy(net(x), targets, reduction="sum") / len(y)).backward()
+            opt.step()
+
+    (text,) = told(opt, train)
+    assert text.startswith(
+        "1 of the first 5 steps changed nothing, because all gradients were zero: no case of the batch"
+    )
+    assert opt.skipped == 2 and opt.undone == 0
+
+
 def test_steps_that_checks_undo_and_those_of_a_loaded_state_are_no_failures() -> None:
     net, opt, x, y = made(damping=None, momentum_type="eigen_moments")
     state = opt._step_state
@@ -127,7 +145,7 @@ def test_steps_that_checks_undo_and_those_of_a_loaded_state_are_no_failures() ->
             state.skipped += 2
             state.undone += 2
     opt.load_state_dict(opt.state_dict())
-    assert state.standstill.failed == 2 and state.undone == 0
+    assert state.standstill.failed == 0 and state.undone == opt.undone == 2
     for _ in range(10):
         step(net, opt, x, y)
 
@@ -253,7 +271,7 @@ def test_a_batch_that_is_not_finite_is_no_training_that_diverges() -> None:
         watch.begin([parameter])
         told_of.append(bool(watch.diverged(parameter)))
     assert told_of == [False, False, False, False, False, True]
-    watch.forget(0)
+    watch.forget(0, 0)
     watch.tried = 0
     watch.begin([parameter])
     assert not watch.diverged(parameter)

@@ -51,6 +51,49 @@ def weighted(net: nn.Module, weights: tuple[float, float]) -> Tensor:
     return sum((w * r.square().mean() for w, r in zip(weights, net(INSIDE, ENDS), strict=True)), torch.zeros(()))
 
 
+POINTS = torch.linspace(0.1, 2.0, 20).unsqueeze(1)  # weights of the points inside
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda r, ends: (POINTS * r.square()).mean() + ends.square().mean(), ("0.0952", "1.9")),
+        (lambda r, ends: (POINTS * r.square()).sum() / POINTS.sum() + 3 * ends.square().mean(), ("0.0952", "1.9")),
+        (
+            lambda r, ends: (POINTS.round() * r.square()).mean() + ends.square().mean(),
+            ("0.714", "1.43"),
+        ),  # 9 ones, 6 twos
+    ],
+    ids=["a mean", "a weighted mean and a weight of the other", "some weights are zero"],
+)
+def test_weights_of_single_points_are_told(loss: Callable[..., Tensor], expected: tuple[str, str]) -> None:
+    """They are in no factor, and nothing said so; weights of whole residuals were told."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals(), (INSIDE, ENDS), loss=lambda residuals: [Normal(r) for r in residuals])
+    (text,) = told(net, lambda: loss(*net(INSIDE, ENDS)))
+    assert (
+        "the trained loss weighs the squares of residuals from {} to {} of their mean, and the factors are of squares "
+        "of one weight. Write the weights into the registered loss, as in loss=lambda residuals: "
+        "[kfac_fx.losses.Normal(weights.sqrt() * residuals)], or let forward".format(*expected)
+    ) in text
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, ends: (m - torch.sin(7 * INSIDE)).square().mean() + ends.square().mean(),
+        lambda m, ends: (POINTS * (m - torch.sin(7 * INSIDE)).square()).mean() + ends.square().mean(),
+        lambda m, ends: m.abs().mean() + ends.square().mean(),
+        lambda m, ends: F.smooth_l1_loss(m, torch.zeros_like(m)) + ends.square().mean(),
+    ],
+    ids=["targets", "weights of errors of targets", "absolute values", "Huber"],
+)
+def test_targets_and_other_losses_of_residuals_are_no_weights_of_points(loss: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Residuals(), (INSIDE, ENDS), loss=lambda residuals: [Normal(r) for r in residuals])
+    assert not any("weighs the squares" in text for text in told(net, lambda: loss(*net(INSIDE, ENDS))))
+
+
 @pytest.mark.parametrize("options", [{}, {"momentum_type": "adaptive"}])
 def test_weights_of_residuals_that_loss_does_not_have_are_told(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -278,7 +278,7 @@ def test_an_index_beyond_a_table_is_of_the_example_inputs() -> None:
         "num_embeddings of its nn.Embedding."
     )
     model = nn.Sequential(nn.Embedding(5, 4))
-    with pytest.raises(kfac_fx.UntraceableError, match=f"^{re.escape(wanted)}$"):
+    with pytest.raises(kfac_fx.InputError, match=f"^{re.escape(wanted)}$"):
         kfac_fx.compile(model, (torch.tensor([[1, 7]]),), loss="categorical")
     net = kfac_fx.compile(model, (torch.tensor([[1, 2]]),), loss="categorical")
     with pytest.raises(IndexError):  # the model's own, as without the library

@@ -204,6 +204,7 @@ def test_a_check_on_cases_without_targets_undoes_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:.*have no target:UserWarning")
+@pytest.mark.filterwarnings("ignore:1 of the first .* changed nothing:kfac_fx.StalledWarning")
 def test_a_first_batch_without_targets_leaves_no_trace() -> None:
     """Its gradient of zero halved the means of gradients and of their squares, for a hundred steps."""
     x, y = digits()

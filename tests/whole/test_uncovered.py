@@ -104,6 +104,16 @@ def trained_outside(net: Any, optimizer: Any, factor: float = 1.0) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.parametrize("zeros", [1, 3, 22])
+def test_a_parameter_that_no_forward_uses_is_told_though_its_first_gradients_are_zero(zeros: int) -> None:
+    """Only the first gradient was read, and a weight of a loss may be zero at first."""
+    net = kfac_fx.compile(WithCoefficient())
+    optimizer = kfac_fx.KFAC(net)
+    assert [text for _ in range(zeros) for text in trained_outside(net, optimizer, factor=0.0)] == []
+    (told,) = [text for _ in range(32) for text in trained_outside(net, optimizer)]
+    assert told.startswith("coefficient: has gradients, and no forward uses it")
+
+
 def test_a_parameter_that_no_forward_uses_is_told_once_at_its_first_gradient() -> None:
     net = kfac_fx.compile(WithCoefficient())
     optimizer = kfac_fx.KFAC(net)

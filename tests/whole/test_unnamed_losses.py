@@ -529,7 +529,7 @@ def test_the_hint_names_an_output_that_is_there(outputs: Any, named: str) -> Non
             y = self.layer(x)
             return pytree.tree_map(lambda value: value + y.sum() if not value.ndim else value + y, outputs)
 
-    with pytest.raises(kfac_fx.LossError, match="say which, as in loss=lambda outputs:") as error:
+    with pytest.raises(kfac_fx.LossError, match="For the loss of an output write loss=lambda outputs:") as error:
         kfac_fx.compile(Returns(), (X,), loss="categorical")
     assert f"kfac_fx.losses.Categorical({named})" in str(error.value)
 
