@@ -8,6 +8,7 @@ to pass. `call_key` has the facts about a call that a capture holds for, except 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -219,14 +220,27 @@ def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[An
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
-    values, which nested tensors have the same lengths, autocast, and the default dtype."""
+    values, which nested tensors have the same lengths, autocast, and the default dtype.
+
+    The numbers of arrays are among the `constants` that a graph holds for. In a divided model Python reads them, as it
+    does those of tensors, so its captures hold for all arrays of a kind.
+    """
     leaves, spec = flattened(args, kwargs)
     walk = Walk(identity=False)
-    kinds = tuple(
-        (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
-        for leaf in leaves
-    )
+
+    def kind(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.dtype, leaf.layout, leaf.device, leaf.dim()
+        return (type(leaf), leaf.dtype.str, leaf.ndim) if is_array(leaf) else walk.of(leaf, named=True)
+
+    kinds = tuple(map(kind, leaves))
     return autocast(), torch.get_default_dtype(), str(spec), kinds, tuple(first_with_offsets(leaves).items())
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy, of numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
 
 
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -343,6 +343,24 @@ def test_an_argument_that_changes_is_another_call(kind: str) -> None:
     assert torch.equal(outputs, net.model(x, argument))
 
 
+class OfArrays(nn.Module):
+    """Ids as an array of numpy, which no graph of the whole model holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Any) -> Tensor:
+        return self.head(self.table(torch.LongTensor(ids)).tanh())  # type: ignore[no-any-return]
+
+
+def test_a_divided_model_is_captured_once_for_arrays_of_other_numbers() -> None:
+    batches = [np.random.default_rng(seed).integers(5, size=8) for seed in range(4)]
+    net = kfac_fx.compile(OfArrays(), (batches[0],), loss="normal")
+    first = net.recorder((batches[0],), {})
+    assert all(net.recorder((batch,), {}) is first for batch in batches)
+
+
 def test_an_equal_argument_is_the_same_call() -> None:
     x = torch.randn(5, 4)
     net = kfac_fx.compile(WithArgument(), (x, configuration()), loss="normal")
