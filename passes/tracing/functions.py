@@ -31,7 +31,7 @@ from ..torch_private import StorageWeakRef, function_apply
 from .effects import written_by
 from .settings import SYMBOLS
 from .signature import holds_tensor
-from .substitutes import SHAPES, Function, custom_functions, own_backward
+from .substitutes import SHAPES, Function, custom_functions, functions_applied, own_backward
 
 Source = tuple[str, Any]  # where an argument comes from: ("tensor", 0), ("size", 1), ("value", 0.5), ("list", (...))
 
@@ -221,6 +221,19 @@ def plain_function(function: AnyFunction, plain: Callable[..., Any]) -> AnyFunct
 
 def qualified_name(function: Function) -> str:
     return f"{function.__module__}.{function.__qualname__}"
+
+
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """Inside, the Functions that `plain_function` declares run the plain operations."""
+
+    def apply(
+        original: Callable[..., Any], function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return PLAIN_FUNCTIONS.get(qualified_name(function), original)(*args, **kwargs)
+
+    with functions_applied(apply):
+        yield
 
 
 # --- while torch.export traces ----------------------------------------------------------------------------------------
