@@ -385,9 +385,11 @@ class OwnBackwards:
         """Raises UntraceableError that names every Function that cannot be one operation, with the reason."""
         if self.refused:
             reasons = ", and ".join(f"{name}, an autograd.Function that {why}" for name, why in self.refused)
+            function = next(iter(self.refused))[0].partition(" ")[0]
             raise UntraceableError(
                 f"{type(self.model).__name__} applies {reasons}. A graph cannot call it as one operation.\n"
-                "Let it compute new tensors from its arguments alone, with operations of torch, or register it with "
+                "Let it compute new tensors from its arguments alone, with operations of torch. Or declare what it "
+                f"computes, with kfac_fx.plain_function({function}, lambda *arguments: ...). Or register it with "
                 "torch.library.custom_op, register_fake and register_autograd."
             )
 
