@@ -566,12 +566,12 @@ def in_reverse_mode_twice(
         for n in range(tangents[0].shape[0])
     ]
     if check is not None:
-        check_backward([values[n] for n in live], leaves, live, tangents, pushed, check)
+        check_backward(lambda: [values[n] for n in live], leaves, live, tangents, pushed, check)
     return tuple(v.detach() for v in values), tuple(torch.stack(products) for products in zip(*pushed, strict=True))
 
 
 def check_backward(
-    values: Sequence[Tensor],
+    values_of: Callable[[], Sequence[Tensor]],
     leaves: Sequence[Tensor],
     live: Sequence[int],
     tangents: Sequence[Tensor],
@@ -579,8 +579,10 @@ def check_backward(
     total: Total,
     said: str = "the backward of an autograd.Function is not linear in the gradient, or hides it",
 ) -> None:
-    """`check_linear` for some cotangents of the values. live: their places among all."""
+    """`check_linear` for some cotangents of values. values_of: the values at the leaves, for one backward. live: their
+    places among all."""
     for number in range(COTANGENTS):
+        values = values_of()
         cotangents = [normal_like(value, number) for value in values]
         pulled = torch.autograd.grad(values, leaves, cotangents, retain_graph=True, materialize_grads=True)
         of_values = [[products[n] for n in live] for products in pushed]
