@@ -153,7 +153,7 @@ def joint_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
-PIECE = re.compile(r"(?P<parameter>.+)\[(?P<before>(?::, ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
+PIECE = re.compile(r"(?P<parameter>.+)\[(?P<before>(?:(?::|\d+:\d+), ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
 
 
 def split(whole: Mapping[str, Tensor], registrations: Iterable[Registration], lead: int = 0) -> dict[str, Tensor]:
@@ -187,7 +187,8 @@ def joined(
 
 
 def read_piece(text: str, aliases: Mapping[str, str], parameters: Mapping[str, Tensor]) -> Piece | None:
-    """Read `"w[0:64]"` or `"table[:, 2:5]"`; an end may be omitted as in Python. None if this names no piece.
+    """Read `"w[0:64]"`, `"table[:, 2:5]"` or `"experts[1:2, 0:1]"`; an end may be omitted as in Python. None if this
+    names no piece.
 
     Raises RegistrationError for elements that the parameter does not have.
     """
@@ -195,12 +196,15 @@ def read_piece(text: str, aliases: Mapping[str, str], parameters: Mapping[str, T
     if match is None or match["parameter"] not in aliases:
         return None
     name, dim = aliases[match["parameter"]], match["before"].count(",")
-    shape = tuple(parameters[name].shape)
+    ends = [(int(first), int(last)) for first, last in re.findall(r"(\d+):(\d+)", match["before"])]
+    if ends and (len(ends) < dim or any(last != first + 1 for first, last in ends)):
+        return None
+    shape, within = tuple(parameters[name].shape), tuple(first for first, _ in ends)
     size = shape[dim] if dim < len(shape) else 0
     start, stop = int(match["start"] or 0), int(match["stop"] or size)
-    if not start < stop <= size:
+    if not start < stop <= size or any(place >= count for place, count in zip(within, shape, strict=False)):
         raise RegistrationError(f"{text!r}: {name} has shape {list(shape)}")
-    return Piece(name, dim, start, stop)
+    return Piece(name, dim, start, stop, within=within)
 
 
 def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | None:
@@ -217,8 +221,8 @@ def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | Non
 
 def overlap(first: Piece, second: Piece) -> bool:
     """Whether two pieces have elements in common; pieces along different dimensions of a parameter always have."""
-    apart = first.dim == second.dim and (first.stop <= second.start or second.stop <= first.start)
-    return first.parameter == second.parameter and not apart
+    apart = first.stop <= second.start or second.stop <= first.start or first.within != second.within
+    return first.parameter == second.parameter and not (first.dim == second.dim and apart)
 
 
 def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
