@@ -57,6 +57,17 @@ def test_what_nothing_reads_is_unused() -> None:
     assert program.unused == ("w[2:4]",)
 
 
+def test_a_piece_is_summed_over_in_any_order_of_its_dimensions() -> None:
+    """As the weights of the paths of a tensor product are pieces of one vector."""
+
+    def summed(dims: Any) -> Program:
+        return registered(lambda x, w: torch.tensordot(x.view(1, 2, 2), w[:12].view(2, 2, 3), dims) + w[12:], w=(15,))
+
+    turned, other = summed(([1, 2], [1, 0])), summed(([2, 1], [0, 1]))
+    assert found(turned) == found(other) == [("linear", ("w[0:12]", "w[12:15]"), 1)]
+    assert turned.registrations[0].matrix == other.registrations[0].matrix
+
+
 def test_a_stack_of_stacks_is_cut_into_its_members() -> None:
     """As the weights of experts in layers: no cut along one dimension gives these parts."""
 
