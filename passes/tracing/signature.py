@@ -27,7 +27,7 @@ from ..graphs.edit import attribute, holder
 from ..ir import Autocast, copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree, submodules_of
 from .effects import python_random, untouched
-from .settings import SYMBOLS, Observer, Walk
+from .settings import ATOMS, SYMBOLS, Observer, Walk
 from .substitutes import EverywhereElse
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
@@ -222,19 +222,28 @@ def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
     values, which nested tensors have the same lengths, autocast, and the default dtype.
 
-    The numbers of arrays are among the `constants` that a graph holds for. In a divided model Python reads them, as it
-    does those of tensors, so its captures hold for all arrays of a kind.
+    What a batch holds that is no tensor is left out: the numbers of arrays, lists of texts, and objects with tensors.
+    In a divided model Python reads it, as it reads the values of tensors, so a capture holds for all of a kind. A graph
+    takes no such objects, and holds for `constants`, which the rest is among.
     """
+    args, kwargs = tuple(map(texts_by_kind, args)), {name: texts_by_kind(value) for name, value in kwargs.items()}
     leaves, spec = flattened(args, kwargs)
     walk = Walk(identity=False)
 
     def kind(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.dtype, leaf.layout, leaf.device, leaf.dim()
-        return (type(leaf), leaf.dtype.str, leaf.ndim) if is_array(leaf) else walk.of(leaf, named=True)
+        if is_array(leaf):
+            return type(leaf), leaf.dtype.str, leaf.ndim
+        return type(leaf) if type(leaf) not in ATOMS and holds_tensor(leaf) else walk.of(leaf, named=True)
 
     kinds = tuple(map(kind, leaves))
     return autocast(), torch.get_default_dtype(), str(spec), kinds, tuple(first_with_offsets(leaves).items())
+
+
+def texts_by_kind(argument: Any) -> Any:
+    """An argument, or `str` for a list of texts."""
+    return str if type(argument) in (list, tuple) and argument and set(map(type, argument)) == {str} else argument
 
 
 def is_array(value: Any) -> bool:
