@@ -367,7 +367,7 @@ class OwnBackwards:
                 else:
                     result = function.forward(context, *arguments)
         except Exception as error:
-            why = kind_and_line(error)
+            why = kind_and_line(error).rstrip(".")
             self.refuse(function, f"does not run on tensors without numbers: {why}")
             raise
         if context.dirty:

@@ -222,9 +222,9 @@ def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
     values, which nested tensors have the same lengths, autocast, and the default dtype.
 
-    What a batch holds that is no tensor is left out: the numbers of arrays, lists of texts, and objects with tensors.
-    In a divided model Python reads it, as it reads the values of tensors, so a capture holds for all of a kind. A graph
-    takes no such objects, and holds for `constants`, which the rest is among.
+    The contents of a batch that are no tensors are left out: the numbers of arrays, lists of texts, and objects with
+    tensors. In a divided model Python reads them, as it reads the values of tensors, so a capture holds for all of a
+    kind. A graph takes no objects with tensors, and arrays and texts are among the `constants` that it holds for.
     """
     args, kwargs = tuple(map(texts_by_kind, args)), {name: texts_by_kind(value) for name, value in kwargs.items()}
     leaves, spec = flattened(args, kwargs)
