@@ -60,6 +60,7 @@ from .tracing.calls import (
     without_users_hooks,
 )
 from .tracing.effects import written_by
+from .tracing.functions import plain_functions
 from .tracing.settings import PLAIN, ForwardSettings, computed_weight, plain
 from .tracing.signature import autocast, call_key, kinds
 from .tracing.substitutes import Apply, Function, functions_applied
@@ -120,7 +121,8 @@ def divide(
             f"batch_dim={options.batch_dim} needs one graph of the whole model, and there is none: give the model its "
             f"cases on the first dimension of all inputs.\nThe error of torch.export is:\n{error}"
         )
-    seen = watched(model, args, kwargs)
+    with plain_functions():
+        seen = watched(model, args, kwargs)
     divider = Divider(seen, options, layers, earlier, modules_around(model))
     divider.left.append((model, Note(type(model).__name__, in_short(error, model))))
     for name, child in model.named_children():
@@ -871,7 +873,7 @@ def read_outside(
 ) -> Readers:
     """Run one forward, and collect the reads outside of `modules`."""
     readers = Readers(model, parameters, cases)
-    with readers.outside_of(modules), readers:
+    with readers.outside_of(modules), readers, plain_functions():
         output = model(*map_tensors(Tensor.clone, args), **map_tensors(Tensor.clone, dict(kwargs)))
     readers.note(readers.names_in(output), "returned by the model, as no layer's output")
     return readers

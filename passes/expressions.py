@@ -22,8 +22,8 @@ together from several.
 
 A use is taken apart along its matrix [g, o, i]: what reaches outputs of its own, or comes from inputs of its own, has
 rows of its own, so that every part is an exact registration. A parameter is cut along one dimension, where any of its
-uses begins or ends and where its partner in a use, a weight's bias, is cut. Parameters that cannot be cut so stay
-whole; the uses that would need it are dropped.
+uses begins or ends and where its partner in a use, a weight's bias, is cut. A stack of stacks, as w[layer][expert], is
+cut into its members. Parameters that cannot be cut so stay whole; the uses that would need it are dropped.
 """
 
 from __future__ import annotations
@@ -538,6 +538,8 @@ class Cutter:
     parts: of every use by its number among the matches; None where they are no views of parameters.
     entire: uses of whole parameters instead of such a use.
     rigid: parameters that may not be cut.
+    stacks: the first sizes of parameters that are stacks of stacks, as those of w[layer][expert].
+    flat: the shapes of parameters, with these sizes as one.
     """
 
     def __init__(self, program: Program, shapes: Mapping[str, Shape]) -> None:
@@ -563,8 +565,28 @@ class Cutter:
                 spread = bool(part.through) and sides_of(part, shapes[part.parameter]) is None
                 self.rigid.update([part.parameter] * (spread or bool(steps)), (gain.parameter for gain in gains))
         self.drop_factors()
+        self.stacks = self.stacks_of_stacks()
+        self.flat = {n: with_first_merged(shape, len(self.stacks.get(n, (0,)))) for n, shape in shapes.items()}
         self.label = labels_of(program)
         self.edges = use_edges(program.graph, self.label, program.outputs)
+
+    def stacks_of_stacks(self) -> dict[str, Shape]:
+        """The first sizes of parameters whose parts are cut out along more than one of their first dimensions."""
+        parts_by_name: dict[str, list[Part]] = defaultdict(list)
+        for part in chain.from_iterable(parts or () for parts in self.parts.values()):
+            parts_by_name[part.parameter].append(part)
+        stacks: dict[str, Shape] = {}
+        asked = {piece.parameter for piece in self.program.options.pieces if not piece.within}
+        for name in parts_by_name.keys() - self.rigid - asked:
+            shape, parts = self.shapes[name], parts_by_name[name]
+            if any(part.through for part in parts) or all(ranges(part.view, shape) for part in parts):
+                continue
+            for count in range(2, len(shape)):
+                flat = with_first_merged(shape, count)
+                if flat[0] <= MOST_MEMBERS and all(0 in ranges(part.view, flat) for part in parts):
+                    stacks[name] = shape[:count]
+                    break
+        return stacks
 
     def drop_factors(self) -> None:
         """Drop the factors of products that another use lays out in other groups."""
@@ -592,7 +614,7 @@ class Cutter:
         """The first plan that no use objects to; every objection leaves one more parameter whole."""
         while True:
             self.drop()
-            plan = Plan(self.shapes)
+            plan = Plan(self.flat, self.stacks)
             try:
                 self.cut_as_asked(plan)
                 self.cut_apart(plan)
@@ -652,14 +674,17 @@ class Cutter:
 
     def cut_as_asked(self, plan: Plan) -> None:
         for piece in self.program.options.pieces:
-            if piece.parameter in self.shapes and piece.parameter not in self.rigid:
+            if piece.parameter in self.shapes and piece.parameter not in self.rigid and not piece.within:
                 for place in (piece.start, piece.stop):
                     plan.cut(piece.parameter, piece.dim, place)
 
     def cut_apart(self, plan: Plan) -> None:
         """Where parts of parameters begin and end."""
+        for name in self.stacks.keys() - self.rigid:
+            for place in range(self.flat[name][0]):
+                plan.cut(name, 0, place)
         for part in chain.from_iterable(parts or () for parts in self.parts.values()):
-            shape = self.shapes[part.parameter]
+            shape = self.flat[part.parameter]
             if partial(part.view, shape):
                 along = ranges(part.view, shape)
                 if not along:
@@ -683,7 +708,7 @@ class Cutter:
         return changed
 
     def cut_at(self, plan: Plan, part: Part, axis: int, distance: int) -> bool:
-        shape, name = self.shapes[part.parameter], part.parameter
+        shape, name = self.flat[part.parameter], part.parameter
         for dim, (start, stop) in ranges(part.view, shape).items():
             along = axis_along(part.view, shape, dim, stop - start)
             if plan.dims.get(name, dim) == dim and along is not None and along[0] == axis and not distance % along[1]:
@@ -737,15 +762,33 @@ def names_in(slice_: Slice, plan: Plan) -> list[str]:
 # --- where parameters are cut -----------------------------------------------------------------------------------------
 
 
+MOST_MEMBERS = 1024  # of a stack of stacks that is cut: each is a piece with a block of its own
+
+
+def with_first_merged(shape: Shape, count: int) -> Shape:
+    """A shape with its first `count` sizes as one."""
+    return (math.prod(shape[:count]), *shape[count:]) if count > 1 else shape
+
+
+def member(parameter: str, sizes: Shape, number: int) -> Piece:
+    """The member with this number of a stack of stacks of these sizes."""
+    *within, last = (number // math.prod(sizes[dim + 1 :]) % size for dim, size in enumerate(sizes))
+    return Piece(parameter, len(within), last, last + 1, within=tuple(within))
+
+
 class Uncuttable(Exception):
     """A parameter cannot be cut as its uses need it; never leaves passes.cut."""
 
 
 @dataclass
 class Plan:
-    """Where parameters are cut: along which dimension, and at which places, in order; their ends are among these."""
+    """Where parameters are cut: along which dimension, and at which places, in order; their ends are among these.
+
+    shapes, stacks: see `Cutter.flat`. A stack of stacks is cut into its members.
+    """
 
     shapes: Mapping[str, Shape]
+    stacks: Mapping[str, Shape] = field(default_factory=dict)
     dims: dict[str, int] = field(default_factory=dict)
     places: dict[str, list[int]] = field(default_factory=dict)
 
@@ -768,6 +811,8 @@ class Plan:
         return self.at(parameter, self.places[parameter]) if self.cuts(parameter) else []
 
     def at(self, parameter: str, places: Sequence[int]) -> list[Piece]:
+        if parameter in self.stacks:
+            return [member(parameter, self.stacks[parameter], number) for number in places[:-1]]
         return [Piece(parameter, self.dims[parameter], *ends) for ends in pairwise(places)]
 
     def inside(self, parameter: str, start: int, stop: int) -> list[Piece]:

@@ -298,24 +298,30 @@ Region = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # of a matrix
 class Piece:
     """A slice of a parameter that is used apart from the rest: to the compiler and to blocks a parameter of its own.
 
-    name: `"attn.in_proj_weight[0:64]"`, `"table[:, 2:5]"`; written once, for Dynamo writes no names of numbers.
+    within: the place along each dimension in front of `dim`, of a member of a stack of stacks; () for all places.
+    name: `"attn.in_proj_weight[0:64]"`, `"table[:, 2:5]"`, `"experts[1:2, 0:1]"`; written once, for Dynamo writes no
+        names of numbers.
     """
 
     parameter: str
     dim: int
     start: int
     stop: int
+    within: Shape = field(default=(), kw_only=True)
     name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        name = f"{self.parameter}[{':, ' * self.dim}{self.start}:{self.stop}]"
-        object.__setattr__(self, "name", name)
+        before = "".join(f"{place}:{place + 1}, " for place in self.within) or ":, " * self.dim
+        object.__setattr__(self, "name", f"{self.parameter}[{before}{self.start}:{self.stop}]")
 
     def shape(self, whole: Shape) -> Shape:
-        return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
+        before = (1,) * len(self.within) or whole[: self.dim]
+        return (*before, self.stop - self.start, *whole[self.dim + 1 :])
 
     def of(self, whole: Tensor, lead: int = 0) -> Tensor:
         """The slice of a tensor that has the parameter's shape behind `lead` more dimensions; a view."""
+        for dim, place in enumerate(self.within):
+            whole = whole.narrow(lead + dim, place, 1)
         return whole.narrow(lead + self.dim, self.start, self.stop - self.start)
 
 

@@ -41,6 +41,12 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether the user registered hooks of the gradient of a tensor. The public functions add and remove hooks, but do
+    not list them."""
+    return bool(tensor._backward_hooks)
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own dictionary of parameters. `named_parameters` gives a copy, without its Nones."""
     return module._parameters

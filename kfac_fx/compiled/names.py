@@ -179,7 +179,7 @@ class ParameterNames:
         elif isinstance(parameter, Tensor):
             piece = piece_of_view(real_numbers(parameter), self._parameters)
         if piece is not None:
-            if piece.stop - piece.start == self._parameters[piece.parameter].shape[piece.dim]:
+            if not piece.within and piece.stop - piece.start == self._parameters[piece.parameter].shape[piece.dim]:
                 return piece.parameter
             return self.pieces.setdefault(piece.name, piece).name
         if isinstance(parameter, str):

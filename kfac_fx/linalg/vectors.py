@@ -153,7 +153,7 @@ def joint_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
-PIECE = re.compile(r"(?P<parameter>.+)\[(?P<before>(?::, ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
+PIECE = re.compile(r"(?P<parameter>.+)\[(?P<before>(?:(?::|\d+:\d+), ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
 
 
 def split(whole: Mapping[str, Tensor], registrations: Iterable[Registration], lead: int = 0) -> dict[str, Tensor]:
@@ -187,7 +187,8 @@ def joined(
 
 
 def read_piece(text: str, aliases: Mapping[str, str], parameters: Mapping[str, Tensor]) -> Piece | None:
-    """Read `"w[0:64]"` or `"table[:, 2:5]"`; an end may be omitted as in Python. None if this names no piece.
+    """Read `"w[0:64]"`, `"table[:, 2:5]"` or `"experts[1:2, 0:1]"`; an end may be omitted as in Python. None if this
+    names no piece.
 
     Raises RegistrationError for elements that the parameter does not have.
     """
@@ -195,12 +196,15 @@ def read_piece(text: str, aliases: Mapping[str, str], parameters: Mapping[str, T
     if match is None or match["parameter"] not in aliases:
         return None
     name, dim = aliases[match["parameter"]], match["before"].count(",")
-    shape = tuple(parameters[name].shape)
+    ends = [(int(first), int(last)) for first, last in re.findall(r"(\d+):(\d+)", match["before"])]
+    if ends and (len(ends) < dim or any(last != first + 1 for first, last in ends)):
+        return None
+    shape, within = tuple(parameters[name].shape), tuple(first for first, _ in ends)
     size = shape[dim] if dim < len(shape) else 0
     start, stop = int(match["start"] or 0), int(match["stop"] or size)
-    if not start < stop <= size:
+    if not start < stop <= size or any(place >= count for place, count in zip(within, shape, strict=False)):
         raise RegistrationError(f"{text!r}: {name} has shape {list(shape)}")
-    return Piece(name, dim, start, stop)
+    return Piece(name, dim, start, stop, within=within)
 
 
 def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | None:
@@ -217,8 +221,8 @@ def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | Non
 
 def overlap(first: Piece, second: Piece) -> bool:
     """Whether two pieces have elements in common; pieces along different dimensions of a parameter always have."""
-    apart = first.dim == second.dim and (first.stop <= second.start or second.stop <= first.start)
-    return first.parameter == second.parameter and not apart
+    apart = first.stop <= second.start or second.stop <= first.start or first.within != second.within
+    return first.parameter == second.parameter and not (first.dim == second.dim and apart)
 
 
 def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
@@ -566,12 +570,12 @@ def in_reverse_mode_twice(
         for n in range(tangents[0].shape[0])
     ]
     if check is not None:
-        check_backward([values[n] for n in live], leaves, live, tangents, pushed, check)
+        check_backward(lambda: [values[n] for n in live], leaves, live, tangents, pushed, check)
     return tuple(v.detach() for v in values), tuple(torch.stack(products) for products in zip(*pushed, strict=True))
 
 
 def check_backward(
-    values: Sequence[Tensor],
+    values_of: Callable[[], Sequence[Tensor]],
     leaves: Sequence[Tensor],
     live: Sequence[int],
     tangents: Sequence[Tensor],
@@ -579,8 +583,10 @@ def check_backward(
     total: Total,
     said: str = "the backward of an autograd.Function is not linear in the gradient, or hides it",
 ) -> None:
-    """`check_linear` for some cotangents of the values. live: their places among all."""
+    """`check_linear` for some cotangents of values. values_of: the values at the leaves, for one backward. live: their
+    places among all."""
     for number in range(COTANGENTS):
+        values = values_of()
         cotangents = [normal_like(value, number) for value in values]
         pulled = torch.autograd.grad(values, leaves, cotangents, retain_graph=True, materialize_grads=True)
         of_values = [[products[n] for n in live] for products in pushed]

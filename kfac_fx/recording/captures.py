@@ -71,7 +71,7 @@ from kfac_fx.passes.torch_private import class_of, pytree, transforms
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.effects import accelerators, same_random, values_kept
-from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides, signature_of
+from kfac_fx.passes.tracing.signature import capture_key, copy_with_strides, is_array, signature_of
 from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.emitted_submodules import (
@@ -232,7 +232,7 @@ def with_all_twice(
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MANY_VALUES = 3  # of an argument, from which on it is said that each makes a capture
 NUMBER = (
-    "argument {name} of forward has had {count} values as a Python number, and every one is a capture of its own, "
+    "argument {name} of forward has had {count} values as {kind}, and every one is a capture of its own, "
     "which takes time: pass a tensor, torch.tensor({name}), if forward only computes with it"
 )
 SETTING = (
@@ -515,8 +515,8 @@ class CaptureCache:
         refusal: the error of torch.fx, if it could not trace the whole model.
         copied: whether the model is that of a copy, whose original was captured with inputs.
         recorders: by kind of call, the least recently used first.
-        numbers: the values of every argument of forward that is a Python number, by its name and by what is alike in
-            the captured calls.
+        numbers: the values of every argument of forward that is a Python number or an array, by its name and by what is
+            alike in the captured calls.
         changing: how many values made many captures by nothing else, by the sentence that tells it and the name, which
             is empty where the sentence has none.
     """
@@ -761,19 +761,21 @@ class CaptureCache:
         return recorder
 
     def note_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the Python numbers among the arguments of a call that was captured; log those that change."""
+        """Note the Python numbers and the arrays among the arguments of a call that was captured; log those that
+        change."""
         try:
             call = signature_of(self.model).bind(*args, **kwargs)
         except TypeError:  # a signature that is not that of the call
             return
         for name, value in [*call.arguments.items()]:
-            if type(value) in (int, float):
+            if type(value) in (int, float) or is_array(value):
                 call.arguments[name] = None
                 alike = capture_key(self.structure.modules, self.structure.parameters, call.args, call.kwargs)
                 call.arguments[name] = value
                 values = self.numbers.setdefault((name, alike), set())
-                values.add(value)
-                self.tell_many(NUMBER, name, len(values))
+                values.add(hash(value.tobytes()) if is_array(value) else value)
+                kind = "an array of numpy" if is_array(value) else "a Python number"
+                self.tell_many(NUMBER.replace("{kind}", kind), name, len(values))
 
     def note_settings(self, captures: Sequence[Recorder]) -> None:
         """Note what forward reads next to its arguments, if it has another value in the last one of these captures of

@@ -50,6 +50,7 @@ from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of
 from kfac_fx.passes.trace import Capture, place_of_loss
 from kfac_fx.passes.tracing.calls import Lent, call_with, hooked_by_user, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.effects import python_random, untouched
+from kfac_fx.passes.tracing.functions import plain_functions
 from kfac_fx.passes.tracing.signature import call_key, tensors_held
 from kfac_fx.passes.tracing.substitutes import custom_functions
 from kfac_fx.recording.emitted import (
@@ -649,7 +650,15 @@ class EmittedSubmodules(EmittedModel):
         reads = ServedReads(frames, seen, self.structured, self.examples(values))
         losses = nullcontext() if self.returns_loss else watch
         cut = TangentsCut() if transforms() else nullcontext()
-        with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, cut, reads.served():
+        with (
+            without_sharding_hooks(self.model),
+            custom_functions(),
+            plain_functions(),
+            frames.in_place(),
+            losses,
+            cut,
+            reads.served(),
+        ):
             output = call_with(self.model, named, args, kwargs)
         self.observed = weighed(output, watch, self.observed)
         if self.observed:

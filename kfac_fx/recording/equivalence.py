@@ -57,7 +57,7 @@ from kfac_fx.passes.errors import ModelChangedError, UntraceableError, fatal, fi
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.matrix import real_numbers
 from kfac_fx.passes.pipeline import EVALUATED, run
-from kfac_fx.passes.torch_private import class_of, pytree
+from kfac_fx.passes.torch_private import class_of, has_hooks, pytree
 from kfac_fx.passes.tracing.calls import call_with, map_tensors
 from kfac_fx.passes.tracing.effects import (
     OfOneRun,
@@ -100,8 +100,9 @@ MADE_BEFORE = (
 WITHOUT_INPUTS = "Give kfac_fx.compile example inputs, so that torch.export captures it."
 REVERSIBLE = (
     "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs modules "
-    "again, as those of reversible layers do, finds the parameters in them. Say what the Function computes: "
-    "kfac_fx.plain_function(MyFunction, lambda *arguments: ...)."
+    "again, as those of reversible layers and of adjoint solvers do, finds the parameters in them. Say what the "
+    "Function computes: kfac_fx.plain_function(MyFunction, lambda *arguments: ...). Or let autograd take the gradient, "
+    "as with odeint for the odeint_adjoint of torchdiffeq, and adjoint=False for torchcde and torchsde."
 )
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
 
@@ -156,12 +157,18 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     tolerance = max(GRADIENT_TOLERANCE, 4 * rounding)
     norms = [float(gradient.norm()) for gradient in gradients.values() if gradient is not None]
     least = 1e-2 * tolerance * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    hooked = [key for key, grad in gradients.items() if not close(grad, graph_gradients[key], tolerance, least)]
-    if made_before := [key for key in hooked if graph_gradients[key] is None]:
+    other = [key for key, grad in gradients.items() if not close(grad, graph_gradients[key], tolerance, least)]
+    if made_before := [key for key in other if graph_gradients[key] is None]:
         raise UntraceableError(MADE_BEFORE.format(name, ", ".join(made_before)))
-    unhooked = gradients_without_hooks(recorder, *copies(args, kwargs)) if hooked else {}
-    wrong = [key for key in hooked if not close(unhooked[key], graph_gradients[key], tolerance, least)]
+    hooked = [key for key in other if has_hooks(original(recorder.program.parameters[key]))]
+    unhooked = gradients_without_hooks(recorder, *copies(args, kwargs)) if other else {}
+    wrong = [key for key in other if not close(unhooked[key], graph_gradients[key], tolerance, least)]
     told = HOOKED.format(", ".join(hooked), f"{{{hooked[0]!r}: 'diagonal'}}") if hooked and not wrong else None
+    if elsewhere := [key for key in other if key not in (*hooked, *wrong)]:
+        raise UntraceableError(
+            f"the gradients of {name} for {', '.join(elsewhere)} are others where it runs on copies of its parameters."
+            f"\n{REVERSIBLE}"
+        )
     if wrong:
         rounded = gradients_without_hooks(recorder, *copies(args, kwargs), rounded=True)
         share = max(relative_difference(unhooked[key], rounded[key]) for key in wrong)

@@ -287,7 +287,7 @@ def place_of_own(model: nn.Module, error: Exception) -> list[str]:
 def what_to_correct(model: nn.Module, error: Exception) -> str:
     """The last line of the error for inputs on which the model's own forward fails."""
     failing = Failing.of(model, error)
-    for name, dimension_of in SIZES if failing.inputs else ():
+    for name, dimension_of in SIZES if failing.inputs and is_layer_of_torch(failing.module) else ():
         size, shape = getattr(failing.module, name, None), failing.inputs[0].shape
         dimension = dimension_of(failing.module) if isinstance(size, int) else len(shape)
         if -len(shape) <= dimension < len(shape) and shape[dimension] != size:
@@ -297,6 +297,12 @@ def what_to_correct(model: nn.Module, error: Exception) -> str:
                 f"is made, or give it an input with {size} there."
             )
     return CORRECT
+
+
+def is_layer_of_torch(module: nn.Module | None) -> bool:
+    """Whether a module is a layer of torch, or is derived from one, so that its attributes have torch's meaning."""
+    layers = (kind.__module__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules."))
+    return any(not name.endswith((".module", ".container")) for name in layers)
 
 
 class ConstantDerivatives(TorchFunctionMode):

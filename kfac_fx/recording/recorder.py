@@ -1065,12 +1065,18 @@ class Recorder:
         """See `record_in_training`. lost: the effects of forward that nothing has."""
         if effects := "\n".join(f"  {effect}" for effect in lost):
             name = class_of(self.model).__name__
+            if self.losses.are_known:
+                answer = 'Record in a separate pass, with estimation_mode="gradients" or net.record(...)'
+            else:
+                answer = (
+                    "Name the distribution of the loss, kfac_fx.compile(..., loss=...), to record in a separate pass"
+                )
+            copied = ", or let it change a copy, as inputs = dict(inputs) makes one" if "its input" in effects else ""
             raise UntraceableError(
                 f"statistics cannot be recorded during training, because the forward of {name} "
                 f"has side effects that the captured graph does not have:\n{effects}\n"
-                'Record in a separate pass, with estimation_mode="gradients" or net.record(...), or return these '
-                "values from forward. If only the first forward has them, as one that initializes by its data, call "
-                "the model once before kfac_fx.compile."
+                f"{answer}, or return these values from forward{copied}. If only the first forward has them, as one "
+                "that initializes by its data, call the model once before kfac_fx.compile."
             )
         self.sample_anew(generator)
         live = self.live_parameters()

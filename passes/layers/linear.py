@@ -274,10 +274,17 @@ def baddbmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
 # --- torch.tensordot -------------------------------------------------------------------------------------------------
 
 
+def summed_pairs(attrs: Attrs) -> list[tuple[int, int]]:
+    """(a dimension of the weight that is summed, that of the input), in the order of the weight's: so the matrix of a
+    part of a parameter is a view of it."""
+    count = len(attrs["weight"])
+    return sorted((of_weight % count, dim) for of_weight, dim in zip(attrs["weight_dims"], attrs["dims"], strict=True))
+
+
 def contracted_rows(x: Tensor, attrs: Attrs) -> Tensor:
-    """The summed dimensions are the inputs, in their order."""
-    number = len(attrs["dims"])
-    return as_rows(x.movedim(tuple(attrs["dims"]), tuple(range(-number, 0))).flatten(-number), attrs)
+    """The summed dimensions are the inputs."""
+    dims = [dim for _, dim in summed_pairs(attrs)]
+    return as_rows(x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)), attrs)
 
 
 def free_rows(dy: Tensor, attrs: Attrs) -> Tensor:
@@ -293,9 +300,8 @@ def along_free(attrs: Attrs, dims: int | None) -> Shape:
 
 
 def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
-    dims = len(weight.result)
-    summed = tuple(dim % dims for dim in attrs["weight_dims"])
-    free = tuple(dim for dim in range(dims) if dim not in summed)
+    summed = tuple(dim for dim, _ in summed_pairs(attrs))
+    free = tuple(dim for dim in range(len(weight.result)) if dim not in summed)
     inputs = math.prod(weight.result[dim] for dim in summed)
     return weight.permute((*free, *summed)).reshape((1, math.prod(weight.result) // inputs, inputs))
 
@@ -313,6 +319,7 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
         written(lambda x, w: torch.tensordot(x, w, dims=([2, 1], [1, 2])), (4, 7, 5), w=(3, 5, 7, 2)),
         written(lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])), (4, 7, 5), w=(7, 5)),
         written(lambda x, w: torch.tensordot(x, w, ([-1], [-2])), (4, 7, 5), w=(5, 3)),
+        written(lambda x, w: torch.tensordot(x, w, ([1, 2], [1, 0])), (4, 7, 5), w=(5, 7, 3)),
     ),
 )
 def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ..torch_private import StorageWeakRef, function_apply
 from .effects import written_by
 from .settings import SYMBOLS
 from .signature import holds_tensor
-from .substitutes import SHAPES, Function, custom_functions, own_backward
+from .substitutes import SHAPES, Function, custom_functions, functions_applied, own_backward
 
 Source = tuple[str, Any]  # where an argument comes from: ("tensor", 0), ("size", 1), ("value", 0.5), ("list", (...))
 
@@ -223,6 +223,19 @@ def qualified_name(function: Function) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """Inside, the Functions that `plain_function` declares run the plain operations."""
+
+    def apply(
+        original: Callable[..., Any], function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return PLAIN_FUNCTIONS.get(qualified_name(function), original)(*args, **kwargs)
+
+    with functions_applied(apply):
+        yield
+
+
 # --- while torch.export traces ----------------------------------------------------------------------------------------
 
 NUMBERS = itertools.count()  # of calls in this process, so that two captures share no number
@@ -354,7 +367,7 @@ class OwnBackwards:
                 else:
                     result = function.forward(context, *arguments)
         except Exception as error:
-            why = kind_and_line(error)
+            why = kind_and_line(error).rstrip(".")
             self.refuse(function, f"does not run on tensors without numbers: {why}")
             raise
         if context.dirty:
@@ -372,9 +385,11 @@ class OwnBackwards:
         """Raises UntraceableError that names every Function that cannot be one operation, with the reason."""
         if self.refused:
             reasons = ", and ".join(f"{name}, an autograd.Function that {why}" for name, why in self.refused)
+            function = next(iter(self.refused))[0].partition(" ")[0]
             raise UntraceableError(
                 f"{type(self.model).__name__} applies {reasons}. A graph cannot call it as one operation.\n"
-                "Let it compute new tensors from its arguments alone, with operations of torch, or register it with "
+                "Let it compute new tensors from its arguments alone, with operations of torch. Or declare what it "
+                f"computes, with kfac_fx.plain_function({function}, lambda *arguments: ...). Or register it with "
                 "torch.library.custom_op, register_fake and register_autograd."
             )
 

@@ -174,7 +174,7 @@ class Walk:
             return kind, Same(value) if self.identity else self.seen[key]
         self.seen[key] = len(self.seen)
         if isinstance(value, (tuple, frozenset, *CONTAINERS)):
-            return kind, len(value), self.of_container(value, named, depth), self.of_fields(value, named, depth)
+            return kind, elements_in(value), self.of_container(value, named, depth), self.of_fields(value, named, depth)
         if isinstance(value, MethodType):
             return kind, value.__func__, self.of(value.__self__, named, depth)
         if isinstance(value, partial):
@@ -195,11 +195,11 @@ class Walk:
         return self.of_object(value, named, depth)
 
     def of_container(self, value: Any, named: bool, depth: int) -> Any:
-        if len(value) > FEW and not named:
-            self.holders.append(Count(value, len))
+        if elements_in(value) > FEW and not named:
+            self.holders.append(Count(value, elements_in))
             return ()
         if isinstance(value, dict):
-            self.holders.append(Entries(value, value, len(value)))
+            self.holders.append(Entries(value, value, elements_in(value)))
             return tuple((self.of(key, named, 0), self.of(entry, named, depth)) for key, entry in value.items())
         if isinstance(value, set):
             self.holders.append(Members(value))
@@ -271,6 +271,12 @@ class Walk:
 
     def is_named(self, name: str) -> bool:
         return name in self.names
+
+
+def elements_in(value: Any) -> int:
+    """The number of what a container holds. A class that is derived from one of Python's may refuse to tell it."""
+    kind: Any = next(kind for kind in (tuple, frozenset, *CONTAINERS) if isinstance(value, kind))
+    return int(kind.__len__(value))
 
 
 def plain(value: Any) -> Any:

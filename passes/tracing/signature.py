@@ -8,6 +8,7 @@ to pass. `call_key` has the facts about a call that a capture holds for, except 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -26,7 +27,7 @@ from ..graphs.edit import attribute, holder
 from ..ir import Autocast, copy_nodes
 from ..torch_private import GUARDS, buffers_of, pytree, submodules_of
 from .effects import python_random, untouched
-from .settings import SYMBOLS, Observer, Walk
+from .settings import ATOMS, SYMBOLS, Observer, Walk
 from .substitutes import EverywhereElse
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
@@ -219,14 +220,36 @@ def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[An
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, sparse layouts, devices,
-    values, which nested tensors have the same lengths, autocast, and the default dtype."""
+    values, which nested tensors have the same lengths, autocast, and the default dtype.
+
+    The contents of a batch that are no tensors are left out: the numbers of arrays, lists of texts, and objects with
+    tensors. In a divided model Python reads them, as it reads the values of tensors, so a capture holds for all of a
+    kind. A graph takes no objects with tensors, and arrays and texts are among the `constants` that it holds for.
+    """
+    args, kwargs = tuple(map(texts_by_kind, args)), {name: texts_by_kind(value) for name, value in kwargs.items()}
     leaves, spec = flattened(args, kwargs)
     walk = Walk(identity=False)
-    kinds = tuple(
-        (leaf.dtype, leaf.layout, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
-        for leaf in leaves
-    )
+
+    def kind(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.dtype, leaf.layout, leaf.device, leaf.dim()
+        if is_array(leaf):
+            return type(leaf), leaf.dtype.str, leaf.ndim
+        return type(leaf) if type(leaf) not in ATOMS and holds_tensor(leaf) else walk.of(leaf, named=True)
+
+    kinds = tuple(map(kind, leaves))
     return autocast(), torch.get_default_dtype(), str(spec), kinds, tuple(first_with_offsets(leaves).items())
+
+
+def texts_by_kind(argument: Any) -> Any:
+    """An argument, or `str` for a list of texts."""
+    return str if type(argument) in (list, tuple) and argument and set(map(type, argument)) == {str} else argument
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy, of numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
 
 
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -57,6 +57,31 @@ def test_what_nothing_reads_is_unused() -> None:
     assert program.unused == ("w[2:4]",)
 
 
+def test_a_piece_is_summed_over_in_any_order_of_its_dimensions() -> None:
+    """As the weights of the paths of a tensor product are pieces of one vector."""
+
+    def summed(dims: Any) -> Program:
+        return registered(lambda x, w: torch.tensordot(x.view(1, 2, 2), w[:12].view(2, 2, 3), dims) + w[12:], w=(15,))
+
+    turned, other = summed(([1, 2], [1, 0])), summed(([2, 1], [0, 1]))
+    assert found(turned) == found(other) == [("linear", ("w[0:12]", "w[12:15]"), 1)]
+    assert turned.registrations[0].matrix == other.registrations[0].matrix
+
+
+def test_a_stack_of_stacks_is_cut_into_its_members() -> None:
+    """As the weights of experts in layers: no cut along one dimension gives these parts."""
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w[0][1], b[0, 1]), w[1, 0]) + F.linear(x, w[0, 1], b[0, 1])
+
+    program = registered(function, w=(2, 2, 4, 4), b=(2, 2, 4))
+    assert found(program) == [("linear", ("w[0:1, 1:2]", "b[0:1, 1:2]"), 2), ("linear", ("w[1:2, 0:1]",), 1)]
+    unused = {f"{name}[{place}]" for name in "wb" for place in ("0:1, 0:1", "1:2, 0:1", "1:2, 1:2")} - {"w[1:2, 0:1]"}
+    assert set(program.unused) == unused and program.shapes["w[0:1, 0:1]"] == (1, 1, 4, 4)
+    whole = registered(lambda x, w: F.linear(x, w[0, 1]) + F.linear(x, w.flatten(0, 1).sum(0)), w=(2, 2, 4, 4))
+    assert whole.pieces == {}
+
+
 def test_overlapping_slices_are_cut_at_all_their_ends() -> None:
     program = registered(lambda x, w: F.linear(x, w[:4]).sum() + F.linear(x, w[2:]), w=(6, 4))
     assert found(program) == [("linear", ("w[0:2]",), 1), ("linear", ("w[2:4]",), 2), ("linear", ("w[4:6]",), 1)]

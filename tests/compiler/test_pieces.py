@@ -35,6 +35,7 @@ def numbered(shape: Shape) -> Tensor:
 def test_a_piece_is_named_as_python_writes_it() -> None:
     assert Piece("net.weight", 0, 0, 4).name == "net.weight[0:4]"
     assert Piece("table", 2, 1, 3).name == "table[:, :, 1:3]"
+    assert Piece("experts", 1, 0, 1, within=(3,)).name == "experts[3:4, 0:1]"
 
 
 def test_a_piece_of_a_tensor_is_a_view_of_it() -> None:
@@ -43,6 +44,12 @@ def test_a_piece_of_a_tensor_is_a_view_of_it() -> None:
     assert torch.equal(piece.of(tensor.expand(5, 2, 4), lead=1), tensor[:, 1:3].expand(5, 2, 2))
     piece.of(tensor).zero_()
     assert tensor.tolist() == [[0, 0, 0, 3], [4, 0, 0, 7]]
+
+
+def test_a_member_of_a_stack_of_stacks_is_a_view_of_it() -> None:
+    piece, tensor = Piece("w", 1, 2, 3, within=(1,)), numbered((2, 3, 4))
+    assert torch.equal(piece.of(tensor), tensor[1:2, 2:3]) and piece.shape((2, 3, 4)) == (1, 1, 4)
+    assert torch.equal(piece.of(tensor.expand(5, 2, 3, 4), lead=1)[4], tensor[1:2, 2:3])
 
 
 @st.composite

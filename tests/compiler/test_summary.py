@@ -76,11 +76,19 @@ def cyclic() -> list[Any]:
     return value
 
 
+class Unsized(tuple[Any, ...]):
+    """As the irreducible representations of e3nn are."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an element of a long list": (lambda: [0.0] * 1000, lambda value: value.__setitem__(500, 1.0)),
     "an entry of a long dictionary": (lambda: dict.fromkeys(range(1000), 0.0), lambda value: value.update({500: 1.0})),
     "the order of a dictionary": (lambda: {"a": 1, "b": 2}, lambda value: value.update(a=value.pop("a"))),
     "an element in a tuple": (lambda: ([1.0],), lambda value: value[0].append(2.0)),
+    "an element in a tuple without a length": (lambda: Unsized(([1.0],)), lambda value: value[0].append(2.0)),
     "a deque": (lambda: deque([1.0]), lambda value: value.rotate() or value.append(2.0)),
     "a set": (lambda: {1.0}, lambda value: value.add(2.0)),
     "a long array": (lambda: np.zeros(1000), lambda value: value.__setitem__(500, 1.0)),

@@ -70,6 +70,15 @@ def test_hooks_are_in_dictionaries_of_these_names() -> None:
     assert all(len(module.__dict__[name]) == 1 for name in (*private.FORWARD_HOOKS, *private.BACKWARD_HOOKS))
 
 
+def test_the_hooks_of_a_tensor_are_known() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not private.has_hooks(parameter)
+    hook = parameter.register_hook(lambda gradient: gradient)
+    assert private.has_hooks(parameter)
+    hook.remove()
+    assert not private.has_hooks(parameter)
+
+
 def test_recurrent_layers_keep_their_weights_in_these_attributes() -> None:
     rnn = nn.LSTM(2, 3)
     assert rnn.__dict__.keys() >= private.FLAT_WEIGHTS

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,29 @@ def test_a_number_that_changes_and_makes_captures_is_told(monkeypatch: pytest.Mo
     assert said == [text.format(3)]
     assert net.report.to_dict()["fallbacks"] == [text.format(4)]
     assert len({id(net.recorder((x, None, torch.tensor(scale)), {})) for scale in (0.5, 0.7, 0.9)}) == 1
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, scales: Any) -> Tensor:
+        return self.head(x) * float(scales[0])  # type: ignore[no-any-return]
+
+
+def test_an_array_that_changes_and_makes_captures_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(captures.LOG, "warning", said.append)
+    x, arrays = torch.randn(6, 4), [np.full(100, float(n)) for n in range(3)]
+    net = compile(Chosen(), (x, arrays[0]), loss="normal")
+    for array in arrays:
+        net.record((x, array), {})
+    text = (
+        "argument scales of forward has had 3 values as an array of numpy, and every one is a capture of its own, which"
+        " takes time: pass a tensor, torch.tensor(scales), if forward only computes with it"
+    )
+    assert said == net.report.to_dict()["fallbacks"] == [text]
 
 
 class Annealed(nn.Module):

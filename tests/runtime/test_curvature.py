@@ -336,6 +336,31 @@ def test_a_model_without_either_mode_has_differences(x: Tensor) -> None:
     ]
 
 
+class Once(torch.autograd.Function):
+    """It keeps the graph of its forward, as Functions do that save memory. So its backward runs once."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.y = y.detach().requires_grad_()
+            ctx.result = ctx.y.sin()
+        return ctx.result.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.autograd.grad(ctx.result, ctx.y, gradient)[0]
+
+
+def test_differences_are_compared_with_a_backward_that_runs_once(x: Tensor) -> None:
+    once, sine = Odd(Once.apply).double(), Odd(torch.sin).double()
+    sine.load_state_dict(once.state_dict())
+    found, wanted = (
+        fisher_inner_products(calling(net, x, LOSSES["normal"]), dict(net.named_parameters()), directions(net, 2))
+        for net in (once, sine)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)
+
+
 def test_differences_that_are_not_those_of_the_backward_are_told_what_to_do(x: Tensor) -> None:
     class Straight(torch.autograd.Function):
         @staticmethod

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
+from kfac_fx.compiled.compiled_module import compile
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
 from kfac_fx.losses.declared import loss_from
 from tests.runtime.recorded_by_hand import Words, by_hand, generator, mlp, recorder, same
@@ -123,10 +124,24 @@ def test_a_ride_that_would_lose_what_forward_does_is_refused() -> None:
         "statistics cannot be recorded during training, because the forward of Caching has side effects that the "
         "captured graph does not have:",
         "  sets last",
-        'Record in a separate pass, with estimation_mode="gradients" or net.record(...), or return these values from '
-        "forward. If only the first forward has them, as one that initializes by its data, call the model once before "
-        "kfac_fx.compile.",
+        "Name the distribution of the loss, kfac_fx.compile(..., loss=...), to record in a separate pass, or return "
+        "these values from forward. If only the first forward has them, as one that initializes by its data, call the "
+        "model once before kfac_fx.compile.",
     ]
+
+
+def test_a_ride_of_a_forward_that_changes_its_input_says_how_to_copy_it() -> None:
+    class Storing(nn.Linear):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            inputs["y"] = super().forward(inputs["x"])
+            return inputs["y"]
+
+    net = compile(Storing(4, 3), ({"x": torch.randn(6, 4)},), loss="mse")
+    with pytest.raises(UntraceableError) as failure:
+        net.record_in_training(({"x": torch.randn(6, 4)},), {})
+    first, effect, answer = str(failure.value).splitlines()
+    assert effect == "  changes its input inputs" and answer.startswith("Record in a separate pass, with estimation")
+    assert "or let it change a copy, as inputs = dict(inputs) makes one." in answer
 
 
 # --- parts, cases, nothing ------------------------------------------------------------------------------------------

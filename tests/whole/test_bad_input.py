@@ -513,6 +513,23 @@ def test_an_error_of_the_models_own_forward_says_so() -> None:
     ]
 
 
+class Spectral(nn.Module):
+    """Its number of channels is on another dimension than that of a convolution, and it has no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_channels, self.weight = 4, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_an_attribute_of_the_users_has_not_the_meaning_of_torchs() -> None:
+    with pytest.raises(UntraceableError, match="must match the size of tensor") as error:
+        kfac_fx.compile(nn.Sequential(Spectral()), (torch.randn(8, 5),), loss="mse")
+    assert str(error.value).splitlines()[-1] == "Correct the inputs or the model."
+
+
 class Narrow(nn.Module):
     """Its last layer takes more features than the layer before it has."""
 

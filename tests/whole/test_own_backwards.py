@@ -400,8 +400,10 @@ def test_a_backward_that_runs_modules_again_is_told_what_to_declare() -> None:
     advice = str(caught.value).splitlines()[-1]
     assert advice == (
         "A recording runs on other tensors than the parameters, and a backward of an autograd.Function that runs "
-        "modules again, as those of reversible layers do, finds the parameters in them. Say what the Function "
-        "computes: kfac_fx.plain_function(MyFunction, lambda *arguments: ...)."
+        "modules again, as those of reversible layers and of adjoint solvers do, finds the parameters in them. Say "
+        "what the Function computes: kfac_fx.plain_function(MyFunction, lambda *arguments: ...). Or let autograd take "
+        "the gradient, as with odeint for the odeint_adjoint of torchdiffeq, and adjoint=False for torchcde and "
+        "torchsde."
     )
 
     class Declared(Recomputing):
@@ -416,3 +418,56 @@ def test_a_backward_that_runs_modules_again_is_told_what_to_declare() -> None:
         of(X).square().mean().backward()
     for parameter, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, wanted.grad)
+
+
+class Adjoint(torch.autograd.Function):
+    """A residual whose backward runs the module again, as adjoint solvers do. A tensor that the module does not compute
+    with has the gradient zero, so on copies of the parameters all of them are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return x + module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            inputs = x, *parameters
+            of_x, *rest = torch.autograd.grad(x + ctx.module(x), inputs, gradient, allow_unused=True)
+        zeros = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, rest, strict=True))
+        return of_x, None, *zeros
+
+
+class SolvedInPython(Reversible):
+    """No single graph holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool(x.isfinite().all()) else x
+
+
+def test_a_backward_that_finds_no_copies_of_parameters_is_no_hook() -> None:
+    with pytest.raises(kfac_fx.UntraceableError) as caught:
+        kfac_fx.compile(SolvedInPython(Adjoint), (X,), loss="mse")
+    first, advice = str(caught.value).splitlines()
+    assert first == (
+        "the gradients of SolvedInPython for inside.weight, inside.bias are others where it runs on copies of its "
+        "parameters."
+    )
+    assert "adjoint=False for torchcde" in advice
+
+
+def test_what_a_function_computes_is_declared_for_a_divided_model_too() -> None:
+    class Declared(Adjoint):
+        """Declarations are of a class."""
+
+    kfac_fx.plain_function(Declared, lambda x, module, *parameters: x + module(x))
+    net = kfac_fx.compile(SolvedInPython(Declared), (X,), loss="mse", strict=True)
+    assert [row.approximation for row in net.report.rows] == ["kron", "kron"]
+    whole = kfac_fx.compile(Reversible(Declared), (X,), loss="mse", strict=True)
+    for key, of_whole in whole.record((X,), {}, mode="exact").statistics.items():
+        for name, value in net.record((X,), {}, mode="exact").statistics[key].items():
+            torch.testing.assert_close(value, of_whole[name])

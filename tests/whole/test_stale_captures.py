@@ -343,6 +343,43 @@ def test_an_argument_that_changes_is_another_call(kind: str) -> None:
     assert torch.equal(outputs, net.model(x, argument))
 
 
+class OfBatches(nn.Module):
+    """Ids that no graph of the whole model holds: an array of numpy, texts, or an object with a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, batch: Any) -> Tensor:
+        ids = batch.ids if isinstance(batch, SimpleNamespace) else torch.LongTensor(list(map(int, batch)))
+        return self.head(self.table(ids).tanh())  # type: ignore[no-any-return]
+
+
+BATCHES: dict[str, Callable[[list[int]], Any]] = {
+    "arrays": np.array,
+    "texts": lambda ids: [*map(str, ids)],
+    "objects": lambda ids: SimpleNamespace(ids=torch.tensor(ids)),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_divided_model_is_captured_once_for_batches_of_a_kind(kind: str) -> None:
+    batches = [BATCHES[kind]([(n * seed) % 5 for n in range(8 - seed % 2)]) for seed in range(4)]
+    net = kfac_fx.compile(OfBatches(), (batches[0],), loss="normal")
+    first = net.recorder((batches[0],), {})
+    assert all(net.recorder((batch,), {}) is first for batch in batches)
+
+
+def test_a_graph_is_captured_anew_for_other_texts() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, names: list[str]) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * len(names[0])
+
+    x, net = torch.randn(5, 4), kfac_fx.compile(Scaled(4, 3), (torch.randn(5, 4), ["a", "b"]), loss="normal")
+    outputs, _ = net.functional(dict(net.named_parameters()), (x, ["abc", "b"]), {})
+    assert torch.equal(outputs, net.model(x, ["abc", "b"]))
+
+
 def test_an_equal_argument_is_the_same_call() -> None:
     x = torch.randn(5, 4)
     net = kfac_fx.compile(WithArgument(), (x, configuration()), loss="normal")
