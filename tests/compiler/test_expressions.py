@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from kfac_fx.passes.expressions import basic, express, factor
 from kfac_fx.passes.ir import Program
@@ -113,9 +113,9 @@ def test_parts_of_what_was_put_together(function: Function, wanted: list[Part]) 
     assert exprs.shape == (4,) and parts(program, exprs) == wanted
 
 
-def test_every_second_element_of_several_has_no_expression() -> None:
+def test_every_second_element_of_several_is_a_function_of_them() -> None:
     exprs = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).parameter_exprs
-    assert [node.name for node in exprs] == ["cat"]
+    assert {node.name: node is expr.function for node, expr in exprs.items()} == {"cat": False, "getitem": True}
 
 
 def zeroed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ def test_multiples_and_constants_more_are_followed(function: Function, multiple:
         lambda x, g: x * g.sum(),
     ],
 )
-def test_what_computes_has_no_expression(function: Function) -> None:
-    assert expressed(function, g=(4,)).parameter_exprs == {}
+def test_what_computes_is_no_part_of_a_parameter(function: Function) -> None:
+    assert all(node is expr.function for node, expr in expressed(function, g=(4,)).parameter_exprs.items())
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,10 @@ def test_normalized_weights_are_followed(exported: bool) -> None:
         lambda x, w: F.linear(x, torch.clamp(w, w.min(), w.max())),
     ],
 )
-def test_other_normalizations_and_functions_are_not(function: Function) -> None:
+def test_other_normalizations_and_functions_are_taken_as_a_whole(function: Function) -> None:
     program = expressed(function, w=(3, 4))
-    assert program.outputs[0].args[1] not in program.parameter_exprs
+    weight = program.outputs[0].args[1]
+    assert isinstance(weight, fx.Node) and program.parameter_exprs[weight].function is weight
 
 
 def test_a_copy_whose_first_or_last_elements_were_overwritten_is_one_part() -> None:
