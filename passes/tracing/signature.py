@@ -275,6 +275,11 @@ def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in tensors_in(args, kwargs))
 
 
+def first_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """Of every tensor among the arguments that has dimensions."""
+    return [tensor.shape[0] for tensor in tensors_in(args, kwargs) if tensor.dim()]
+
+
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The tensors of a call; of a nested one its values and offsets."""
     tensors = (leaf for leaf in flattened(args, kwargs)[0] if isinstance(leaf, Tensor))
