@@ -240,7 +240,7 @@ def test_cases_of_inputs_of_different_lengths_are_told_apart_from_merged_ones() 
     recorder = Recorder(EmittedGraph(traced, run(traced.program), model))
     (one,) = prove(recorder, (torch.randn(5, 3), torch.randn(4, 3)), {}).program.registrations
     assert one.approximation == "kron"
-    assert one.reason is not None and one.reason.startswith("it has uses of several inputs")
+    assert one.reason is not None and one.reason.startswith("it is used on another input")
 
 
 def test_what_nothing_trains_is_proved() -> None:

@@ -495,7 +495,10 @@ class Twins(nn.Module):
         return self.encoder(first), self.encoder(second)
 
 
-UNTIED = "it has uses of several inputs, and forward does not need as many cases of one as of another, so not 'full'"
+UNTIED = (
+    "it is used on another input than that which counts the cases, and forward does not need as many of both, so not "
+    "'full'"
+)
 
 
 def test_two_batches_of_one_encoder_are_not_said_to_be_merged() -> None:
