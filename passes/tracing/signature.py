@@ -276,7 +276,7 @@ def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def first_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-    """Of every tensor among the arguments that has dimensions."""
+    """The first size of every tensor among the arguments that has dimensions."""
     return [tensor.shape[0] for tensor in tensors_in(args, kwargs) if tensor.dim()]
 
 

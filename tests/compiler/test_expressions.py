@@ -211,7 +211,6 @@ def test_operations_of_every_element_have_their_derivative(function: Function, d
     "function",
     [
         lambda x, w: F.linear(x, F.dropout(w, 0.5)),  # chance decides which elements: a block would be of one batch
-        lambda x, w: F.linear(x, w * torch.randn_like(w)),
         lambda x, w: F.linear(x, torch.where(w > w.mean(), w, w.mean())),
         lambda x, w: F.linear(x, torch.lerp(w, w.flip(0), 0.5)),
     ],
@@ -306,6 +305,29 @@ def test_other_normalizations_and_functions_are_taken_as_a_whole(function: Funct
     program = expressed(function, w=(3, 4))
     weight = program.outputs[0].args[1]
     assert isinstance(weight, fx.Node) and program.parameter_exprs[weight].function is weight
+
+
+@pytest.mark.parametrize(
+    ("draw", "exported"),
+    [
+        (torch.randn_like, False),
+        (lambda mu: torch.randn(3, 4), True),
+        (lambda mu: torch.distributions.Normal(torch.zeros_like(mu), 1.0).rsample(), True),
+        (lambda mu: torch.bernoulli(mu.sigmoid()), True),
+    ],
+    ids=["randn_like", "randn", "rsample", "bernoulli"],
+)
+def test_random_numbers_are_values_that_a_function_takes(draw: Function, exported: bool) -> None:
+    """As in the weights of Blundell et al. 2015: the derivatives are those at the numbers of the graph."""
+    program = expressed(
+        lambda x, mu, rho: F.linear(x, mu + F.softplus(rho) * draw(mu)), exported, mu=(3, 4), rho=(3, 4)
+    )
+    (expr,) = program.parameter_exprs.values()
+    assert [(slice_.parameter, len(slice_.through)) for slice_ in expr.slices] == [("mu", 0), ("rho", 2)]
+
+
+def test_random_numbers_that_have_a_gradient_are_not() -> None:
+    assert expressed(lambda x, w: F.linear(x, F.dropout(w)), w=(3, 4)).parameter_exprs == {}
 
 
 def test_a_copy_whose_first_or_last_elements_were_overwritten_is_one_part() -> None:
