@@ -915,7 +915,8 @@ class CaptureCache:
 def with_cases_alike(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
     """A capture without sizes, which was proved with these inputs, and holds for those of which as many are as long as
     each other: a block of the gradients of whole examples adds up the rows of all uses, example by example."""
-    if any(one.structure.needs_cases and len(one.uses) > 1 for one in recorder.registrations):
+    several = (registration for registration in recorder.registrations if len(registration.uses) > 1)
+    if any(registration.structure.needs_cases for registration in several):
         holds, sizes = recorder.capture.holds, first_sizes(args, kwargs)
 
         def holds_for(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
